@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch split into micro-batches, with or without a pipeline, and the tensors of their outputs."""
+"""A batch split into micro-batches, with or without a pipeline, their arguments and the tensors of their outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -175,3 +175,31 @@ def _items(output: object, containers: Containers) -> list[Any]:
     if isinstance(output, tuple | list):
         return list(cast("Sequence[Any]", output))
     return [each for _, each in leaves(output, containers, is_leaf=lambda node: node is not output)]
+
+
+class ByStage:
+    """An argument of a model that each stage has one of, such as a cache of its layers.
+
+    Attributes:
+        made: the arguments of this rank's stages, by stage.
+    """
+
+    __slots__ = ("_make", "made")
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self.made: dict[int, Any] = {}
+
+    def of(self, stage: int) -> Any:
+        """Return the argument of a stage; made when it is asked for first."""
+        if stage not in self.made:
+            self.made[stage] = self._make()
+        return self.made[stage]
+
+
+def of_stage(batch: MicroBatch, stage: int) -> MicroBatch:
+    """Return a micro-batch with the arguments of one stage."""
+    if not any(isinstance(each, ByStage) for each in batch.kwargs.values()):
+        return batch
+    kwargs = {key: each.of(stage) if isinstance(each, ByStage) else each for key, each in batch.kwargs.items()}
+    return batch._replace(kwargs=kwargs)

@@ -17,9 +17,9 @@ from accel.comm import adopt, all_reduce_flat, broadcast_flat, gathered
 from accel.context import DistContext, group_of
 from accel.errors import ConfigError
 from accel.parallel._labels import micro_batches_of
-from accel.parallel._micro_batches import MicroBatch, first_rows, first_tensor, split_batch
+from accel.parallel._micro_batches import ByStage, MicroBatch, first_rows, first_tensor, split_batch
 from accel.parallel._modules import stage_modules, unwrap_model
-from accel.parallel.axes.pipeline import ByStage, Pipeline, ReplayedModule, Work, pipeline_of
+from accel.parallel.axes.pipeline import Pipeline, ReplayedModule, Work, pipeline_of
 from accel.precision._amp import autocast
 from accel.random import Key
 

@@ -34,6 +34,8 @@ import accel
         pytest.param("DeBERTa-v2", "pp=2", marks=pytest.mark.slow),  # a trace of scripted functions
         pytest.param("BLOOM", "pp=2,tp=2", marks=pytest.mark.slow),  # biases with an entry for each head, in a trace
         pytest.param("DeiT", "pp=2,tp=2", marks=pytest.mark.slow),  # micro-batches of one row, tokens that all share
+        pytest.param("DeiT", "pp=4", marks=pytest.mark.slow),  # gradients that are views of received memory
+        pytest.param("GPT-2", "dp=2,pp=2", marks=pytest.mark.slow),  # stages that are sharded
         ("T5", "cp=2"),  # relative positions, cross-attention, padding in an encoder
         pytest.param("BART", "cp=2", marks=pytest.mark.slow),  # tables of positions that count from 0
         pytest.param("RoBERTa", "cp=2", marks=pytest.mark.slow),  # positions that are kept for padding

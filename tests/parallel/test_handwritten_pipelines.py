@@ -6,8 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from handwritten import MODELS, Handwritten, named
+import torch
+from handwritten import MODELS, WIDTH, WORDS, Handwritten, named
+from handwritten._entry import cross_entropy, ids
+from handwritten.manners import Block, Words
 from handwritten_runs import compare, piped, plain
+from torch import Tensor, nn
 
 import accel
 from accel.errors import PrepareError, StageError
@@ -53,7 +57,11 @@ def _check(ranks: Simulator, each: Handwritten, stages: int, *, evaluates: bool 
     assert compare(ranks.run(run, stages, default_group=True), expected, outputs=not is_joint) == []
 
 
-@pytest.mark.parametrize("each", named(*FEW), ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "each",
+    [*named(*FEW), *(pytest.param(each, marks=pytest.mark.slow) for each in named("equilibrium", "complex_states"))],
+    ids=lambda each: each.name,
+)
 def test_two_stages_are_the_model(ranks: Simulator, each: Handwritten) -> None:
     _check(ranks, each, 2, evaluates=each.name in OUTPUTS)
 
@@ -67,3 +75,92 @@ def test_any_number_of_stages_is_the_model(ranks: Simulator, each: Handwritten, 
             _check(ranks, each, stages)
         return
     _check(ranks, each, stages)
+
+
+class ChosenRows(Words):
+    """Computes the tokens that hidden values choose, between modules."""
+
+    def layer(self, block: Any, x: Tensor) -> Tensor:
+        keep = x.mean(-1) > 0
+        new = x.clone()
+        new[keep] = x[keep] + torch.tanh(block.out(block.mix(torch.cat([block.norm(x[keep])] * 2, -1))))
+        return new
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = self.layer(block, x)
+        return self.head(self.norm(x))
+
+
+class MaskedRows(ChosenRows):
+    def layer(self, block: Any, x: Tensor) -> Tensor:
+        new = x + torch.tanh(block.out(block.mix(torch.cat([block.norm(x)] * 2, -1))))
+        return torch.where(x.mean(-1, keepdim=True) > 0, new, x)
+
+
+class MappedBlocks(Words):
+    """Maps blocks over samples."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = torch.func.vmap(lambda row, block=block: block(row[None])[0])(x)
+        return self.head(self.norm(x))
+
+
+class MappingBlocks(Words):
+    class kind(Block):  # noqa: N801
+        def forward(self, x: Tensor) -> Tensor:
+            plain = super().forward
+            return torch.func.vmap(lambda row: plain(row[None])[0])(x)
+
+
+class Packed(nn.Module):
+    """Packs sequences whose lengths follow from their words; the packed rows are sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.one, self.two = nn.GRU(WIDTH, WIDTH, batch_first=True), nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        lengths = (ids > 9).sum(1).clamp(min=1)
+        pack, pad = nn.utils.rnn.pack_padded_sequence, nn.utils.rnn.pad_packed_sequence
+        x, _ = self.one(pack(self.embed(ids), lengths, batch_first=True, enforce_sorted=False))
+        x, _ = self.two(x)
+        return self.out(pad(x, batch_first=True, total_length=ids.shape[1])[0])
+
+
+class Unpacked(Packed):
+    def forward(self, ids: Tensor) -> Tensor:
+        real = (ids > 9)[..., None]
+        return self.out(torch.where(real, self.two(torch.where(real, self.one(self.embed(ids))[0], 0.0))[0], 0.0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "told", "named", "helps"),
+    [
+        (
+            ChosenRows,
+            "the shape of a tensor that is sent to the next stage depends on values",
+            "torch.where",
+            MaskedRows,
+        ),
+        (MappedBlocks, "the forward fails where it is recorded", "torch.func.vmap within the forward", MappingBlocks),
+        pytest.param(Packed, "the shape of a tensor that is sent", "torch.where", Unpacked, marks=pytest.mark.slow),
+    ],
+)
+def test_shapes_and_transforms_that_stages_cannot_follow_are_refused(
+    ranks: Simulator, kind: type[nn.Module], told: str, named: str, helps: type[nn.Module]
+) -> None:
+    def wrong(made: type[nn.Module]) -> list[str]:
+        each = Handwritten(made.__name__, made, ids, cross_entropy)
+        plan = Plan(micro_batches=2)
+        found = ranks.run(lambda ctx: piped(ctx, each, "pp=2", plan, rows=6), 2, default_group=True)
+        return compare(found, plain(each, 2, rows=6))
+
+    with pytest.raises(StageError, match=told) as caught:
+        _ = wrong(kind)
+    assert named in caught.value.fix
+    assert wrong(helps) == []

@@ -8,6 +8,7 @@ selects by; `TAGS` explains them.
 from ._entry import LENGTH, TAGS, WIDTH, WORDS, Batch, Handwritten, tensors_of
 from .decoders import DECODERS
 from .encoders import ENCODERS
+from .further_manners import FURTHER_MANNERS
 from .manners import MANNERS
 from .other_decoders import OTHER_DECODERS
 from .other_manners import OTHER_MANNERS
@@ -24,6 +25,7 @@ MODELS: tuple[Handwritten, ...] = (
     *VISION,
     *MANNERS,
     *OTHER_MANNERS,
+    *FURTHER_MANNERS,
 )
 
 

@@ -16,4 +16,4 @@ from accel.parallel.axes.pipeline._pipeline import (
 )
 from accel.parallel.axes.pipeline._replayed import ReplayedModule as ReplayedModule
 from accel.parallel.axes.pipeline._stages import PIPELINE as PIPELINE, stage_plan as stage_plan
-from accel.parallel.axes.pipeline._work import ByStage as ByStage, Work as Work
+from accel.parallel.axes.pipeline._work import Work as Work

@@ -56,7 +56,9 @@ def recorded(model: nn.Module, units: Sequence[str], batch: MicroBatch, containe
             f"the forward fails where it is recorded: {type(error).__name__}: {str(error).strip()}",
             expected="a forward that runs on parameters without values",
             where=_line_of(error),
-            fix="Read values of hidden states by .item(), bool() or float(), or within the module that returns them.",
+            fix="Call torch.func.vmap within the forward of a block, which calls no other block."
+            if isinstance(error, NotImplementedError)  # tensors of vmap have no memory
+            else "Read values of hidden states by .item(), bool() or float(), or within the module that returns them.",
         ) from error
 
 

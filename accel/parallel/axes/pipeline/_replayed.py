@@ -20,11 +20,11 @@ from accel.errors import AccelError, StageError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._calls import Growing, Plain, add_to, added_to, grow_cache, growing_in, take_apart, tapped
 from accel.parallel._fakes import placeholder
-from accel.parallel._micro_batches import MicroBatch
+from accel.parallel._micro_batches import MicroBatch, of_stage
 from accel.parallel._private import forward_hooks, hook_count, hooks_with_keywords, is_view
 from accel.parallel._record import ForwardRecord, Label, Leaf, UnitCall
 from accel.parallel.axes.pipeline._cut import Cut, StageCut
-from accel.parallel.axes.pipeline._work import Boundary, Work, boundary_of, detachable, of_stage
+from accel.parallel.axes.pipeline._work import Boundary, Work, boundary_of, detachable
 from accel.random import Key, torch_rng_scope
 from accel.tree._walk import Containers
 
@@ -356,6 +356,19 @@ def _write(argument: Any, value: torch.Tensor) -> None:
     _ = argument.copy_(value)
 
 
+def _check_shapes(replay: Replay, found: Mapping[Label, torch.Tensor], passed: Iterable[Label]) -> None:
+    """Raise `StageError` for a tensor of another shape than in the micro-batch that was seen first."""
+    for each in passed:
+        expected = replay.fact(each).shape
+        if found[each].shape != expected:
+            raise StageError(
+                "the shape of a tensor that is sent to the next stage depends on values",
+                expected=f"{list(expected)}, as in the first micro-batch",
+                got=f"{list(found[each].shape)}, {each.kind} of {replay.record.paths[each.call]}",
+                fix="Compute all rows, and choose by torch.where(mask, new, old); or choose within a module's forward.",
+            )
+
+
 class ReplayedModule(nn.Module):
     """One stage of a model, as torch's schedules call it.
 
@@ -408,11 +421,11 @@ class ReplayedModule(nn.Module):
         with self._named("a pipeline stage", at), work.around():
             with self._calls.answered_by(run):
                 output = run.forward(self.module, batch)
-            if self.looks:
-                self.seen = run.seen or {}
             if self.is_last:
                 return work.finish(output, batch)
             known = run.given | dict(self._by_label(replay, received))
+            if not self.looks:
+                _check_shapes(replay, known, stage.passes)
             return tuple(detachable(known[each]) for each in stage.passes)
         raise AssertionError
 
@@ -423,6 +436,8 @@ class ReplayedModule(nn.Module):
         device = received[0].device if self.index else self._device()
         key = None if self.key is None or not replay.draws else self.key.fold_in(at)
         run = StageRun(replay, stage, needed, device, key, work.containers, looks=self.looks)
+        if run.seen is not None:
+            self.seen = run.seen  # filled while the stage runs
         if torch.is_grad_enabled():
             self.runs[at] = run
         return run

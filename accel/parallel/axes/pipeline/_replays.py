@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from torch.utils import _pytree as pytree
 from accel.comm import Call, Comm, agreed_values
 from accel.errors import StageError
 from accel.parallel._calls import let_answer, take_apart, unchanged
-from accel.parallel._micro_batches import MicroBatch, first_device, first_tensor
+from accel.parallel._micro_batches import MicroBatch, first_device, first_tensor, of_stage
 from accel.parallel._modules import named_modules
 from accel.parallel._private import called_eagerly
 from accel.parallel._record import ForwardRecord, Label, check_states
@@ -21,7 +22,7 @@ from accel.parallel.axes.pipeline._cut import Cut, StageCut, cut_record
 from accel.parallel.axes.pipeline._layout import Layout
 from accel.parallel.axes.pipeline._planned import FIX, Planned, begins_by_holdings, recorded, starts_of
 from accel.parallel.axes.pipeline._replayed import Calls, Replay, ReplayedModule, StageRun, running
-from accel.parallel.axes.pipeline._work import Boundary, Work, noise, of_stage
+from accel.parallel.axes.pipeline._work import Boundary, Work, noise
 from accel.random import Key
 from accel.tensors import emptied_caches
 
@@ -201,7 +202,9 @@ def is_followed(replay: Replay, model: nn.Module, calls: Calls, batch: MicroBatc
     try:
         with torch.no_grad(), emptied_caches(), unchanged(model), work.around(), calls.answered_by(run):
             _ = run.forward(model, batch)
-    except StageError:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # of another order, or of shapes that follow from values of the inputs
         return False
     return True
 
@@ -248,12 +251,14 @@ def looked(
 
 
 def _look(stage: ReplayedModule, work: Work, replay: Replay, device: torch.device) -> list[tuple[Label, Boundary]]:
-    """Run a stage without gradients; buffers, attributes and random streams stay as they are."""
+    """Run a stage without gradients; buffers, attributes and random streams stay as they are. Where a path depends on
+    hidden values, random ones may take another: what is not seen then is as recorded."""
     passed = replay.cut.stages[stage.index - 1].passes if stage.index else ()
-    received = [noise(replay.fact(each), device) for each in passed] or [torch.zeros(())]
+    received = [noise(replay.fact(each), device, at) for at, each in enumerate(passed)] or [torch.zeros(())]
     devices = [] if device.type == "cpu" else [device]
     streams = cast(Any, torch.random).fork_rng(devices=devices, device_type=device.type)
     runs = running([stage], work, [replay], None, looks=True)
-    with torch.no_grad(), streams, called_eagerly(stage), runs, unchanged(stage.module):
+    differs = contextlib.suppress(StageError) if replay.record.decisions else contextlib.nullcontext()
+    with torch.no_grad(), streams, called_eagerly(stage), runs, unchanged(stage.module), differs:
         _ = stage(*received, micro=torch.zeros(1, dtype=torch.int64))
     return list(stage.seen.items())

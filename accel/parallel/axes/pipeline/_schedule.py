@@ -79,6 +79,14 @@ class _Stage(PipelineStage):
         if self.has_backward:
             cast(Any, super()).set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
+    def renew_buffers(self) -> None:
+        """Receive the next batch in other memory: gradients of parameters, and what a module keeps, may be views of
+        what was received."""
+        for received in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
+            for each in received:
+                if getattr(each, "buffer", None) is not None:
+                    each.buffer = torch.empty_like(each.buffer, requires_grad=each.buffer.requires_grad)
+
     def _post_metadata_inference_cleanup(self) -> None:
         """Do nothing: shapes are known, so nothing was run, and torch would drop gradients of earlier batches."""
 
@@ -182,6 +190,7 @@ class StageSchedule:
         kind = get_schedule_class(layout.schedule)
         stage_or_stages = made[0] if issubclass(kind, PipelineScheduleSingle) else made
         loss: Callable[[Any, Any], Any] | None = (lambda output, _: output) if trains else None  # it is the loss
+        self._stages = made
         self._schedule = cast(Any, kind)(
             stage_or_stages, n_microbatches=layout.micro_batches, loss_fn=loss, scale_grads=False
         )
@@ -195,6 +204,8 @@ class StageSchedule:
         losses: list[torch.Tensor] = []
         inputs = (self._indices,) if self._first else ()
         target = {"target": self._indices, "losses": losses} if self._last and self._trains else {}
+        for each in self._stages:
+            each.renew_buffers()
         try:
             self._schedule.step(*inputs, return_outputs=False, micro=self._indices, **target)
         except Exception as error:

@@ -62,32 +62,12 @@ def detachable(output: torch.Tensor) -> torch.Tensor:
     return cast(Any, _SameMemory).apply(output) if output.requires_grad else output
 
 
-def noise(like: Boundary, device: torch.device) -> torch.Tensor:
+def noise(like: Boundary, device: torch.device, seed: int) -> torch.Tensor:
     """Return random numbers in the place of a tensor that a stage passes on; zeros for integers."""
     dtype = like.torch_dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.zeros(like.shape, dtype=dtype, device=device)
-    return torch.randn(like.shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-
-
-class ByStage:
-    """An argument of a model that each stage has one of, such as a cache of its layers.
-
-    Attributes:
-        made: the arguments of this rank's stages, by stage.
-    """
-
-    __slots__ = ("_make", "made")
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
-        self.made: dict[int, Any] = {}
-
-    def of(self, stage: int) -> Any:
-        """Return the argument of a stage; made when it is asked for first."""
-        if stage not in self.made:
-            self.made[stage] = self._make()
-        return self.made[stage]
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 class Work(NamedTuple):
@@ -118,16 +98,3 @@ class Work(NamedTuple):
             return dict(self.whole)
         listed = [(each.args, dict(each.kwargs), each.targets) for each in self.micro_batches]
         return {f"micro-batch {at + 1}": each for at, each in enumerate(listed)}
-
-
-def of_stage(batch: MicroBatch, stage: int) -> MicroBatch:
-    """Return a micro-batch with the arguments of one stage."""
-    if not has_own(batch):
-        return batch
-    kwargs = {key: each.of(stage) if isinstance(each, ByStage) else each for key, each in batch.kwargs.items()}
-    return batch._replace(kwargs=kwargs)
-
-
-def has_own(batch: MicroBatch) -> bool:
-    """Return whether a micro-batch has arguments with a value for each stage."""
-    return any(isinstance(each, ByStage) for each in batch.kwargs.values())

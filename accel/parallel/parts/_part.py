@@ -89,6 +89,9 @@ class Ranks:
         self._entered = outer
 
 
+_NAMES: Mapping[str, str] = {"axis": "dim", "keepdims": "keepdim"}  # of NumPy, which torch takes for its own
+
+
 def _method(name: str) -> Any:
     """A method that torch writes in Python, which torch.compile would take for an attribute."""
 
@@ -127,13 +130,14 @@ class PartTensor(Tensor):
         from accel.parallel.parts._rules import rule_of  # which imports this file
 
         rule = rule_of(func)
-        if kwargs and kwargs.get("out") is not None:
+        given = {_NAMES.get(name, name): value for name, value in (kwargs or {}).items()}
+        if given.get("out") is not None:
             raise no_rule(f"{name_of(func)}, with out=")
         try:
             if getattr(rule, "composed", False):  # of functions that have rules
-                return rule(func, args, kwargs or {})
+                return rule(func, args, given)
             with without_subclasses():
-                return rule(func, args, kwargs or {})
+                return rule(func, args, given)
         except NoRuleError as error:
             raise no_rule(f"{name_of(func)}, {error.got}") from None
 

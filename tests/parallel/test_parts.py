@@ -188,6 +188,7 @@ CASES: Mapping[str, Callable[[Drawn], Any]] = {
     "cat along": _new(lambda g, t: torch.cat([t, t], g.dim)),
     "cat along, with a whole": _of(lambda g, t, w: torch.cat([t, w], g.dim), lambda g: torch.randn(g.shape)),
     "cat": _new(lambda g, t: torch.cat([t, -t], g.other)),
+    "names of NumPy": _new(lambda g, t: torch.concat((t, t.amax(axis=g.other, keepdims=True)), axis=g.other)),
     "stack": _new(lambda g, t: torch.stack([t, -t], g.other)),
     "stack with a whole": _of(lambda g, t, w: torch.stack([t, w], -1), lambda g: torch.randn(g.shape)),
     "whole beside": _of(lambda g, t, w: t * w + w, Drawn.whole),

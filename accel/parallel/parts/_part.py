@@ -101,6 +101,9 @@ class Ranks:
         self._entered = outer
 
 
+_NAMES: Mapping[str, str] = {"axis": "dim", "keepdims": "keepdim"}  # of NumPy, which torch takes for its own
+
+
 def _method(name: str) -> Any:
     """A method that torch writes in Python, which torch.compile would take for an attribute."""
 
@@ -144,14 +147,15 @@ class PartTensor(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Named | None = None) -> Any:
         from accel.parallel.parts._rules import rule_of  # which imports this file
 
+        given = {_NAMES.get(name, name): value for name, value in (kwargs or {}).items()}
         try:
             rule = rule_of(func)
-            if kwargs and kwargs.get("out") is not None:
+            if given.get("out") is not None:
                 raise no_rule("with out=")
             if getattr(rule, "composed", False):  # of functions that have rules
-                return rule(func, args, kwargs or {})
+                return rule(func, args, given)
             with without_subclasses():
-                return rule(func, args, kwargs or {})
+                return rule(func, args, given)
         except NoRuleError as error:
             problem = error.got
         return ranks_of(args, kwargs).without_rule(func, args, kwargs or {}, problem)

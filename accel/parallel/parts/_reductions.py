@@ -58,7 +58,7 @@ def reduced(func: Any, args: Args, kwargs: Named) -> Any:
     part = part_of(func, args)
     name = name_of(func)
     given = named("input dim keepdim", args, kwargs)
-    dim = given.get("dim", given.get("axis"))
+    dim = given.get("dim")
     if name in ("max", "min") and isinstance(dim, Tensor):
         return elementwise(func, args, kwargs)
     if name in ("var", "std") and isinstance(dim, bool):

@@ -89,7 +89,12 @@ RECIPES: tuple[Recipe, ...] = (
     Recipe("early_stopping", "test_loss <= 0.6", small="--steps 12 --size 32", falls="valid_loss", needs=("sklearn",)),
     Recipe("gan", "modes >= 7", small="--steps 12 --size 16", falls="critic_loss"),
     Recipe("generation", "right >= 0.95", small="--steps 12 --size 16"),
-    Recipe("gpt", "loss <= 4", small=f"--steps 8 --size 16 --batch 8 {TINY}", full=f"--size 64 --lr 3e-3 --batch 32 {TINY}"),
+    Recipe(
+        "gpt",
+        "loss <= 4",
+        small=f"--steps 8 --size 16 --batch 8 {TINY}",
+        full=f"--size 64 --lr 3e-3 --batch 32 {TINY}",
+    ),
     Recipe("images", "accuracy >= 0.95", small="--steps 12 --size 8", needs=("sklearn",)),
     Recipe("local_sgd", "accuracy >= 0.95", small="--steps 32 --size 16", needs=("sklearn",)),
     Recipe("lora", "gain >= 0.2", small="--steps 8 --size 16", needs=("transformers", "peft")),

@@ -12,7 +12,6 @@ every mesh. A GPU computes in bf16, with compiled blocks.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -64,7 +63,7 @@ class Gpt(nn.Module):
 
 def load_words(vocabulary: int, length: int) -> Tensor:
     """Return the sources of Python's library as rows of the most frequent words, 0 for all others."""
-    files = sorted(Path(os.__file__).parent.glob("*.py"))
+    files = sorted(Path(argparse.__file__).parent.glob("*.py"))
     words = re.findall(r" ?\w+| ?[^\w\s]|\s+", "\n".join(path.read_text(errors="ignore") for path in files))
     numbers = {word: at for at, (word, _) in enumerate(Counter(words).most_common(vocabulary - 1), 1)}
     return torch.tensor([numbers.get(word, 0) for word in words]).unfold(0, length, length)
@@ -101,7 +100,9 @@ def main(
     rows = rows[: len(rows) // batch * batch]  # an epoch is a number of full steps
     example = {"input_ids": rows[:1], "position_ids": torch.arange(length)[None]}
     with torch.device("meta"):
-        flops = accel.metrics.count_flops(Gpt(accel.single(), *sizes), **example).per_sample(1)
+        alone = Gpt(accel.single(), *sizes)
+    flops = accel.metrics.count_flops(alone, **example).per_sample(1)
+    styles = accel.parallel.tensor_plan(alone, example=example) if ctx.axis("tp").size > 1 else {}
     on_gpu, every = ctx.device.type == "cuda", max(1, steps // 20)
 
     def train(at_once: int) -> None:
@@ -112,8 +113,8 @@ def main(
         scheduler = LambdaLR(optimizer, Joined((warmup(1 + steps // 20), Cosine(steps, end=0.1))))
         data = DataLoader(rows, at_once, shuffle=True, pin_memory=on_gpu)
         loader = accel.prepare_loader(ctx, data, global_batch=at_once)
-        plan = accel.parallel.Plan(logits="deferred")  # the loss below computes them by chunks
-        model, optimizer, scheduler = accel.prepare(ctx, model, optimizer, scheduler, plan=plan, example=example)
+        plan = accel.parallel.Plan(tensor=styles, logits="deferred")  # the loss computes them by chunks
+        model, optimizer, scheduler = accel.prepare(ctx, model, optimizer, scheduler, plan=plan)
         to = [accel.trackers.jsonl(), accel.trackers.console(names=["loss"], rates=True)]
         with accel.tracking(ctx, "gpt", to=to, dir=out) as trackers:
             items = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "trackers": trackers}
@@ -130,8 +131,7 @@ def main(
                     accel.log(ctx, trackers, logged, step=state.updates)
                     accel.save_state(ctx, out, items | {"state": state}, step=state.updates, keep=2)
 
-    # on all ranks together as many rows at a time as fit, of which a batch has a whole number
-    accel.find_executable_batch_size(
+    accel.find_executable_batch_size(  # as many rows at a time, on all ranks together, as fit
         ctx, train, batch, shrink=lambda rows: max(each for each in range(rows) if not each or batch % each == 0)
     )
 

@@ -73,6 +73,7 @@ def load_example() -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where torch.compile looks up the names of a block's module
     spec.loader.exec_module(module)
     return module
 
@@ -276,7 +277,7 @@ def compare(ctx: accel.DistContext, sizes: Sizes, rounds: int, steps: int) -> No
 def feature(ctx: accel.DistContext, sizes: Sizes, steps: int, name: str) -> None:
     """Print the throughput and the peak of memory with one feature."""
     emptied(ctx)
-    loop = by_accel(ctx, sizes, compiled="blocks", seen=[], **FEATURES[name])
+    loop = LOOPS[ACCEL](ctx, sizes, seen=[], **FEATURES[name])
     loop(2 * sizes.accumulation)
     count = steps * sizes.accumulation
     rate = count * sizes.tokens / timed(ctx, loop, count)
@@ -295,7 +296,8 @@ def count_work(sizes: Sizes) -> dict[str, dict[str, Any]]:
     from accel.parallel.axes.tensor import _deferred
 
     reach_into_devices()
-    vars(_deferred)["Tensor"] = counted_device.CountedTensor  # of its heads
+    deferred: Any = _deferred
+    deferred.Tensor = counted_device.CountedTensor  # the inputs of its heads
     ctx = accel.single(str(DEVICE))
 
     def step_of(make: Callable[..., Loop], each: Sizes) -> tuple[list[str], list[str]]:

@@ -99,8 +99,7 @@ def main(
     rows, sizes = load_words(vocabulary, length), (size, depth, vocabulary, length)
     rows = rows[: len(rows) // batch * batch]  # an epoch is a number of full steps
     example = {"input_ids": rows[:1], "position_ids": torch.arange(length)[None]}
-    with torch.device("meta"):
-        alone = Gpt(accel.single(), *sizes)
+    alone = Gpt(accel.single(), *sizes)  # not divided
     flops = accel.metrics.count_flops(alone, **example).per_sample(1)
     styles = accel.parallel.tensor_plan(alone, example=example) if ctx.axis("tp").size > 1 else {}
     on_gpu, every = ctx.device.type == "cuda", max(1, steps // 20)

@@ -98,7 +98,12 @@ RECIPES: tuple[Recipe, ...] = (
     Recipe("early_stopping", "test_loss <= 0.6", small="--steps 12 --size 32", falls="valid_loss", needs=("sklearn",)),
     Recipe("gan", "modes >= 7", small="--steps 12 --size 16", falls="critic_loss"),
     Recipe("generation", "right >= 0.95", small="--steps 12 --size 16"),
-    Recipe("gpt", "loss <= 4", small=f"--steps 8 --size 16 {TINY}", full=f"--size 64 --lr 3e-3 --batch 32 {TINY}"),
+    Recipe(
+        "gpt",
+        "loss <= 4",
+        small=f"--steps 8 --size 16 --batch 8 {TINY}",
+        full=f"--size 64 --lr 3e-3 --batch 32 {TINY}",
+    ),
     Recipe(
         "grpo",
         "rollout/reward >= 0.9",
@@ -208,9 +213,10 @@ CHANGES: dict[str, tuple[str, tuple[str, ...]]] = {
         "nanogpt, pretrain, tensor parallel, mesh, MFU",
         (
             "`--size`, `--depth`, `--length`, `--vocabulary`, `--batch`: the defaults are nanoGPT's.",
-            "`--model llama`, `mixtral` or `gpt2` trains a model of transformers.",
+            "`Gpt`: build your model. One of transformers returns `output.logits`, which `sum_of_losses` then takes.",
             "`load_words`: return your tokens.",
-            "Add `--mesh dp=2,tp=2` or `--strategy fsdp` to `accel launch`.",
+            "`AdamW`: take `accel.optim.Muon(model, lr=0.02, adamw_lr=lr)`.",
+            "Add `--mesh dp=2,tp=2` or `--strategy fsdp` to `accel launch`. `--precision fp32` replaces bf16.",
         ),
     ),
     "grpo": (

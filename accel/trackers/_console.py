@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from accel.errors import ConfigError
 from accel.errors._checks import check_count
+from accel.terminal import show_value
 from accel.trackers._log import split_times
 from accel.trackers._tracker import Tracker, Values
 
@@ -17,10 +18,11 @@ _STEP_WIDTH, _WIDTH = 5, 6  # of the first line; a longer number widens its colu
 class _Columns:
     """The columns of the lines so far: the widest text of each name."""
 
-    def __init__(self, label: str, names: Collection[str] | None, formats: Mapping[str, str]) -> None:
+    def __init__(self, label: str, names: Collection[str] | None, formats: Mapping[str, str], rates: bool) -> None:
         self._label = label
         self._names = names
         self._formats = formats
+        self._rates = rates
         self._widths = {label: _STEP_WIDTH}
         self._unprinted: tuple[Values, int] | None = None
 
@@ -38,10 +40,11 @@ class _Columns:
 
     def line(self, values: Values, step: int) -> str:
         """Return the line of a step."""
-        numbers, _ = split_times(values)
+        numbers, times = split_times(values)
         shown = numbers if self._names is None else {name: numbers[name] for name in self._names if name in numbers}
         cells = [(name, self._text(name, value)) for name, value in shown.items()]
-        return "  ".join(self._padded(name, text) for name, text in [(self._label, str(step)), *cells])
+        columns = [self._padded(name, text) for name, text in [(self._label, str(step)), *cells]]
+        return "  ".join([*columns, *(_rates(times) if self._rates else ())])
 
     def _text(self, name: str, value: float) -> str:
         if name in self._formats:
@@ -54,23 +57,36 @@ class _Columns:
         return f"{name} {text:>{width}}"
 
 
+def _rates(times: Mapping[str, float]) -> Iterator[str]:
+    """Yield the throughput and the utilization, with their units."""
+    for name, unit in (("tokens_per_s", "tok/s"), ("samples_per_s", "samples/s")):
+        if name in times:
+            yield f"{show_value(times[name])} {unit}"
+            break
+    if "mfu" in times:
+        yield f"{times['mfu']:.0%}".replace("%", " % MFU")
+
+
 def console(
     *,
     every: int = 1,
     label: str = "step",
     names: Collection[str] | None = None,
     formats: Mapping[str, str] | None = None,
+    rates: bool = False,
 ) -> Tracker:
     """Return the tracker that prints a line on rank 0 for each `log`: `step   140  loss 0.5320  accuracy  90.1%`.
 
-    Floats have four digits, and columns are aligned. Readings of clocks are left out. A background thread prints, so a
-    line may appear shortly after its `log`; the end of `tracking` waits for all of them.
+    Floats have four digits, and columns are aligned. Readings of clocks are left out but
+    for `rates`. A background thread prints, so a line may appear shortly after its `log`; the end of `tracking` waits
+    for all of them.
 
     Args:
         every: print steps that are multiples of this number, and the last one.
         label: text before the step.
         names: names of the numbers to print, in this order; None prints all.
         formats: format specification of a number by its name, such as `{"accuracy": ".1%"}`.
+        rates: whether lines end with the throughput and the MFU of `step_statistics`: `412k tok/s  41 % MFU`.
 
     Raises:
         ConfigError: `every` is below 1, `names` is a text, or a specification does not format a float.
@@ -86,7 +102,7 @@ def console(
 
     return Tracker(
         "console",
-        start=lambda run, config: _Columns(label, names, formats),
+        start=lambda run, config: _Columns(label, names, formats, rates),
         log=lambda columns, values, step: columns.print_due(values, step, every),
         finish=lambda columns, ending: columns.print_last(),
     )

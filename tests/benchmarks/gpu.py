@@ -26,8 +26,8 @@ ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- gpu: begin -->", "<!-- gpu: end -->"
 LINES = 80  # of a run's output in the summary
-NOISE = re.compile(r"USDT:|Warning\b|^[IWE]\d{4} |^\[rank\d+\]:\[[IWE]|^\s+\"\"\"|'tokens_per_s'")
-THROUGHPUT = "'tokens_per_s'"
+NOISE = re.compile(r"USDT:|Warning\b|^[IWE]\d{4} |^\[rank\d+\]:\[[IWE]|^\s+\"\"\"| tok/s\b")
+THROUGHPUT = re.compile(r"  ([\d.]+)(k?) tok/s(?:  ([\d.]+) % MFU)?")  # of a line of the console
 
 
 class Figure(NamedTuple):
@@ -88,7 +88,7 @@ class Run(NamedTuple):
 
 
 FRESH = "FRESH"  # a folder of the run's own, so that no run resumes another
-GPT = ("examples/gpt.py", "--steps", "60", "--out", FRESH)
+GPT = ("examples/gpt.py", "--steps", "60", "--batch", "128", "--out", FRESH)
 LARGE = ("tests/benchmarks/tensor_parallel.py", "--widths", "4096", "--tokens", "4096", "--rounds", "5")
 RUNS = (
     Run("tests", ("-m", "pytest", "-m", "gpu", "-n", "0", "tests/gpu"), exact=True),
@@ -154,12 +154,11 @@ def figures(machine: str, found: Sequence[tuple[Run, str, int]], gpus: int) -> l
     """Return the throughput of each run that prints tokens a second: the median of all lines but the first."""
     rows = list[Figure]()
     for run, output, status in found:
-        lines = [line for line in output.splitlines() if THROUGHPUT in line][1:]
+        lines = THROUGHPUT.findall(output)[1:]
         if lines and not status:
-            each = [dict(re.findall(r"'(\w+)': ([\d.e+-]+)", line)) for line in lines]
-            tokens = median(float(values["tokens_per_s"]) for values in each)
-            known = [float(values["mfu"]) for values in each if "mfu" in values]
-            mfu = f"{100 * median(known):.1f} %" if known else ""
+            tokens = median(float(number) * (1000 if unit else 1) for number, unit, _ in lines)
+            known = [float(mfu) for _, _, mfu in lines if mfu]
+            mfu = f"{median(known):.0f} %" if known else ""
             processes = run.gpus if run.exact else gpus
             name, how = "GPT of 124 million", run.name.removeprefix("GPT ").removeprefix("by ")
             rows.append(Figure(name, how, f"{processes} x {machine}", tokens / processes, mfu, "this run"))

@@ -476,6 +476,25 @@ def test_the_console_prints_the_chosen_names_in_their_order(capsys: pytest.Captu
     assert capsys.readouterr().out.splitlines() == ["step     1  a  2.000", "step     2  b   1234  a    nan"]
 
 
+def test_the_console_prints_rates_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    console = accel.trackers.console(names=["loss"], rates=True)
+    times = [
+        {"tokens_per_s": 412345.6, "samples_per_s": 402.7, "mfu": 0.412},
+        {"samples_per_s": 97.31},
+        {"step_s": 0.1, "mfu": 0.004},
+        {},
+    ]
+    with accel.tracking(accel.single(), "p", to=[console]) as trackers:
+        for step, time in enumerate(times, 1):
+            accel.log(accel.single(), trackers, {"loss": 3.21, "time": time}, step=step)
+    assert capsys.readouterr().out.splitlines() == [
+        "step     1  loss  3.210  412k tok/s  41 % MFU",
+        "step     2  loss  3.210  97.31 samples/s",
+        "step     3  loss  3.210  0 % MFU",
+        "step     4  loss  3.210",
+    ]
+
+
 @pytest.mark.parametrize("specification", ["d", "s", "%%", 3])
 def test_the_console_refuses_a_format_that_no_float_has(specification: Any) -> None:
     with pytest.raises(accel.errors.ConfigError, match="not a format of a float") as caught:

@@ -65,6 +65,7 @@ TABLE = {
     "SGD, fused": Row("torch.optim", {"fused": True}, refused()),
     "SGD, momentum": Row("torch.optim", {"momentum": 0.9, "nesterov": True}),
     "AdamWScheduleFree": Row("schedulefree"),
+    "AdamW8bit, 8-bit state": Row("bitsandbytes.optim", {"min_8bit_size": 1}, refused()),
     "accel's Adafactor": Row("accel.optim", {"eps": (1e-4, 1e-3)}),
 }
 NOT_STEPPED_SO = {"LBFGS", "SparseAdam"}  # needs a closure; takes sparse gradients alone: each has tests of its own

@@ -262,7 +262,7 @@ class _Scope(cst.CSTTransformer):
         return reduced
 
     def _leave_out(self, node: cst.BaseStatement, kept: Sequence[cst.BaseStatement]) -> None:
-        """Leave out the comments of lines that go, but for those that stand elsewhere too."""
+        """Leave out the comments of lines that go, except lines that also occur elsewhere."""
         texts = [text_of(line) for line in (*_lines(self._scope), *kept)]
         for line in _lines(node):
             if texts.count(text_of(line)) == 1:

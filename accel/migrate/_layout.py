@@ -44,7 +44,7 @@ def fitted(before: str, after: str, indent: str) -> str:
         after = "\n".join("\n".join(broken.get(at, [line])) for at, line in enumerate(lines))
 
 
-class _Pair(NamedTuple):
+class _Brackets(NamedTuple):
     """Brackets on one line: their columns, those of the commas between parts, and whether it is a comprehension."""
 
     begin: int
@@ -53,9 +53,9 @@ class _Pair(NamedTuple):
     whole: bool
 
 
-def _widest(text: str, lines: Set[int]) -> dict[int, _Pair]:
+def _widest(text: str, lines: Set[int]) -> dict[int, _Brackets]:
     """Return the outermost brackets that begin and end on each of the lines, the widest ones."""
-    found: dict[int, _Pair] = {}
+    found: dict[int, _Brackets] = {}
     open_pairs: list[tuple[int, int, list[int], list[str]]] = []  # line, column, commas, words
     for token in tokenize.generate_tokens(io.StringIO(text).readline) if lines else ():
         at, column = token.start[0] - 1, token.start[1]
@@ -63,7 +63,7 @@ def _widest(text: str, lines: Set[int]) -> dict[int, _Pair]:
             open_pairs.append((at, column, [], []))
         elif token.type == tokenize.OP and token.string in ")]}" and open_pairs:
             begun, begin, commas, words = open_pairs.pop()
-            pair = _Pair(begin, column, tuple(commas), "for" in words)
+            pair = _Brackets(begin, column, tuple(commas), "for" in words)
             if begun == at and at in lines and column - begin > 1 and words[-1:] != ["lambda"]:
                 best = found.get(at)
                 found[at] = pair if best is None or pair.end - pair.begin > best.end - best.begin else best
@@ -76,7 +76,7 @@ def _widest(text: str, lines: Set[int]) -> dict[int, _Pair]:
     return found
 
 
-def _broken(line: str, pair: _Pair, indent: str, width: int) -> list[str]:
+def _broken(line: str, pair: _Brackets, indent: str, width: int) -> list[str]:
     """Return a line with what is in the brackets on lines of its own; empty where that makes no line shorter."""
     blank = line[: len(line) - len(line.lstrip())]
     end = "\r" if line.endswith("\r") else ""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import libcst as cst
@@ -161,9 +161,11 @@ class _Scope(cst.CSTTransformer):
                 node = _saved(cast(cst.SimpleStatementLine, node), keep, path)
             if saves and (limit := _rotation(node)):
                 keep = limit
+                self._notes.leave_out(node)
+            elif saves and self._is_path(node):
                 lines.drop(node)
-            elif (saves and self._is_path(node)) or self._skips(node):
-                lines.drop(node)
+            elif self._skips(node):
+                self._notes.leave_out(node)
             elif saves and self._names_save(node):
                 path = targets(node)[0]
                 lines.hold([*leading(node), *self._written_into(path)])
@@ -172,6 +174,8 @@ class _Scope(cst.CSTTransformer):
         if len(lines.body) == len(updated_node.body) and not keep and not path:
             return updated_node
         body = lines.body or [cst.SimpleStatementLine([cst.Pass()])]
+        if updated_node.body[0] not in body:  # no blank line begins a block
+            body[0] = led_by(body[0], [line for line in leading(body[0]) if line.comment])
         return updated_node.with_changes(body=body, footer=[*lines.rest(), *updated_node.footer])
 
     def _names_save(self, node: cst.BaseStatement) -> bool:
@@ -229,8 +233,11 @@ class _Scope(cst.CSTTransformer):
             text = text_of(each)
             if isinstance(each, cst.If) and "accel.load_state(" in text:
                 inner = block(each)
-                if each.orelse is not None and not any("accel.load_state(" in text_of(line) for line in inner):
-                    inner = block(each.orelse)
+                if each.orelse is not None:
+                    if not any("accel.load_state(" in text_of(line) for line in inner):
+                        inner = block(each.orelse)
+                    for other in [line for line in (*block(each), *block(each.orelse)) if line not in inner]:
+                        self._leave_out(other, kept)
                 lines.hold([line for line in leading(each) if line.comment])
                 pending = [*inner, *pending]
                 continue
@@ -241,7 +248,7 @@ class _Scope(cst.CSTTransformer):
             elif "loaded[" in text or not (mine | loads(each)) & (derived | set(self._counters)):
                 lines.add(each)
             else:
-                lines.drop(each)
+                self._leave_out(each, kept)
         for name in sorted(self._epochs & assigned):
             lines.add(statement(f"{name} = {state}.epoch"))
         for name, synced in self._counters.items():
@@ -253,6 +260,13 @@ class _Scope(cst.CSTTransformer):
         left = {name for line in _lines(reduced) for name in targets(line)}
         self._gone |= {name for name in derived - self._epochs - left if not self._set_elsewhere(name, node)}
         return reduced
+
+    def _leave_out(self, node: cst.BaseStatement, kept: Sequence[cst.BaseStatement]) -> None:
+        """Leave out the comments of lines that go, except lines that also occur elsewhere."""
+        texts = [text_of(line) for line in (*_lines(self._scope), *kept)]
+        for line in _lines(node):
+            if texts.count(text_of(line)) == 1:
+                self._notes.leave_out(line)
 
     def _is_copy(self, line: cst.SimpleStatementLine) -> bool:
         """Whether a line keeps a counter under another name."""
@@ -389,15 +403,19 @@ def _like(
 
 
 def _folder(value: cst.CSTNode | None) -> cst.BaseExpression | None:
-    """Return the folder of `os.path.join(folder, name)`, whose name has a number; None for other values."""
+    """Return the folder of `os.path.join(folder, name)` and its kin, whose name has a number; None for other values."""
     if isinstance(value, cst.FormattedString) and len(value.parts) > 1:
         first, second = value.parts[0], value.parts[1]
         if isinstance(first, cst.FormattedStringExpression) and isinstance(second, cst.FormattedStringText):
             return first.expression if second.value.startswith("/") else None
-        return None
+        folder = first.value.rpartition("/")[0] if isinstance(first, cst.FormattedStringText) else ""
+        return cst.SimpleString(f"{value.quote}{folder}{value.quote}") if folder else None
+    if isinstance(value, cst.BinaryOperation) and isinstance(value.operator, cst.Divide):
+        return value.left if isinstance(value.right, cst.FormattedString) else None
     if not isinstance(value, cst.Call) or full_name(value.func) not in ("os.path.join", "join", "Path"):
         return None
     if len(value.args) == 2 and not isinstance(value.args[1].value, cst.SimpleString):
         first_arg = value.args[0].value
-        return first_arg if loads(first_arg) else None
+        numbered = isinstance(value.args[1].value, cst.FormattedString)
+        return first_arg if loads(first_arg) or numbered else None
     return None

@@ -99,14 +99,15 @@ class Imports(cst.CSTTransformer):
             for each in made:
                 lines.add(each)
         module = updated_node.with_changes(body=lines.body, footer=[*lines.rest(), *updated_node.footer])
-        if not written and any(full_name(call.func).startswith("accel.") for call in calls(module)):
+        if not written and "accel" in loads(changed_by(module, _WithoutImports())):
             module = _with_import(module)
         body = list(cast("Sequence[cst.BaseStatement]", module.body))
         mine = [node for node in body if _key(node) == (False, "accel")]
         if mine:
             module = module.with_changes(body=_sorted(body, mine[0]))
         module = self._without_loggers(module)
-        used = {full_name(each).partition(".")[0] for each in walk(module) if isinstance(each, cst.Attribute)}
+        code = changed_by(module, _WithoutImports())
+        used = {full_name(each).partition(".")[0] for each in walk(code) if isinstance(each, cst.Attribute)}
         for name in ("contextlib", "functools", "torch"):
             if name in used and name not in bound_names(module):
                 module = _with_import(module, name)
@@ -244,12 +245,10 @@ def _sorted(body: list[cst.BaseStatement], made: cst.BaseStatement) -> list[cst.
         keys = [cast("tuple[bool, str]", key(each)) for each in others]
         if others and keys == sorted(keys):
             new = sum(each < cast("tuple[bool, str]", key(made)) for each in keys)
-            lines = [leading(each) for each in body[first:last]]
             run = [*others[:new], made, *others[new:]]
-            if any(line.comment for each in lines[1:] for line in each):
-                return body  # a comment above a line stays with it
-            run = [led_by(each, lines[0] if at == 0 else []) for at, each in enumerate(run)]
-            return [*body[:first], *run, *body[last:]]
+            own = [[] if each is body[first] or each is made else leading(each) for each in run]
+            own[0] = [*leading(body[first]), *own[0]]
+            return [*body[:first], *map(led_by, run, own), *body[last:]]
     return body
 
 

@@ -180,7 +180,7 @@ def _skipped(script: Script, notes: Remarks, loop: cst.BaseStatement) -> cst.Bas
         skips = any(script.method(call) == "skip_first_batches" for call in calls(node))
         if skips and isinstance(node, (cst.If, cst.SimpleStatementLine)):
             lines.hold([notes.change(_POSITION)])
-            lines.drop(node)
+            notes.leave_out(node)
         else:
             lines.add(node)
     return with_block(cast(cst.For, loop), lines.body)

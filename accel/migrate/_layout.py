@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 import io
+import re
 import tokenize
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from difflib import SequenceMatcher
-from typing import cast
+from itertools import pairwise
+from typing import NamedTuple
 
 import libcst as cst
 from typing_extensions import override
 
-from accel.migrate._tree import loads, text_of, value_of
+from accel.migrate._tree import PRAGMA, text_of
 
 _WIDTHS = (79, 88, 100, 120)  # that formatters know
 _MOST_LONGER = 0.01  # of the lines with code, as a long text may be
@@ -27,91 +29,65 @@ def width_of(text: str) -> int:
     return next((width for width in _WIDTHS if longer[width] <= len(lines) * _MOST_LONGER), _WIDTHS[-1])
 
 
-class Fit(cst.CSTTransformer):
-    """Break lines that passes made too long: the arguments of the outermost call go to a line of their own."""
+def fitted(before: str, after: str, indent: str) -> str:
+    """Return a written script whose new lines fit its width, with brackets broken from the outside in."""
+    width = width_of(before)
+    old = {line.strip() for line in before.splitlines()}
+    while True:
+        lines = after.split("\n")
+        wide = {at for at, line in enumerate(lines) if len(line.rstrip("\r")) > width and line.strip() not in old}
+        broken = {
+            at: made for at, pair in _widest(after, wide).items() if (made := _broken(lines[at], pair, indent, width))
+        }
+        if not broken:
+            return after
+        after = "\n".join("\n".join(broken.get(at, [line])) for at, line in enumerate(lines))
 
-    def __init__(self, text: str, indent: int, state: str) -> None:
-        super().__init__()
-        self._most = width_of(text)
-        self._indent = indent
-        self._words = ("accel.", f"{state}, ")
-        self._written = {"accel", state}
-        self._depth = 0
 
-    @override
-    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
-        self._depth += 1
+class _Brackets(NamedTuple):
+    """Brackets on one line: their columns, those of the commas between parts, and whether it is a comprehension."""
 
-    @override
-    def leave_IndentedBlock(
-        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
-    ) -> cst.IndentedBlock:
-        self._depth -= 1
-        return updated_node
+    begin: int
+    end: int
+    commas: tuple[int, ...]
+    whole: bool
 
-    @override
-    def leave_SimpleStatementLine(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> cst.SimpleStatementLine:
-        value = value_of(updated_node)
-        if value is None or not self._written & loads(value):
-            return updated_node
-        text = text_of(updated_node.with_changes(leading_lines=[]))
-        call = value.value if isinstance(value, cst.Subscript) else value
-        if (
-            "\n" in text
-            or not any(word in text for word in self._words)
-            or not self._is_long(text)
-            or not isinstance(call, cst.Call)
-            or not call.args
-        ):
-            return updated_node
-        inner = cast(cst.Assign, updated_node.body[0])
-        broken: cst.BaseExpression = self._broken(call, text)
-        broken = value.with_changes(value=broken) if isinstance(value, cst.Subscript) else broken
-        return updated_node.with_changes(body=[inner.with_changes(value=broken)])
 
-    @override
-    def leave_With(self, original_node: cst.With, updated_node: cst.With) -> cst.With:
-        text = text_of(updated_node.with_changes(leading_lines=[], body=cst.IndentedBlock([]))).partition(":\n")[0]
-        call = updated_node.items[0].item
-        if (
-            "\n" in text
-            or not text.startswith("with accel.")
-            or not self._is_long(text)
-            or not isinstance(call, cst.Call)
-        ):
-            return updated_node
-        first = updated_node.items[0].with_changes(item=self._broken(call, text))
-        return updated_node.with_changes(items=[first, *updated_node.items[1:]])
+def _widest(text: str, lines: Set[int]) -> dict[int, _Brackets]:
+    """Return the outermost brackets that begin and end on each of the lines, the widest ones."""
+    found: dict[int, _Brackets] = {}
+    open_pairs: list[tuple[int, int, list[int], list[str]]] = []  # line, column, commas, words
+    for token in tokenize.generate_tokens(io.StringIO(text).readline) if lines else ():
+        at, column = token.start[0] - 1, token.start[1]
+        if token.type == tokenize.OP and token.string in "([{":
+            open_pairs.append((at, column, [], []))
+        elif token.type == tokenize.OP and token.string in ")]}" and open_pairs:
+            begun, begin, commas, words = open_pairs.pop()
+            pair = _Brackets(begin, column, tuple(commas), "for" in words)
+            if begun == at and at in lines and column - begin > 1 and words[-1:] != ["lambda"]:
+                best = found.get(at)
+                found[at] = pair if best is None or pair.end - pair.begin > best.end - best.begin else best
+        elif open_pairs and token.string == "," and "lambda" not in open_pairs[-1][3][-1:]:
+            open_pairs[-1][2].append(column)
+        elif open_pairs and token.string == ":" and open_pairs[-1][3][-1:] == ["lambda"]:
+            _ = open_pairs[-1][3].pop()
+        elif open_pairs and token.string in ("for", "lambda"):
+            open_pairs[-1][3].append(token.string)
+    return found
 
-    @override
-    def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.For:
-        text = text_of(updated_node.with_changes(leading_lines=[], body=cst.IndentedBlock([]))).partition(":\n")[0]
-        call = updated_node.iter
-        if "\n" in text or " accel." not in text.replace("(accel.", " accel.") or not self._is_long(text):
-            return updated_node
-        if not isinstance(call, cst.Call) or not call.args:
-            return updated_node
-        return updated_node.with_changes(iter=self._broken(call, text))
 
-    def _is_long(self, text: str) -> bool:
-        return self._depth * self._indent + len(text) > self._most
-
-    def _broken(self, call: cst.Call, text: str) -> cst.Call:
-        """Return a call with its arguments on one line, or on a line each where one is too short."""
-        space = " " * self._indent
-        inside = cst.ParenthesizedWhitespace(indent=True, last_line=cst.SimpleWhitespace(space))
-        after = cst.ParenthesizedWhitespace(indent=True)
-        args = list(call.args)
-        plain = [text_of(arg.with_changes(comma=cst.MaybeSentinel.DEFAULT)) for arg in args]
-        short = len(", ".join(plain)) + (self._depth + 1) * self._indent <= self._most
-        if short:
-            args[-1] = args[-1].with_changes(whitespace_after_arg=after)
-        else:
-            args = [arg.with_changes(comma=cst.Comma(whitespace_after=inside)) for arg in args[:-1]] + args[-1:]
-            args[-1] = args[-1].with_changes(comma=cst.Comma(whitespace_after=after))
-        return call.with_changes(args=args, whitespace_before_args=inside)
+def _broken(line: str, pair: _Brackets, indent: str, width: int) -> list[str]:
+    """Return a line with what is in the brackets on lines of its own; empty where that makes no line shorter."""
+    blank = line[: len(line) - len(line.lstrip())]
+    end = "\r" if line.endswith("\r") else ""
+    inside = line[pair.begin + 1 : pair.end].strip()
+    parts = [f"{blank}{indent}{inside.rstrip(',') if pair.whole else inside}"]
+    if len(parts[0]) > width and pair.commas and not pair.whole:
+        places = [pair.begin, *pair.commas, pair.end]
+        texts = [line[one + 1 : other].strip() for one, other in pairwise(places)]
+        parts = [f"{blank}{indent}{text}," for text in texts if text]
+    made = [line[: pair.begin + 1], *parts, f"{blank}{line[pair.end :]}".removesuffix("\r")]
+    return [f"{each}{end}" for each in made] if max(map(len, made)) < len(line) else []
 
 
 _NO_CODE = (tokenize.NL, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT)
@@ -172,7 +148,7 @@ def _missing(
     """Return the comments that are fewer in the new text, by those that are not in line with it."""
     texts = [text for _, text in old]
     others = [text for _, text in new]
-    lost = Counter(texts) - Counter(others) - Counter(gone)
+    lost = Counter(text for text in texts if not PRAGMA.match(text)) - Counter(others) - Counter(gone)
     if not lost:
         return []
     kept = {at for at, _ in _pairs(texts, others)}
@@ -219,3 +195,22 @@ class Unannotated(cst.CSTTransformer):
         if updated_node.value is None or "Accelerator" not in text_of(updated_node.annotation):
             return updated_node
         return cst.Assign([cst.AssignTarget(updated_node.target)], updated_node.value)
+
+
+_JOINED = re.compile(r"\b(accelerator|Accelerator|backward|step|zero_grad)\b")
+
+
+class Unjoined(cst.CSTTransformer):
+    """Give each statement of `loss = f(x); accelerator.backward(loss)` a line of its own."""
+
+    @override
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.SimpleStatementLine]:
+        if len(updated_node.body) < 2 or not _JOINED.search(text_of(updated_node)):
+            return updated_node
+        parts = [each.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for each in updated_node.body]
+        lines = [cst.SimpleStatementLine([each]) for each in parts]
+        lines[0] = lines[0].with_changes(leading_lines=updated_node.leading_lines)
+        lines[-1] = lines[-1].with_changes(trailing_whitespace=updated_node.trailing_whitespace)
+        return cst.FlattenSentinel(lines)

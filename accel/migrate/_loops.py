@@ -337,7 +337,7 @@ class _Loop(cst.CSTTransformer):
                 inside.add(self._backward(each, loss, again=seen > 0))
                 seen += 1
             elif is_division(script, each, self.length):
-                inside.drop(each)
+                self._notes.leave_out(each)
                 begin = begin - 1 if begin is not None and at < begin else begin
             else:
                 inside.add(whole_loss(script, each, self.length, losses))

@@ -12,6 +12,7 @@ from typing_extensions import override
 from accel.migrate._backward import callers_of
 from accel.migrate._calls import as_value, is_method_value, launched, placed
 from accel.migrate._script import Script
+from accel.migrate._signatures import signatures
 from accel.migrate._trackers import Tracking
 from accel.migrate._tree import (
     Remarks,
@@ -39,6 +40,11 @@ AVAILABLE: Mapping[str, str] = {
     "is_mps_available": "torch.backends.mps.is_available()",
     "is_torch_xla_available": "False",
 }
+_BIG = (
+    *("init_empty_weights", "init_on_device", "infer_auto_device_map", "load_checkpoint_and_dispatch"),
+    *("dispatch_model", "cpu_offload", "disk_offload", "load_checkpoint_in_model", "get_balanced_memory"),
+    "get_max_memory",
+)
 _SEEDING = "set_seed: python, numpy and torch are seeded by other numbers than Accelerate's"
 _STEPS = (
     "a schedule steps once an optimizer step; in Accelerate once a process: divide constants in steps by their number"
@@ -214,7 +220,8 @@ class Names(cst.CSTTransformer):
                     f"accel.get_logger({{name}}, {self._script.ctx}, level={{level}})", name=first, level=level
                 )
             return updated
-        self._decide(f"what takes the place of accelerate's {name}")
+        there = f", accel.{name}" if signatures(f"accel.{name}") else ""
+        self._decide(f"what takes the place of accelerate's {name}{there}", "big" if name in _BIG else "names")
         return updated
 
     def _needs_context(self, name: str) -> None:
@@ -308,6 +315,14 @@ class Names(cst.CSTTransformer):
         elif id(original_node) not in self._called:
             self._decide(f"what takes the place of accelerator.{name}")
         return updated_node.with_changes(attr=original_node.attr)
+
+    @override
+    def leave_UnaryOperation(
+        self, original_node: cst.UnaryOperation, updated_node: cst.UnaryOperation
+    ) -> cst.BaseExpression:
+        """Write `not accelerator.optimizer_step_was_skipped` without two negations."""
+        stepped = self._script.is_attribute(original_node.expression, "optimizer_step_was_skipped")
+        return self._expression("{state}.stepped") if stepped else updated_node
 
     def _lacks(self, node: cst.CSTNode, name: str) -> None:
         page = "deepspeed" if "deepspeed" in name else "fsdp" if "fsdp" in name else "names"

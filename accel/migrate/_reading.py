@@ -119,7 +119,7 @@ class Body:
         self.places: list[int] = []
         for at, node in enumerate(body):
             if self._is_move(node, moved):
-                lines.drop(node)
+                notes.leave_out(node)
             else:
                 lines.add(node)
                 self.places.append(at)
@@ -135,7 +135,9 @@ class Body:
             data = expression(f"{self.batch}.data")
             stripped = [replace_names(node, {self.batch: data}) for node in stripped]
         elif any(name != "_" for name in names):
-            code = cst.Module([]).code_for_node(reading.target.with_changes(lpar=[], rpar=[]))
+            alone = isinstance(reading.target, cst.Tuple) and len(reading.target.elements) == 1
+            bare = reading.target if alone else reading.target.with_changes(lpar=[], rpar=[])
+            code = cst.Module([]).code_for_node(bare)
             self.head.append(statement(f"{code} = {self.batch}.data"))
         self.statements = stripped
 

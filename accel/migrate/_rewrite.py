@@ -17,7 +17,7 @@ from accel.migrate._checkpoints import Checkpoints
 from accel.migrate._classes import Flattened, Restored, find_kept
 from accel.migrate._guards import asks_main, calls_all, opened
 from accel.migrate._imports import Imports, bound_names
-from accel.migrate._layout import Fit, Unannotated, with_comments
+from accel.migrate._layout import Unannotated, Unjoined, fitted, with_comments
 from accel.migrate._loops import Training
 from accel.migrate._names import Names
 from accel.migrate._nested import TOO_DEEP, Asked, in_child, is_deep
@@ -162,7 +162,7 @@ class _Scaffold(cst.CSTTransformer):
         for node in cast("Sequence[cst.BaseStatement]", updated_node.body):
             if isinstance(node, cst.If) and node.orelse is None and _imports_tests(node):
                 lines.hold([self._notes.change("data of accelerate.test_utils is left out")])
-                lines.drop(node)
+                self._notes.leave_out(node)
                 self.found = True
             else:
                 lines.add(node)
@@ -239,7 +239,7 @@ class Dropped(cst.CSTTransformer):
         method = script.method(call)
         if method == "end_training" and not script.tracks:
             return True
-        if method == "register_for_checkpointing":
+        if method in ("register_for_checkpointing", "destroy_process_group"):
             return True
         if method.startswith("register_"):
             return any(full_name(arg.value) in script.hooked for arg in call.args)
@@ -307,7 +307,7 @@ def rewrite_here(text: str, where: str, *, cells: bool, shared: Shared) -> Migra
         place = f"{where}, cell {int(above[-1]) + 1}" if cells and above else f"{where}:{error.raw_line}"
         raise ConfigError("not Python", got=problem, where=place) from None
     try:
-        module = changed_by(module, Unannotated())
+        module = changed_by(changed_by(module, Unannotated()), Unjoined())
         if "accel" in loads(module) - bound_names(module, imported=True):  # a variable of this name
             module = changed_by(module, _Renamed("accel", "accelerator"))
         return _passed(text, module, shared.joined(shared_in([text])), cells=cells)
@@ -341,11 +341,12 @@ def _passed(text: str, module: cst.Module, shared: Shared, *, cells: bool) -> Mi
         Names(script, notes),
         Imports(script, notes),
         Restored(script, kept),
-        Fit(text, len(module.default_indent), script.state),
     ]
     module = drop_scaffolds(module, script, notes)
     for each in passes:
         module = changed_by(module, each)
-    written = noted(text, with_comments(text, module.code, MARK, notes.gone), script.ctx, script.state, script.trackers)
+    written = fitted(text, module.code, module.default_indent)
+    written = with_comments(text, written, MARK, notes.gone)
+    written = noted(text, written, script.ctx, script.state, script.trackers)
     written, changes = notes.finish(written)
     return Migrated(written, tuple(decisions(written)), changes)

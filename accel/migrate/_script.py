@@ -23,8 +23,10 @@ from accel.migrate._tree import (
     full_name,
     loads,
     method_of,
+    names_in,
     targets,
     text_of,
+    trained_in,
     value_of,
     walk,
 )
@@ -255,7 +257,8 @@ class Script:
         found: dict[str, set[str]] = {"for": set(), "call": set(), "step": set()}
         for node in self._nodes:
             if isinstance(node, cst.For):
-                found["for"].add(full_name(node.iter))
+                kind = "step" if set(names_in(node.target)) & trained_in(node) else "for"
+                found[kind].update(loads(node.iter) if kind == "step" else {full_name(node.iter)})
             elif isinstance(node, cst.Call):
                 owner, name = method_of(node)
                 found["call"].add(full_name(node.func))
@@ -301,7 +304,7 @@ class Script:
         makers = [full_name(value.func) for value in values if isinstance(value, cst.Call)]
         schedules = [maker for maker in makers if "sched" in maker.lower() or maker.endswith("LR")]
         loads_data = any(maker.endswith("DataLoader") for maker in makers)
-        read = name in self._uses["for"] - self._uses["call"]
+        read = name in self._uses["for"] - self._uses["call"] - self._uses["step"]
         if method == "prepare_data_loader" or loads_data or read or _LOADER.search(name):
             self.loaders.add(name)
         elif method == "prepare_scheduler" or schedules or _SCHEDULER.search(name):

@@ -184,7 +184,9 @@ class Sessions(cst.CSTTransformer):
 
     @staticmethod
     def _lead(node: cst.BaseStatement) -> list[cst.EmptyLine]:
-        return leading(node)
+        """Return the comments of a line that opens a context, one beside it too."""
+        beside = node.trailing_whitespace.comment if isinstance(node, cst.SimpleStatementLine) else None
+        return [*leading(node), *([cst.EmptyLine(comment=beside)] if beside is not None else [])]
 
     @staticmethod
     def _call(function: str, made: Made) -> cst.Call:

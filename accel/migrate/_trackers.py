@@ -71,13 +71,13 @@ class Tracking:
                 continue
             elif isinstance(each, (cst.Name, cst.Attribute, cst.Subscript, cst.IfExp, cst.Call)) and not own:
                 self._change(f'log_with={name}: "all" writes metrics.jsonl: no tracker is on because it is installed')
-                chosen = f'getattr(accel.trackers, "jsonl" if name == "all" else name)() for name in [{text_of(each)}]'
-                names.append(f"*({chosen} if name)")
+                options = f", {text_of(kwargs)}" if kwargs is not None else ""
+                names.append(f"*accel.trackers.by_name({text_of(each)}{options})")
             else:
                 self._decide(f"the trackers in place of log_with={name}", "trackers")
                 names.append("accel.trackers.jsonl()")
-        if len(names) == 1 and names[0].startswith("*("):
-            return f"[{names[0][2:-1]}]"
+        if len(names) == 1 and names[0].startswith("*"):
+            return names[0][1:]
         return f"[{', '.join(names)}]"
 
     @staticmethod

@@ -229,6 +229,15 @@ def argument(call: cst.Call, name: str, position: int | None = None) -> cst.Base
     return None
 
 
+_TRAINED = ("step", "zero_grad", "parameters", "state_dict", "load_state_dict", "train", "eval")
+
+
+def trained_in(loop: cst.For) -> set[str]:
+    """Return the variables of a loop that are models or optimizers: what is asked for gradients, or steps."""
+    owners = [owner for owner, name in map(method_of, calls(loop)) if owner is not None and name in _TRAINED]
+    return {full_name(owner) for owner in owners}
+
+
 def bound(call: cst.Call, function: cst.FunctionDef) -> Iterator[tuple[str, cst.BaseExpression]]:
     """Yield the parameters that a call gives, with their values."""
     names = [param.name.value for param in (*function.params.posonly_params, *function.params.params)]
@@ -273,8 +282,9 @@ def led_by(node: cst.BaseStatement, lines: Sequence[cst.EmptyLine]) -> cst.BaseS
 
 
 def comments(node: cst.CSTNode) -> list[cst.EmptyLine]:
-    """Return all comments of a node, each as a line of its own."""
-    return [cst.EmptyLine(comment=each) for each in _walk_all(node) if isinstance(each, cst.Comment)]
+    """Return all comments of a node, each as a line of its own; those to linters are of their line alone."""
+    found = (each for each in _walk_all(node) if isinstance(each, cst.Comment))
+    return [cst.EmptyLine(comment=each) for each in found if not PRAGMA.match(each.value)]
 
 
 class Lines:
@@ -362,6 +372,7 @@ def _bare(node: cst.CSTNode) -> str:
     return text
 
 
+PRAGMA = re.compile(r"#\s*(noqa\b|type:\s*ignore|pyright:\s*ignore|pylint:)")
 DECIDE = "# accel: decide"
 # pages that decide-notes name
 PAGES: Mapping[str, str] = {

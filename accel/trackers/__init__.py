@@ -8,6 +8,7 @@ waits for no tracker. `_profile.py` and `_logger.py` need no run.
 
 from accel.alerts import AlertRule, Alerts
 from accel.trackers._aim import aim
+from accel.trackers._by_name import by_name
 from accel.trackers._clearml import clearml
 from accel.trackers._comet_ml import comet_ml
 from accel.trackers._console import console
@@ -53,6 +54,7 @@ __all__ = [
     "Trackers",
     "aim",
     "alert",
+    "by_name",
     "clearml",
     "comet_ml",
     "console",

@@ -18,7 +18,9 @@ from pathlib import Path
 import pytest
 
 import accel
-from accel.migrate import FileResult, find_scripts, migrate_file, read_shared
+from accel.migrate import FileResult, find_scripts, migrate_bytes, migrate_file, read_shared
+from accel.migrate._layout import width_of
+from accel.migrate._shared import shared_in
 
 TEXTS = sorted(Path(__file__).parent.glob("strangers_*.txt"))
 SCRIPTS = {
@@ -130,3 +132,61 @@ def test_a_trainer_over_two_files_trains(written: dict[str, FileResult], tmp_pat
     losses = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("eval")]
     assert losses == sorted(losses, reverse=True)
     assert len(losses) >= 2
+
+
+def test_a_list_of_optimizers_is_no_loader(written: dict[str, FileResult]) -> None:
+    assert "accel.batches(" not in written["kinds/optimizers.py"].new.decode()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_new_lines_keep_the_width_and_no_comment_to_a_linter_stands_alone(
+    name: str, written: dict[str, FileResult]
+) -> None:
+    old = SCRIPTS[name]
+    kept = {line.strip() for line in old.splitlines()}
+    new = [line for line in written[name].new.decode().splitlines() if line.strip() not in kept]
+    code = [line for line in new if not line.strip().startswith(("#", '"', "'", "f'", 'f"'))]
+    assert [line for line in code if len(line) > width_of(old) and "# accel: " not in line] == []
+    assert [line for line in new if re.match(r"\s*#\s*(noqa|type: ignore)", line)] == []
+
+
+def test_options_of_trackers_that_settings_name_are_kept(written: dict[str, FileResult]) -> None:
+    text = " ".join(written["kinds/hydra.py"].new.decode().split())
+    assert 'accel.trackers.by_name( cfg.logging.report_to if cfg.logging.enabled else None, {"wandb":' in text
+
+
+def test_statements_on_one_line_are_read_as_lines(written: dict[str, FileResult]) -> None:
+    text = written["kinds/semicolons.py"].new.decode()
+    assert not written["kinds/semicolons.py"].notes
+    assert "\tstate = accel.backward(ctx, loss, state)  # both\n" in text
+    assert "# one object\nwith accel.session() as ctx:" in text
+
+
+def test_a_note_on_big_models_names_the_function(written: dict[str, FileResult]) -> None:
+    notes = [note.text for note in written["kinds/bigmodel.py"].notes]
+    assert any(
+        "accelerate's init_empty_weights, accel.init_empty_weights (docs/big-models.md)" in each for each in notes
+    )
+
+
+def test_a_file_without_accelerate_gets_no_import() -> None:
+    made = "class Trainer:\n    def __init__(self):\n        self.accelerator = Accelerator()\n"
+    base = f"from accelerate import Accelerator\n\n\n{made}"
+    imports = "from torch.utils.data import random_split\n\nfrom pytorch_accelerated import Trainer\n"
+    text = f"{imports}\n\nclass Own(Trainer):\n    pass\n"
+    result = migrate_bytes(text.encode(), Path("own.py"), shared_in([base]))
+    assert result.new.decode() == text
+
+
+@pytest.mark.parametrize(
+    ("imports", "expected"),
+    [
+        ("import torch\nfrom accelerate import Accelerator, Missing\n", ["import accel", "import torch"]),
+        ("import os\nimport torch\n# data\nfrom accelerate import Accelerator\n", ["import accel", "import os"]),
+        ("# license\nimport torch\nfrom accelerate import Accelerator\n", ["# license", "import accel"]),
+    ],
+)
+def test_the_import_stands_in_its_place_beside_comments(imports: str, expected: list[str]) -> None:
+    text = f"{imports}\nwith_model = Missing\naccelerator = Accelerator()\naccelerator.print(torch.ones(1))\n"
+    lines = migrate_bytes(text.encode(), Path("own.py")).new.decode().splitlines()
+    assert lines[:2] == expected

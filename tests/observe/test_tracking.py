@@ -507,3 +507,29 @@ def test_the_console_refuses_a_text_as_names() -> None:
     with pytest.raises(accel.errors.ConfigError, match="a text is no list of names") as caught:
         accel.trackers.console(names="loss")
     assert eval(f"accel.trackers.console({caught.value.fix})", {"accel": accel}).name == "console"
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("jsonl", ["jsonl"]),
+        ("all", ["jsonl"]),
+        (["csv", "wandb", "csv"], ["csv", "wandb"]),
+        (None, []),
+        ("none", []),
+        ([], []),
+        (["all", None], ["jsonl"]),
+    ],
+)
+def test_trackers_by_name(given: Any, found: list[str]) -> None:
+    made = accel.trackers.by_name(given, {"wandb": {"tags": ["a"]}, "aim": {"repo": "x"}})
+    assert [tracker.name for tracker in made] == found
+
+
+def test_each_tracker_has_its_name_and_another_name_is_an_error() -> None:
+    public = {name: getattr(accel.trackers, name) for name in accel.trackers.__all__}
+    names = [name for name, each in public.items() if getattr(each, "__annotations__", {}).get("return") == "Tracker"]
+    assert len(names) >= 12
+    assert [tracker.name for tracker in accel.trackers.by_name(names)] == names
+    with pytest.raises(accel.errors.ConfigError, match="tensorboard"):
+        _ = accel.trackers.by_name("tensorbord")

@@ -24,7 +24,7 @@ from accel.parallel._micro_batches import MicroBatch, of_stage
 from accel.parallel._private import forward_hooks, hook_count, hooks_with_keywords, is_view
 from accel.parallel._record import ForwardRecord, Label, Leaf, UnitCall
 from accel.parallel.axes.pipeline._cut import Cut, StageCut
-from accel.parallel.axes.pipeline._work import Boundary, Work, boundary_of, detachable
+from accel.parallel.axes.pipeline._work import Boundary, Work, boundary_of, check_shape, detachable
 from accel.random import Key, torch_rng_scope
 from accel.tree._walk import Containers
 
@@ -356,19 +356,6 @@ def _write(argument: Any, value: torch.Tensor) -> None:
     _ = argument.copy_(value)
 
 
-def _check_shapes(replay: Replay, found: Mapping[Label, torch.Tensor], passed: Iterable[Label]) -> None:
-    """Raise `StageError` for a tensor of another shape than in the micro-batch that was seen first."""
-    for each in passed:
-        expected = replay.fact(each).shape
-        if found[each].shape != expected:
-            raise StageError(
-                "the shape of a tensor that is sent to the next stage depends on values",
-                expected=f"{list(expected)}, as in the first micro-batch",
-                got=f"{list(found[each].shape)}, {each.kind} of {replay.record.paths[each.call]}",
-                fix="Compute all rows, and choose by torch.where(mask, new, old); or choose within a module's forward.",
-            )
-
-
 class ReplayedModule(nn.Module):
     """One stage of a model, as torch's schedules call it.
 
@@ -424,8 +411,8 @@ class ReplayedModule(nn.Module):
             if self.is_last:
                 return work.finish(output, batch)
             known = run.given | dict(self._by_label(replay, received))
-            if not self.looks:
-                _check_shapes(replay, known, stage.passes)
+            for each in () if self.looks else stage.passes:
+                check_shape(known[each], replay.fact(each), f"{each.kind} of {replay.record.paths[each.call]}")
             return tuple(detachable(known[each]) for each in stage.passes)
         raise AssertionError
 

@@ -7,6 +7,7 @@ Qi et al. 2023, zero bubble, arXiv:2401.10241; torch.distributed.pipelining.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -80,12 +81,12 @@ class _Stage(PipelineStage):
             cast(Any, super()).set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def renew_buffers(self) -> None:
-        """Receive the next batch in other memory: gradients of parameters, and what a module keeps, may be views of
-        what was received."""
-        for received in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
-            for each in received:
-                if getattr(each, "buffer", None) is not None:
-                    each.buffer = torch.empty_like(each.buffer, requires_grad=each.buffer.requires_grad)
+        """Receive the next batch in other memory: gradients, and what modules keep, may be views of this one's."""
+        own = cast(Any, self)
+        infos: Sequence[Any] = [*own.args_recv_info.values(), *own.grad_recv_info.values()]
+        for each in itertools.chain.from_iterable(infos):
+            if (old := getattr(each, "buffer", None)) is not None:
+                each.buffer = torch.empty_like(old, requires_grad=old.requires_grad)
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Do nothing: shapes are known, so nothing was run, and torch would drop gradients of earlier batches."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import torch
 
+from accel.errors import StageError
 from accel.parallel._micro_batches import MicroBatch
 from accel.parallel._private import is_view
 from accel.tree._walk import Containers
@@ -40,6 +41,17 @@ class Boundary(msgspec.Struct, frozen=True):
 def boundary_of(tensor: torch.Tensor) -> Boundary:
     """Return a tensor's dtype and shape."""
     return Boundary(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def check_shape(found: torch.Tensor, expected: Boundary, what: str) -> None:
+    """Raise `StageError` for a tensor that does not have the shape of the first micro-batch's."""
+    if found.shape != expected.shape:
+        raise StageError(
+            "the shape of a tensor that is sent to the next stage depends on values",
+            expected=f"{list(expected.shape)}, as in the first micro-batch",
+            got=f"{list(found.shape)}, {what}",
+            fix="Compute all rows, and choose by torch.where(mask, new, old); or choose within a module's forward.",
+        )
 
 
 class _SameMemory(torch.autograd.Function):

@@ -121,7 +121,7 @@ def main(
         while state.updates < steps:
             each = next(batches)
             labels, taken = each.data.clone(), state.updates
-            labels[int(each.valid) :] = -100  # stand-ins, where there are more ranks than rows
+            labels[int(each.valid) :] = -100  # placeholders, where there are more ranks than rows
             part = accel.parallel.split_sequence(ctx, {"input_ids": each.data, "labels": labels})
             count = ((targets := part.pop("labels")) != -100).sum()  # the words that follow
             state, loss = accel.train_step(

@@ -202,7 +202,7 @@ def _with_loss(model: nn.Module) -> Any:
 
 
 def gathered_note(words: int, itemsize: int, size: int) -> str:
-    """Return what a head that gathers its logits sends for each token, and the way out; "" for few words."""
+    """Return what a head that gathers its logits sends for each token, and the fix; "" for few words."""
     if words < _MANY:
         return ""
     return (

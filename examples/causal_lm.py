@@ -93,7 +93,7 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
             batch = next(batches)
             inputs = dict(batch.data)
             labels = inputs.pop("labels")
-            labels[int(batch.valid) :] = IGNORED  # stand-ins, where there are more processes than rows
+            labels[int(batch.valid) :] = IGNORED  # placeholders, where there are more processes than rows
             count = (labels != IGNORED).sum()
             state, loss = accel.train_step(
                 ctx, state, batch, model, optimizer, sum_of_losses, inputs=inputs, targets=labels, weight=count,

@@ -75,7 +75,7 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
 
 
 def gathered(ctx: accel.DistContext, own: Tensor, batch: accel.Batch) -> Tensor:
-    """Return the rows of all ranks, in rank order and without stand-ins; this rank's have their gradients."""
+    """Return the rows of all ranks, in rank order and without placeholders; this rank's have their gradients."""
     ranks = torch.full((len(own),), ctx.rank, device=own.device)
     rows, ranks = accel.gather_for_metrics(ctx, (own.detach(), ranks), batch)
     return rows.index_put((ranks == ctx.rank,), own[: batch.valid])

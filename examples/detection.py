@@ -69,7 +69,7 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
         while state.updates < steps:
             batch = next(batches)
             images, objects = batch.data
-            objects = objects[: batch.valid]  # without those of a stand-in
+            objects = objects[: batch.valid]  # a placeholder has none
             count = sum(len(each) for each in objects)
             state = state.next(batch)
             with accel.accumulate(ctx, state, model):

@@ -4,7 +4,7 @@
     accel launch --nproc-per-node 2 examples/distillation.py
 
 The teacher learns from labels and is frozen. The student never sees a label: it learns the teacher's probabilities, on
-noisy images too. Each has a folder of checkpoints, so the same command goes on with whichever was interrupted.
+noisy images too. Each has a folder of checkpoints, so the same command resumes whichever was interrupted.
 Needs scikit-learn.
 """
 

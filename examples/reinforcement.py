@@ -5,7 +5,7 @@
     accel launch --nproc-per-node 2 examples/reinforcement.py
 
 An episode is a sample: the dataset is the list of their numbers, and a number seeds all that its episode draws. So the
-loader divides the episodes among ranks, a resume goes on with the next ones, and any number of processes plays the
+loader divides the episodes among ranks, a resume continues with the next ones, and any number of processes plays the
 same. Episodes end when the pole falls: the loss is a mean over moves, and `weight=` counts those of this rank.
 """
 
@@ -68,7 +68,7 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
         while state.epoch < 1:
             for batch in accel.batches(ctx, loader, state):
                 carts, choices, made = play(accel.unwrap_model(policy), batch.data)
-                made &= batch.mask.to(made.device)[:, None]  # stand-ins make no move that counts
+                made &= batch.mask.to(made.device)[:, None]  # placeholders make no move that counts
                 ahead = remaining(made)
                 metrics = accel.metrics.running_metrics(moves="mean", ahead="mean", square="mean")
                 metrics = metrics.add(batch.weights, moves=made.sum(1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train on a stream of text in shards, and go on in the middle of a shard after a crash, without reading it anew.
+"""Train on a stream of text in shards, and resume in the middle of a shard after a crash, without reading it anew.
 
     python examples/streaming.py
     accel launch --nproc-per-node 2 examples/streaming.py
@@ -81,7 +81,7 @@ def main(ctx: accel.DistContext, *, steps: int, size: int, out: str) -> None:
         batches = accel.batches(ctx, loader, state, repeat=True)
         while state.updates < steps:
             batch = next(batches)
-            lines = batch.data * batch.mask.to(ctx.device)[:, None]  # a stand-in has no byte that counts
+            lines = batch.data * batch.mask.to(ctx.device)[:, None]  # a placeholder has no byte that counts
             count = (lines != 0).sum()
             pair = {"inputs": lines, "targets": lines}
             state, loss = accel.train_step(ctx, state, batch, model, optimizer, loss_sum, weight=count, **pair)

@@ -126,7 +126,7 @@ class Call(msgspec.Struct, frozen=True):
         detail: facts that ranks compare, one a line.
         site: file, line and function of the caller; looked up when needed by default.
         explain: returns readable lines to report in place of `detail`.
-        hint: maps two differing lines, of rank 0 and of another rank, to the way out; "" for the general one.
+        hint: maps two differing lines, of rank 0 and of another rank, to the fix; "" for the general one.
         ordered: whether two such calls swapped on one rank would swap their results.
     """
 

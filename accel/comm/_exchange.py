@@ -22,6 +22,7 @@ from accel.comm._message import blank, fail, fill, inline_bytes, reduced_bytes, 
 from accel.comm._rounds import peer_error
 from accel.comm._torch import all_gather_flat, all_reduce_flat, broadcast_flat, gather_bytes
 from accel.errors import AccelError, PeerError
+from accel.tensors import integers
 
 T = TypeVar("T")
 
@@ -120,15 +121,15 @@ def reduce_ints(comm: Comm, call: Call, numbers: Sequence[int], op: Literal["max
     # too many for the first message: it only compares the call
     if mine.nbytes > max(inline_bytes(comm), reduced_bytes(comm)):
         _ = start(comm, call)()
-        return _listed(all_reduce_flat(comm, mine.to(comm.control), op))
+        return integers(all_reduce_flat(comm, mine.to(comm.control), op))
     message = blank(comm)
     fill(message, as_bytes(mine.view(torch.uint8)))
     answers = start(comm, call, message, mine.nbytes, combine=_greatest if op == "max" else _least)()
     if answers.reduced is not None:
-        return _listed(answers.reduced[: mine.nbytes].view(torch.int64))
+        return integers(answers.reduced[: mine.nbytes].view(torch.int64))
     # a small group receives all payloads, and each rank reduces them itself
     rows = answers.elements(torch.int64, 0, mine.numel())
-    return _listed(rows.amax(0) if op == "max" else rows.amin(0))
+    return integers(rows.amax(0) if op == "max" else rows.amin(0))
 
 
 def broadcast_bytes(comm: Comm, call: Call, payload: torch.Tensor, *, source: int) -> torch.Tensor:
@@ -172,10 +173,6 @@ def _least(lower: torch.Tensor, upper: torch.Tensor) -> None:
 def _only(lower: torch.Tensor, upper: torch.Tensor) -> None:
     """Combine payloads, at most one of them other than zero."""
     _ = torch.bitwise_or(lower, upper, out=lower)
-
-
-def _listed(numbers: torch.Tensor) -> list[int]:
-    return [int(number) for number in numbers]
 
 
 @contextlib.contextmanager

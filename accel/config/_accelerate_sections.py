@@ -24,7 +24,7 @@ _TAKEN = ("zero_stage", "gradient_clipping", "gradient_accumulation_steps", "moe
 
 
 class Translated(NamedTuple):
-    """The setting `deepspeed`, a path or the fields of a record; and keys without a counterpart, with the way out."""
+    """The setting `deepspeed`, a path or the fields of a record; and keys without a counterpart, with the fix."""
 
     setting: str | dict[str, Any]
     left_out: dict[str, str]

@@ -44,7 +44,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
     Attributes:
         data: the collate function's result, on the context's device.
         valid: the number of real samples, which come first. Stand-ins and padding follow them and do not count.
-        rows: the number of samples, stand-ins and padding included.
+        rows: the number of samples, placeholders and padding included.
         is_last: whether the epoch ends with it.
         next: the cursor after it.
         start: the cursor before it.

@@ -381,7 +381,7 @@ def prepare_loader(
         The sharded loader.
 
     Raises:
-        DataError: a loader that cannot be sharded exactly; the error names the reason and a way out.
+        DataError: a loader that cannot be sharded exactly; the error names the reason and a fix.
         ConfigError: an argument outside its range, or without an effect.
 
     Examples:

@@ -30,7 +30,7 @@ Request = tuple[Shard, list[int]]
 
 
 def requests(epoch: Epoch, rank: int, world_size: int) -> Iterator[Request]:
-    """Yield a rank's shards of the rest of an epoch, with their samples; stand-ins repeat a sample of the step."""
+    """Yield a rank's shards of the rest of an epoch, with their samples; placeholders repeat a sample of the step."""
     if isinstance(epoch.plan, EpochPlan):
         return _equal_requests(epoch.order, epoch.plan, epoch.cursor, (rank, world_size))
     return _unequal_requests(epoch.order, epoch.plan, epoch.cursor, (rank, world_size))

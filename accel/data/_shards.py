@@ -110,7 +110,7 @@ class Shard(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         start, stop: positions in the epoch's order; empty for a rank without samples.
-        rows: samples to load, stand-ins included; at least 1.
+        rows: samples to load, placeholders included; at least 1.
         valid: real samples, here and over all ranks.
         is_last: whether the epoch ends with this step.
         next: the cursor after it.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error tree: every error reports the expected value, the actual one, the place, and the way out.
+"""The error tree: every error reports the expected value, the actual one, the place, and the fix.
 
 All errors derive from `AccelError`, with these facts as fields for programs. Begin with `_base.py`: the base, and
 errors as plain values, by which all ranks raise the same one. `_checks.py` refuses names with the closest valid one.

@@ -21,7 +21,7 @@ class AccelError(Exception):
         expected: the expected value.
         got: the actual value.
         where: the field, leaf path, file or call.
-        fix: the way out, one sentence.
+        fix: the line to write or the step to take, one sentence.
     """
 
     __module__ = "accel.errors"  # where users import it from, and what a traceback prints

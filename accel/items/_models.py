@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from torch import nn
 from accel.checkpoint import Recipe
 from accel.checkpoint._live_tensors import check_tensor, checksum, tied
 from accel.checkpoint._recipes import Strided, apply_recipes, check_recipes, in_file, inverse
+from accel.checkpoint._retention import warn
 from accel.comm import Call, agreed, broadcast_value, call_site, reduce_ints, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError
@@ -163,7 +163,7 @@ def save_model(
     most, inverted = reduce_ints(ctx.comm, call, [weights.local, ~weights.local], "max")
     alone = most != ~inverted
     if alone and ctx.is_main_process:
-        _warn("ranks hold different parameters or buffers; %s gets rank 0's", target)
+        warn("ranks hold different parameters or buffers; %s gets rank 0's", target)
     with _stage(ctx, target / "model", "save_model", site) as stage:
         error = _write(ctx, stage, weights, writers=1 if alone else ctx.world_size)
         with agreed(ctx.comm, Call("save_model: writing", site=site)):
@@ -325,15 +325,11 @@ def _check_named(tensors: Mapping[str, torch.Tensor] | None, target: Path) -> No
 
 def _warn_of_rivals(folder: Path) -> None:
     for path in sorted(folder.glob("pytorch_model*")):
-        _warn("%s stays, which accel did not write; some readers prefer it to the new weights", path)
+        warn("%s stays, which accel did not write; some readers prefer it to the new weights", path)
 
 
 def _log_aliases(aliases: Mapping[str, str]) -> None:
     if aliases:
         shown = ", ".join(f"{alias} (tied to {name})" for alias, name in list(aliases.items())[:5])
         more = f" and {len(aliases) - 5} more" if len(aliases) > 5 else ""
-        _warn("the files have each tied tensor under one name, and not %s%s", shown, more)
-
-
-def _warn(text: str, *values: object) -> None:
-    logging.getLogger("accel.checkpoint").warning(text, *values)
+        warn("the files have each tied tensor under one name, and not %s%s", shown, more)

@@ -197,14 +197,15 @@ def _check_same(name: str, before: Shapes, now: Shapes) -> None:
     if before != now:
         raise DataError(
             "values of another form than before",
-            expected=_shown(before),
-            got=_shown(now),
+            expected=show_shapes(before),
+            got=show_shapes(now),
             where=name,
             fix="Add the same containers and shapes each time.",
         )
 
 
-def _shown(shapes: Shapes) -> str:
+def show_shapes(shapes: Shapes) -> str:
+    """Return paths and shapes of leaves, for an error."""
     return ", ".join(f"{path} {list(shape)}" for path, shape in shapes)
 
 

@@ -14,7 +14,7 @@ import torch
 from accel.comm import Call, as_bytes, as_tensor, call_site, exchange, shared_failure
 from accel.context import DistContext
 from accel.errors import DataError
-from accel.metrics._kinds import START, Kind, Nested, Shapes, merged, merged_number, shapes_of
+from accel.metrics._kinds import START, Kind, Nested, Shapes, merged, merged_number, shapes_of, show_shapes
 from accel.tree._walk import map_leaves, tensors
 
 Number = tuple[float, float]  # state and weight
@@ -131,7 +131,7 @@ def _nested_rows(name: str, rows: Sequence[MetricsRow]) -> list[NestedRow]:
     if not nested:
         return []
     first = next(iter(nested))
-    forms = {rank: _form(row.shapes) for rank, row in nested.items()}
+    forms = {rank: show_shapes(row.shapes) for rank, row in nested.items()}
     forms |= {rank: "a number" for rank, row in enumerate(rows) if name in row.numbers}
     for rank, form in forms.items():
         if form != forms[first]:
@@ -143,10 +143,6 @@ def _nested_rows(name: str, rows: Sequence[MetricsRow]) -> list[NestedRow]:
                 fix="Add the same containers and shapes on every rank.",
             )
     return list(nested.values())
-
-
-def _form(shapes: Shapes) -> str:
-    return ", ".join(f"{path} {list(shape)}" for path, shape in shapes)
 
 
 def gather_rows(

@@ -11,7 +11,7 @@ from torch import Tensor
 from accel.comm import adopt
 from accel.context import DistContext, context_first, group_of
 from accel.errors import ConfigError
-from accel.parallel.axes.tensor import row_scores
+from accel.parallel.axes.tensor import check_logits, row_scores
 from accel.parallel.axes.tensor._logits import DeferredLogits
 from accel.tensors import is_half
 
@@ -60,8 +60,8 @@ def token_logprobs(
 
     Args:
         ctx: the context.
-        logits: outputs of the model, shape [..., classes]; fp16 and bf16 are computed in fp32. Of a DTensor, pass
-            `to_local()`.
+        logits: outputs of the model, shape [..., classes]; fp16 and bf16 are computed in fp32. Pass `to_local()`
+            of a DTensor.
         targets: next token of each position, int64 of shape [...]: ids shifted by one, as `pack` and
             `accel.parallel.split_sequence` return them. -100 gives 0. Another number that is no class gives NaN.
         temperature: divisor of the logits, above 0, with which the tokens were sampled.
@@ -73,7 +73,7 @@ def token_logprobs(
         entropies.
 
     Raises:
-        ConfigError: shapes that do not fit each other, or a temperature of 0 or less.
+        ConfigError: shapes that do not fit each other, a DTensor, or a temperature of 0 or less.
 
     Examples:
         >>> logits, targets = torch.zeros(1, 2, 4), torch.tensor([[1, -100]])
@@ -81,14 +81,7 @@ def token_logprobs(
         >>> [round(each, 3) for each in logprobs.exp()[0].tolist()]
         [0.25, 1.0]
     """
-    if logits.shape[:-1] != targets.shape:
-        raise ConfigError(
-            "logits and targets do not fit",
-            expected=f"targets of shape {list(logits.shape[:-1])}",
-            got=f"shape {list(targets.shape)}",
-            where="token_logprobs",
-            fix="Score the logits that predict a token: token_logprobs(ctx, logits[:, :-1], ids[:, 1:]).",
-        )
+    check_logits(logits, targets, where="token_logprobs", split=", vocab_parallel=True")
     if not temperature > 0:
         raise ConfigError(
             "temperature is out of its range", expected="above 0", got=repr(temperature), where="token_logprobs"

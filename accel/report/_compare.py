@@ -12,7 +12,7 @@ import msgspec
 from accel.errors import ConfigError
 from accel.opening import read_regular
 from accel.report._run_data import MetricCurve, RunData
-from accel.report._tables import flatten, settings_of, show_source
+from accel.report._tables import flatten, settings_of, show_source, versions_of
 from accel.run_folder import CODE, SourceState
 from accel.terminal import show_table, show_text
 
@@ -187,7 +187,7 @@ def _cell(value: str | None, other: str | None) -> str:
 
 
 def _facts(a: RunData, b: RunData) -> Iterable[FactDifference]:
-    for kind, read in (("config", _config), ("setting", _settings), ("version", _versions), ("code", _code)):
+    for kind, read in (("config", _config), ("setting", _settings), ("version", versions_of), ("code", _code)):
         ours = read(a)
         theirs = read(b)
         alone, launcher = _launchers(a, b) if kind == "setting" else (set[str](), None)
@@ -222,11 +222,6 @@ def _launchers(a: RunData, b: RunData) -> tuple[set[str], FactDifference | None]
     own = f"accel launch, {len(mine)} setting{'s' * (len(mine) != 1)} of its own"
     by = [own if run.launches else "another command" for run in (a, b)]
     return mine, FactDifference("setting", _STARTED, *by)
-
-
-def _versions(run: RunData) -> dict[str, str]:
-    found = run.run.versions if run.run else {}
-    return {**found, **(run.launches[-1].versions if run.launches else {})}
 
 
 def _code(run: RunData) -> dict[str, str]:

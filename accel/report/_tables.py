@@ -133,7 +133,7 @@ def _plain(found: Mapping[str, Setting]) -> dict[str, Setting]:
 
 def versions(runs: Sequence[RunData]) -> Rows:
     """Return versions of Python and packages."""
-    return _side_by_side([_versions(run) for run in runs])
+    return _side_by_side([versions_of(run) for run in runs])
 
 
 def differing(rows: Rows) -> list[int]:
@@ -213,7 +213,8 @@ def _last_reading(run: RunData) -> float | None:
     return clock.values[-1] if clock and clock.values else None
 
 
-def _versions(run: RunData) -> dict[str, str]:
+def versions_of(run: RunData) -> dict[str, str]:
+    """Return versions of Python and packages of a run's latest launch."""
     found = run.run.versions if run.run else {}
     return {**found, **(run.launches[-1].versions if run.launches else {})}
 

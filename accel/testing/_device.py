@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel.comm._streams import DeviceStream
+from accel.comm._streams import DeviceStream, DeviceStreams
 from accel.errors import ConfigError
 from accel.testing._device_memory import HOST, Access, Clock, DeviceMemory, Kind, MemoryBlock, RaceWatch, join
 from accel.testing._device_operators import DeviceMode, copy_to_device
@@ -111,7 +111,7 @@ class SimulatedEvent:
     clock: Clock
 
 
-class SimulatedDevice:
+class SimulatedDevice(DeviceStreams):
     """A device of CPU memory for `simulate(..., streams=)`, whose streams behave as those of a GPU may.
 
     Without an order, work runs in program order, and each read and write is compared with those before it: two of the

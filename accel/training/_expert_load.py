@@ -153,7 +153,7 @@ class ExpertLoad:
         Args:
             state: state from `state.next(batch)`, or an accumulation from `accum.next(...)`.
             mask: 1 for tokens that count and 0 for padding, one entry for each of this rank's tokens, or for each
-                sample, as `batch.mask`; None if all count. A batch that stands in for none never counts.
+                sample, as `batch.mask`; None if all count. A placeholder batch never counts.
 
         Raises:
             StepError: outside of a micro-batch, or the counts of the window before were not taken.

@@ -18,7 +18,7 @@ from torch import nn
 import accel
 from accel.bigmodel.run._slots import Block, DeviceTransfer, Slot, StreamedWeight, narrow_part, part, widen
 from accel.bigmodel.run._supplies import Supply
-from accel.comm._streams import HostStreams
+from accel.comm._streams import DeviceStreams
 
 FP8 = torch.float8_e4m3fn
 RESIDENT = "resident"
@@ -286,7 +286,7 @@ def test_blocks_reach_an_accelerator_in_the_dtype_of_their_home(dtype: torch.dty
         for name, each in values.items()
     ]
     slot = Slot(torch.zeros(49152, dtype=torch.uint8), torch.zeros(49152, dtype=torch.uint8))
-    DeviceTransfer(HostStreams(torch.device("cpu"))).fill(slot, Block(0, "block", nn.Module(), weights))
+    DeviceTransfer(DeviceStreams(torch.device("cpu"))).fill(slot, Block(0, "block", nn.Module(), weights))
     for weight in weights:
         assert torch.equal(part(slot.memory, weight), values[weight.supply.name].float())
 

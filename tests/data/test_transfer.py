@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from accel.comm._streams import HostStreams, streams_of
+from accel.comm._streams import DeviceStreams, streams_of
 from accel.data._transfer import moved, one_ahead, pin, to_device
 from accel.errors import TreeError
 
@@ -113,7 +113,7 @@ def _reading(log, count, error=None):
         raise error
 
 
-class Recorded(HostStreams):
+class Recorded(DeviceStreams):
     """Streams that take what torch's can: it registers record_stream for the keys of dense tensors alone."""
 
     is_pinnable = True

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 import accel
-from accel.comm._streams import HostStreams
+from accel.comm._streams import DeviceStreams
 from accel.estimate import EstimatedStep, Transformer, _memory, step_traffic
 from accel.estimate._configs import transformer_from
 from accel.estimate._cost import Traffic
@@ -66,9 +66,9 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, str]]:
 def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pinned memory is not counted, and buckets of state are small."""
     storages = set[int]()
-    pinned, note = HostStreams.pinned, Live._note
+    pinned, note = DeviceStreams.pinned, Live._note
 
-    def remembered(self: HostStreams, *args: Any) -> torch.Tensor:
+    def remembered(self: DeviceStreams, *args: Any) -> torch.Tensor:
         with _disable_current_modes():
             made = pinned(self, *args)
         storages.add(_key(made))
@@ -79,7 +79,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
         if _key(part) not in storages:
             note(self, tensor)
 
-    monkeypatch.setattr(HostStreams, "pinned", remembered)
+    monkeypatch.setattr(DeviceStreams, "pinned", remembered)
     monkeypatch.setattr(Live, "_note", of_device)
     for module in (_memory, _streamed_state):
         monkeypatch.setattr(module, "STATE_BUCKET", 2**20)

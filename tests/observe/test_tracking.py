@@ -20,7 +20,7 @@ from catching import caught
 from processes import patience, same_path
 
 import accel
-from accel.comm._streams import HostStreams
+from accel.comm._streams import DeviceStreams
 from accel.testing import Simulator
 from accel.trackers import _log
 
@@ -429,7 +429,7 @@ class Elsewhere(torch.Tensor):
 def test_a_number_of_a_device_is_read_once_its_copy_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     waited = list[object]()
 
-    class Streams(HostStreams):
+    class Streams(DeviceStreams):
         is_pinnable = True
 
         def record(self, stream: object) -> object:

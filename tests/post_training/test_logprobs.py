@@ -13,6 +13,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from live_bytes import LiveBytes
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils.data import DataLoader
 
 import accel
@@ -136,6 +138,39 @@ def test_slips_are_errors() -> None:
     assert post.token_logprobs(ONE, logits[:, :-1], ids[:, 1:]).shape == (1, 3)
     with pytest.raises(ConfigError, match="temperature"):
         _ = post.token_logprobs(ONE, logits, ids, temperature=0.0)
+
+
+def test_a_dtensor_is_refused_with_the_line_that_scores_its_part(ranks: Simulator) -> None:
+    whole = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    labels = torch.randint(8, (2, 3), generator=torch.Generator().manual_seed(1))
+
+    def lines(ctx: accel.DistContext, placement: Placement) -> list[tuple[Tensor, Tensor]]:
+        ctx = accel.replace(ctx, mesh="tp=2")
+        mesh = DeviceMesh("cpu", [0, 1])
+        part = whole.chunk(2, -1)[ctx.rank] if placement.is_shard() else whole
+        leaf = part.clone().requires_grad_()
+        names: dict[str, Any] = {"ctx": ctx, "targets": labels, "logits": DTensor.from_local(leaf, mesh, [placement])}
+        names |= {"token_logprobs": post.token_logprobs, "vocab_cross_entropy": accel.parallel.vocab_cross_entropy}
+        calls = ["token_logprobs", *(["vocab_cross_entropy"] if placement.is_shard() else [])]
+        found: list[tuple[Tensor, Tensor]] = []
+        for call in calls:
+            with pytest.raises(ConfigError, match="logits are a DTensor") as caught:
+                names[call](ctx, names["logits"], labels)
+            assert caught.value.fix is not None
+            scores = eval(caught.value.fix, names)
+            [grad] = torch.autograd.grad(scores.sum(), leaf)
+            sign = 1 if call == "token_logprobs" else -1
+            found.append((sign * scores.sum(), sign * grad))
+        return found
+
+    twin = whole.clone().requires_grad_()
+    total = plain(twin, labels)[0].sum()
+    [grad] = torch.autograd.grad(total, twin)
+    for placement in (Replicate(), Shard(2)):
+        runs = ranks.run(lambda ctx, placement=placement: lines(ctx, placement), 2, default_group=True)
+        for rank, found in enumerate(runs):
+            for each in found:
+                close(each, (total, grad.chunk(2, -1)[rank] if placement.is_shard() else grad))
 
 
 # Meshes

@@ -22,7 +22,7 @@ ONE = accel.single("cpu")
 IDS = torch.randint(64, (4, 9), generator=torch.Generator().manual_seed(0))
 
 
-def make_model(ctx: accel.DistContext, *, native: bool) -> tuple[nn.Module, nn.Module]:
+def make_model(ctx: accel.DistContext, *, kind: str) -> tuple[nn.Module, nn.Module]:
     """A base, and a copy of it with adapters and dropout."""
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -31,17 +31,19 @@ def make_model(ctx: accel.DistContext, *, native: bool) -> tuple[nn.Module, nn.M
         targets = ["q_proj", "v_proj"]
         config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, lora_dropout=0.0)
         adapted = copy.deepcopy(base)
-        if native:
+        if kind == "trained head":
+            config.modules_to_save = ["lm_head"]
+        if kind == "native":
             adapted.add_adapter(config)
         else:
             adapted = peft.get_peft_model(adapted, config)
     return base, adapted.double()
 
 
-def train(ctx: accel.DistContext, mesh: str, strategy: Any, *, native: bool, by_copy: bool) -> list[Tensor]:
+def train(ctx: accel.DistContext, mesh: str, strategy: Any, *, kind: str, by_copy: bool) -> list[Tensor]:
     """Take two steps of DPO, the second after the reference was off in the first; return the adapters."""
     ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
-    base, net = make_model(ctx, native=native)
+    base, net = make_model(ctx, kind=kind)
     trained = [each for each in net.parameters() if each.requires_grad]
     assert 0 < len(trained) < len([*net.parameters()])
     model, optimizer = accel.prepare(ctx, net, torch.optim.SGD(trained, lr=0.5))
@@ -68,20 +70,27 @@ def train(ctx: accel.DistContext, mesh: str, strategy: Any, *, native: bool, by_
     return [full_tensor(each).detach() for each in plain.parameters() if each.requires_grad]
 
 
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("kind", ["peft", "native", pytest.param("trained head", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("mesh", "strategy"),
-    [("dp=2", "ddp"), ("dp=2", "fsdp"), pytest.param("tp=2", "ddp", marks=pytest.mark.slow)],
+    [
+        ("dp=2", "ddp"),
+        ("dp=2", "fsdp"),
+        pytest.param("tp=2", "ddp", marks=pytest.mark.slow),
+        pytest.param("dp=2,tp=2", "fsdp", marks=pytest.mark.slow),
+    ],
 )
-def test_adapters_off_are_a_frozen_copy(ranks: Simulator, mesh: str, strategy: Any, native: bool) -> None:
-    expected = train(ONE, "", "ddp", native=native, by_copy=True)
-    runs = ranks.run(lambda ctx: train(ctx, mesh, strategy, native=native, by_copy=False), 2, default_group=True)
-    for found in [train(ONE, "", "ddp", native=native, by_copy=False), *runs]:
+def test_adapters_off_are_a_frozen_copy(ranks: Simulator, mesh: str, strategy: Any, kind: str) -> None:
+    expected = train(ONE, "", "ddp", kind=kind, by_copy=True)
+    runs = ranks.run(
+        lambda ctx: train(ctx, mesh, strategy, kind=kind, by_copy=False), 4 if "," in mesh else 2, default_group=True
+    )
+    for found in [train(ONE, "", "ddp", kind=kind, by_copy=False), *runs]:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 def test_the_block_leaves_everything_as_it_was_even_after_an_error() -> None:
-    base, net = make_model(ONE, native=False)
+    base, net = make_model(ONE, kind="peft")
     needs = [each.requires_grad for each in net.parameters()]
     adapted = net(input_ids=IDS).logits
 

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import math
-import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from accel.bigmodel.run._absent import in_form_of, may_hold_statistics
 from accel.bigmodel.run._places import PackedWeight
@@ -187,10 +188,11 @@ def make_slots(count: int, nbytes: int, streams: DeviceStreams, *, staged: bool 
             # One memory for both: bytes are read straight to where they are used.
             memory = staging = _aligned(nbytes)
         slot = Slot(memory, staging)
-        slot.kept.add(streams.name(streams.current()))  # whose memory it is
+        stream = streams.current()
+        slot.kept.add(streams.name(stream))  # whose memory it is
         if streams.is_asynchronous:
-            # The first fill, too: the allocator may give memory that this stream's work so far still uses.
-            _note_use(slot, streams)
+            # The first fill waits too: the allocator may give memory that this stream's work so far still uses.
+            slot.left[streams.name(stream)] = streams.record(stream)
         slots.append(slot)
     return slots
 
@@ -267,27 +269,25 @@ def arrives_narrow(weight: StreamedWeight) -> bool:
     return weight.supply.stored_dtype().itemsize < weight.supply.dtype.itemsize
 
 
-class SlotTransfer(Protocol):
-    """Movement to the slots of one device."""
+class SlotTransfer(ABC):
+    """Movement to the slots of one device. Here of one where all is done when a call returns."""
 
+    @abstractmethod
     def fill(self, slot: Slot, block: Block) -> None:
         """Fill a slot that nobody uses; on an accelerator the copy may still run when this returns."""
-        ...
 
-    def arrived(self, slot: Slot) -> None:
+    def arrived(self, slot: Slot) -> None:  # noqa: B027
         """Let the calling thread's computation follow the fill."""
-        ...
 
-    def left(self, slot: Slot) -> None:
+    def left(self, slot: Slot) -> None:  # noqa: B027
         """Note that the calling thread's computation so far may use the slot."""
-        ...
 
 
-class HostTransfer:
+class HostTransfer(SlotTransfer):
     """Slots in host memory: bytes are read straight into them."""
 
+    @override
     def fill(self, slot: Slot, block: Block) -> None:
-        """Fill a slot."""
         targets = [
             (weight.supply, tensor) for weight, tensor in zip(block.weights, slot.view(block).tensors, strict=True)
         ]
@@ -300,14 +300,44 @@ class HostTransfer:
         for at in arriving:
             widen(slot.memory, block.weights[at])
 
+
+class _StreamTransfer(SlotTransfer):
+    """Movement by streams, whose events order fills and computation."""
+
+    def __init__(self, streams: DeviceStreams) -> None:
+        self._streams = streams
+
+    @override
     def arrived(self, slot: Slot) -> None:
-        """Return at once."""
+        if slot.filled is not None:
+            self._streams.wait(self._streams.current(), slot.filled)
 
+    @override
     def left(self, slot: Slot) -> None:
-        """Return at once."""
+        stream = self._streams.current()
+        slot.left[self._streams.name(stream)] = self._streams.record(stream)
+        self._keep(slot, stream)
+
+    def _follow_users(self, slot: Slot, stream: DeviceStream) -> None:
+        """Let a stream wait for the computation that used a slot."""
+        for event in slot.left.values():
+            self._streams.wait(stream, event)
+        slot.left.clear()
+
+    def _note_fill(self, slot: Slot, stream: DeviceStream) -> None:
+        """Note that a stream's work so far fills a slot."""
+        slot.filled = self._streams.record(stream)
+        self._keep(slot, stream)
+
+    def _keep(self, slot: Slot, stream: DeviceStream) -> None:
+        """Let a slot's memory outlive a stream's work: a model may be dropped while a block is still on its way."""
+        number = self._streams.name(stream)
+        if number not in slot.kept:  # the allocator looks at all of the stream's work, once the memory is freed
+            slot.kept.add(number)
+            self._streams.last_use(slot.memory, stream)
 
 
-class DeviceTransfer:
+class DeviceTransfer(_StreamTransfer):
     """Slots on an accelerator: bytes go to pinned memory of the host, and from there by one copy a block.
 
     Weights of a smaller dtype travel in it, each by a copy of its own, and the device casts them.
@@ -317,11 +347,11 @@ class DeviceTransfer:
     """
 
     def __init__(self, streams: DeviceStreams) -> None:
-        self._streams = streams
+        super().__init__(streams)
         self._side = streams.side()
 
+    @override
     def fill(self, slot: Slot, block: Block) -> None:
-        """Fill the pinned memory, and start the copy."""
         streams = self._streams
         if slot.filled is not None:
             streams.synchronize(slot.filled)  # the copy before this one still reads the pinned memory
@@ -333,7 +363,7 @@ class DeviceTransfer:
             + [(weight.supply, target) for weight, target in zip(narrow, staged, strict=True)]
         )
         # The copy alone waits for the slot's earlier users: the read to pinned memory has run beside them.
-        _follow_users(slot, streams, self._side)
+        self._follow_users(slot, self._side)
         with streams.on(self._side):
             if not narrow:
                 streams.copy(slot.memory, slot.staging)
@@ -343,77 +373,23 @@ class DeviceTransfer:
                 for weight, source in zip(narrow, staged, strict=True):
                     streams.copy(narrow_part(slot.memory, weight), source)
                     widen(slot.memory, weight)
-        slot.filled = streams.record(self._side)
-        _keep(slot, streams, self._side)
-
-    def arrived(self, slot: Slot) -> None:
-        """Let the current stream wait for the copy."""
-        _follow_fill(slot, self._streams)
-
-    def left(self, slot: Slot) -> None:
-        """Record an event of the current stream."""
-        _note_use(slot, self._streams)
+        self._note_fill(slot, self._side)
 
 
-class CastTransfer:
+class CastTransfer(_StreamTransfer):
     """A slot of blocks kept on its device in a smaller dtype: the computing stream casts them."""
 
-    def __init__(self, streams: DeviceStreams) -> None:
-        self._streams = streams
-
+    @override
     def fill(self, slot: Slot, block: Block) -> None:
-        """Cast the block's weights."""
         # The computing stream itself, in whose order the cast comes after the last use and before the next.
         stream = self._streams.current()
-        _follow_users(slot, self._streams, stream)
+        self._follow_users(slot, stream)
         for weight in block.weights:
             assert weight.supply.tensor is not None
             part(slot.memory, weight).copy_(weight.supply.tensor)
-        slot.filled = self._streams.record(stream)
-        _keep(slot, self._streams, stream)
-
-    def arrived(self, slot: Slot) -> None:
-        """Let the current stream wait for the casts, which may run on another one."""
-        _follow_fill(slot, self._streams)
-
-    def left(self, slot: Slot) -> None:
-        """Record an event of the current stream."""
-        _note_use(slot, self._streams)
-
-
-def _follow_users(slot: Slot, streams: DeviceStreams, stream: DeviceStream) -> None:
-    """Let a stream wait for the computation that used a slot."""
-    for event in slot.left.values():
-        streams.wait(stream, event)
-    slot.left.clear()
-
-
-def _follow_fill(slot: Slot, streams: DeviceStreams) -> None:
-    if slot.filled is not None:
-        streams.wait(streams.current(), slot.filled)
-
-
-def _note_use(slot: Slot, streams: DeviceStreams) -> None:
-    stream = streams.current()
-    slot.left[streams.name(stream)] = streams.record(stream)
-    _keep(slot, streams, stream)
-
-
-def _keep(slot: Slot, streams: DeviceStreams, stream: DeviceStream) -> None:
-    """Let a slot's memory outlive a stream's work: a model may be dropped while a block is still on its way."""
-    number = streams.name(stream)
-    if number not in slot.kept:  # the allocator looks at all of the stream's work, once the memory is freed
-        slot.kept.add(number)
-        streams.last_use(slot.memory, stream)
+        self._note_fill(slot, stream)
 
 
 def transfer_to(streams: DeviceStreams) -> SlotTransfer:
     """Return the movement from the host to a device."""
     return DeviceTransfer(streams) if streams.is_asynchronous else HostTransfer()
-
-
-def timed_fill(transfer: SlotTransfer, slot: Slot, block: Block) -> float:
-    """Fill a slot; return the seconds that it took."""
-    began = time.perf_counter()
-    transfer.fill(slot, block)
-    return time.perf_counter() - began

@@ -115,7 +115,7 @@ class IndependentReaders:
         )
 
     def _lend(self, steps: list[ReadStep], bare: list[bool]) -> LocalBatch:
-        """Send the first batch of a rank that has one to ranks that never had any, as their stand-in."""
+        """Send the first batch of a rank that has one to ranks that never had any, as their placeholder."""
         ctx = self._ctx
         own = steps[0].batches[0] if steps else self._latest
         lender = bare.index(False)

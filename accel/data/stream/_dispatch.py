@@ -235,7 +235,7 @@ class _StepHeader(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         counts: real samples by data-parallel rank.
         more: whether another step follows.
-        rows: samples of each served rank's batch, stand-ins included.
+        rows: samples of each served rank's batch, placeholders included.
     """
 
     counts: list[int]

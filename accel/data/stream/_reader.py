@@ -120,7 +120,7 @@ class LocalBatch(msgspec.Struct, frozen=True, eq=False):
 
     Attributes:
         data: the collate function's result.
-        rows: samples in it, stand-ins included.
+        rows: samples in it, placeholders included.
     """
 
     data: Any

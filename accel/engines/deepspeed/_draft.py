@@ -62,7 +62,7 @@ class Draft:
         self.fill(key, value, "the training loop")
 
     def problem(self, text: str) -> None:
-        """Note what does not fit, and the way out."""
+        """Note what does not fit, and the fix."""
         self.problems.append(text)
 
     def shown(self, key: Key) -> str:

@@ -257,7 +257,7 @@ def next_batch(group: ReplicaGroup, loader: Loader, turn: Turn, state: TrainStat
 
     The loader's steps from `state.cursor` on are dealt to the groups in order. So a batch is a function of position,
     index and number of the groups alone, and `batch.next` is the position after the batches of all groups. Where the
-    epoch ends before this group's batch, it gets a stand-in with `valid == 0`.
+    epoch ends before this group's batch, it gets a placeholder with `valid == 0`.
 
     Args:
         group: from `replica`.

@@ -253,7 +253,7 @@ def join_uneven_inputs(
     A rank that reaches the end answers the exchanges of the others' backward passes by zeros, and takes over the
     parameters of a rank that went on longest; its optimizer has then seen fewer steps. In the block make no other call
     that ranks make together: leave `weight=` out of `backward`, and gather nothing. `accel.batches` needs none of this:
-    it gives every rank equally many batches, and stand-ins count as nothing.
+    it gives every rank equally many batches, and placeholders count as nothing.
 
     Args:
         ctx: the context.

@@ -276,7 +276,7 @@ def _check_model(view: ModelView, ignored: frozenset[int]) -> None:
 
 
 def _problem(parameter: nn.Parameter) -> tuple[str, str]:
-    """Return the reason that keeps a parameter from being sharded, and the way out; empty if there is none."""
+    """Return the reason that keeps a parameter from being sharded, and the fix; empty if there is none."""
     if heir_of(parameter) is not None:
         return "one that another model shares, and that was sharded with it", "Prepare both as one module."
     if is_lazy(parameter):

@@ -13,6 +13,7 @@ from accel.parallel.axes.tensor._head_loss import linear_cross_entropy as linear
 from accel.parallel.axes.tensor._spread import TENSOR as TENSOR
 from accel.parallel.axes.tensor._tensor_plan import tensor_plan as tensor_plan
 from accel.parallel.axes.tensor._vocabulary import (
+    check_logits as check_logits,
     row_scores as row_scores,
     vocab_cross_entropy as vocab_cross_entropy,
 )

@@ -281,6 +281,9 @@ def with_lora(model: nn.Module, styles: Mapping[str, str], problems: list[str]) 
     found: dict[str, str] = {}
     for path, style in styles.items():
         module = model.get_submodule(path)
+        if (copies := _trained_copies(module)) is not None:
+            found |= {f"{path}.{copy}": style for copy in copies}
+            continue
         if not is_adapted(module):
             found[path] = style
             continue
@@ -295,6 +298,14 @@ def is_adapted(module: nn.Module) -> bool:
     """Return whether a module is a layer beside its adapters, as peft puts it in the place of the layer."""
     children = dict(module.named_children())
     return {"base_layer", "lora_A", "lora_B"} <= children.keys()
+
+
+def _trained_copies(module: nn.Module) -> list[str] | None:
+    """Return the names of a layer and its trained copies, as peft's `modules_to_save` keeps them; None for others."""
+    children = dict(module.named_children())
+    if children.keys() != {"original_module", "modules_to_save"}:
+        return None
+    return ["original_module", *(f"modules_to_save.{name}" for name, _ in children["modules_to_save"].named_children())]
 
 
 def _parts(module: nn.Module, style: str) -> Iterator[tuple[str, str]]:

@@ -14,6 +14,7 @@ from accel.comm import Comm, adopt, all_reduce_flat
 from accel.context import DistContext, context_first, group_of
 from accel.errors import ConfigError
 from accel.parallel.axes.tensor._logits import DeferredLogits
+from accel.tensors import is_dtensor
 
 _MANY = 32_000  # words from which a gathered head is worth a line
 
@@ -38,7 +39,7 @@ def vocab_cross_entropy(
         The sum over rows, shape []; alike on all ranks along tp. Divide by the number of rows that count for a mean.
 
     Raises:
-        ConfigError: shapes that do not fit each other.
+        ConfigError: shapes that do not fit each other, or a DTensor.
 
     Reference:
         Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3.
@@ -48,13 +49,7 @@ def vocab_cross_entropy(
         >>> float(accel.parallel.vocab_cross_entropy(accel.single(), logits, torch.tensor([1, -100])).exp())
         4.0
     """
-    if logits.shape[:-1] != targets.shape:
-        raise ConfigError(
-            "rows of logits and targets do not fit",
-            expected=f"targets of shape {list(logits.shape[:-1])}",
-            got=f"shape {list(targets.shape)}",
-            where="vocab_cross_entropy",
-        )
+    check_logits(logits, targets, where="vocab_cross_entropy", split="")
     group = group_of(ctx, "tp")
     if isinstance(logits, DeferredLogits):
         total = logits.loss(targets, is_split=group is not None, ignore_index=ignore_index, reduction="sum")
@@ -70,6 +65,27 @@ def vocab_cross_entropy(
     counted = flat != ignore_index
     losses, _ = row_scores(rows, flat.masked_fill(~counted, 0), adopt(group, ctx.device), entropy=False)
     return losses.masked_fill(~counted, 0.0).sum()
+
+
+def check_logits(logits: torch.Tensor, targets: torch.Tensor, *, where: str, split: str) -> None:
+    """Raise `ConfigError` for logits that do not fit their targets, and for a DTensor; `split` is its keyword."""
+    if is_dtensor(logits):
+        has_parts = any(each.is_shard(logits.ndim - 1) for each in logits.placements)
+        raise ConfigError(
+            "logits are a DTensor",
+            expected="this rank's logits, a plain tensor",
+            got=f"a DTensor placed as {logits.placements}",
+            where=where,
+            fix=f"{where}(ctx, logits.to_local(), targets{split if has_parts else ''})",
+        )
+    if logits.shape[:-1] != targets.shape:
+        raise ConfigError(
+            "logits and targets do not fit",
+            expected=f"targets of shape {list(logits.shape[:-1])}",
+            got=f"shape {list(targets.shape)}",
+            where=where,
+            fix=f"Score the logits that predict a token: {where}(ctx, logits[:, :-1], ids[:, 1:]).",
+        )
 
 
 def row_scores(
@@ -186,7 +202,7 @@ def _with_loss(model: nn.Module) -> Any:
 
 
 def gathered_note(words: int, itemsize: int, size: int) -> str:
-    """Return what a head that gathers its logits sends for each token, and the way out; "" for few words."""
+    """Return what a head that gathers its logits sends for each token, and the fix; "" for few words."""
     if words < _MANY:
         return ""
     return (

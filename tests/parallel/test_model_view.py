@@ -16,7 +16,8 @@ from accel.parallel._spread import ModelView
 from accel.testing import Simulator
 
 # Walks over all modules in `prepare_model`, also for parameters and by torch; 45, 75 and 100 before.
-MOST_WALKS = {("ddp", None): 27, ("fsdp", None): 40, ("ddp", "tp=2"): 68}
+# Along tp the search for a plan walks the modules that it tries.
+MOST_WALKS = {("ddp", None): 27, ("fsdp", None): 40, ("ddp", "tp=2"): 84}
 
 
 def blocks(count: int = 3) -> nn.ModuleList:

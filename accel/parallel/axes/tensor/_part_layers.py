@@ -94,7 +94,9 @@ class RegionEnd(Mixin):
         ranks = self.accel_ranks
         outer = ranks.begin()
         ranks.depth += 1
-        sees_around, ranks.sees_tuples = ranks.sees_tuples, compiles(cast(Any, self))
+        sees_around = ranks.sees_tuples
+        if ranks.depth == 1:  # regions in others have modules of theirs
+            ranks.sees_tuples = compiles(cast(Any, self))
         try:
             if ranks.sees_tuples:
                 with PartsInTuples():

@@ -31,10 +31,10 @@ def test_a_function_spends_its_seconds_and_a_file_keeps_its_shortest_test(second
 def test_moved_tests_are_written_in_order_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moved_tests, "FILE", tmp_path / "durations.txt")
     first, second = tmp_path / "run-1", tmp_path / "run-2"
-    _ = first.write_text("2 0.500 tests/test_a.py::test_x[b c]\n0 0.600 tests/test_a.py::test_x[a]\n")
+    _ = first.write_text("2 0.300 tests/test_a.py::test_x[b c]\n0 0.200 tests/test_a.py::test_x[a]\n")
     _ = second.write_text("1 0.010 tests/test_a.py::test_y\n")
     assert moved_tests.move("default", moved_tests.recorded([first, second])) == ["tests/test_a.py::test_x[b c]"]
-    assert moved_tests.read() == {"tests/test_a.py::test_x[b c]": ("slow", 0.5)}
+    assert moved_tests.read() == {"tests/test_a.py::test_x[b c]": ("slow", 0.3)}
 
 
 class Item:

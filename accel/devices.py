@@ -101,6 +101,15 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float64 if kind_of_device(device).float64 else torch.float32
 
 
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype in which autocast computes products on a kind of device; None where it is off.
+
+    It is off for "meta", for which `torch.is_autocast_enabled` raises. torch.compile traces this function.
+    """
+    is_on = device_type != "meta" and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if is_on else None
+
+
 def wait_for_device(device: torch.device) -> None:
     """Return once the device has done all its work; at once on the CPU and on XLA, which works when it is read."""
     if device.type not in ("cpu", "xla"):

@@ -277,7 +277,7 @@ def unchanged(model: nn.Module) -> Generator[None]:
             for name in [name for name, value in vars(each).items() if isinstance(value, _VALUES)]:
                 if name not in attributes and not installed:
                     del vars(each)[name]
-            vars(each).update(attributes)
+            vars(each).update({name: value for name, value in attributes.items() if name != NOTES})
             for name, buffer in buffers.items():
                 if each.get_buffer(name) is not buffer:
                     setattr(each, name, buffer)

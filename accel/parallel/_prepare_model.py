@@ -39,7 +39,7 @@ from accel.parallel._same_batches import SHARING, compare_batches
 from accel.parallel._sharded import check_adopted, check_replicated
 from accel.parallel._spread import ModelView, ReplicateOptions, Spread, SpreadOptions, stage_comm
 from accel.parallel._watches import log_changed_buffers, watch_autocast
-from accel.parallel.axes.context import CONTEXT
+from accel.parallel.axes.context import CONTEXT, all_positions
 from accel.parallel.axes.experts import EXPERT
 from accel.parallel.axes.pipeline import PIPELINE
 from accel.parallel.axes.replicate._comm_hooks import CommHook, check_hook
@@ -253,7 +253,10 @@ def _resolved(
     ctx: DistContext, view: ModelView, spread: Spread, options: SpreadOptions
 ) -> tuple[Spread, SpreadOptions]:
     """A spread with the options that ranks decide on together. A collective for some models."""
-    return spread, options if spread.resolve is None else spread.resolve(ctx, view, options)
+    if spread.resolve is None:
+        return spread, options
+    with all_positions(ctx):  # a rank that tries plans alone must not wait for others along cp
+        return spread, spread.resolve(ctx, view, options)
 
 
 def compile_as_set(ctx: DistContext, model: nn.Module) -> None:

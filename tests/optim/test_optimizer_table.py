@@ -43,6 +43,7 @@ BF16 = Rounded(5e-3, "it orthogonalizes in bf16, and rounds parts otherwise than
 TINY = Rounded(1e-8, "it divides by the root of sums of squares, of gradients that are 0 but for rounding")
 SIGNS = Rounded(0.1, "it steps by signs, of gradients that are 0 but for rounding")
 NOISE = Rounded(1e-3, "it divides by second moments of gradients that are 0 but for rounding")
+SCALARS = Rounded(0.05, "alone it does not step float64 parameters without dimensions, and it steps their parts")
 refused: Any = partial(dict.fromkeys, SHARDED, "refused")
 
 TABLE = {
@@ -66,6 +67,7 @@ TABLE = {
     "SGD, momentum": Row("torch.optim", {"momentum": 0.9, "nesterov": True}),
     "AdamWScheduleFree": Row("schedulefree"),
     "AdamW8bit, 8-bit state": Row("bitsandbytes.optim", {"min_8bit_size": 1}, refused()),
+    "AdamW8bit, torchao": Row("torchao.optim", {}, dict.fromkeys(SHARDED, SCALARS)),
     "accel's Adafactor": Row("accel.optim", {"eps": (1e-4, 1e-3)}),
 }
 NOT_STEPPED_SO = {"LBFGS", "SparseAdam"}  # needs a closure; takes sparse gradients alone: each has tests of its own

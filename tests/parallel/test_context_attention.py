@@ -324,6 +324,45 @@ def test_a_module_that_holds_a_context_can_be_copied(ranks: Simulator) -> None:
     assert all(ranks.run(rank, 2, default_group=True))
 
 
+def test_tensors_of_the_meta_device_have_the_shape_of_the_output() -> None:
+    q, k, v = (each.to("meta") for each in _qkv(v=(2, 2, 6, 5)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # which the meta device does not know
+        assert accel.parallel.context_attention(accel.single(), q, k, v).shape == (2, 4, 6, 5)
+
+
+class Attending(nn.Module):
+    """A block that attends along cp itself, and a pair of layers that tp divides."""
+
+    def __init__(self, ctx: accel.DistContext) -> None:
+        super().__init__()
+        self.ctx = ctx
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(2, (2, 4)).transpose(1, 2)
+        mixed = accel.parallel.context_attention(self.ctx, heads, heads, heads).transpose(1, 2).flatten(2)
+        return self.down(self.up(mixed).relu()) + x
+
+
+def test_a_plan_is_found_for_a_model_that_attends_along_cp_itself(ranks: Simulator) -> None:
+    x = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = Attending(accel.single()).double()
+    expected = made(x).detach()
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2,tp=2")
+        model = Attending(ctx).double()
+        _ = model.load_state_dict(made.state_dict())
+        part = accel.parallel.split_sequence(ctx, {"x": x, "out": expected})
+        model = accel.prepare_model(ctx, model, example=x)
+        assert accel.unwrap_model(model).up.weight.to_local().shape == (16, 8)
+        return float((model(part["x"]) - part["out"]).detach().abs().max())
+
+    assert max(ranks.run(rank, 4, default_group=True)) < 1e-12
+
+
 def _qkv(q: tuple[int, ...] = (2, 4, 6, 8), k: tuple[int, ...] = (2, 2, 6, 8), v: tuple[int, ...] | None = None) -> Any:
     return torch.zeros(q), torch.zeros(k), torch.zeros(v or k)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from accel.comm import exchanged, gathered, gathered_summed, peer_error, records
 from accel.context import DistContext, context_first, group_of
+from accel.devices import autocast_dtype
 from accel.errors._checks import check_choice
 from accel.parallel._private import untraced
 from accel.parallel.axes.context._checks import check_fit, check_method, check_terms
@@ -246,8 +247,7 @@ def _across(ctx: DistContext, function: Callable[..., Tensor], q: Tensor, k: Ten
 
 def _as_autocast(*tensors: Tensor) -> list[Tensor]:
     """Return tensors in the dtype in which autocast would run attention, before they travel."""
-    device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
+    dtype = autocast_dtype(tensors[0].device.type)
+    if dtype is None:
         return list(tensors)
-    dtype = torch.get_autocast_dtype(device_type)
     return [each if each.dtype == torch.float64 else each.to(dtype) for each in tensors]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel.comm import exchanged, summed
+from accel.devices import autocast_dtype
 from accel.errors import PrepareError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import named_modules, note_module, notes_of
@@ -65,9 +66,7 @@ class ExpertCalls:
         if self.phase == "collect":
             self.rows.append(rows)
             self.experts.append(expert)
-            kind = rows.device.type
-            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
-            return rows.new_zeros(rows.shape, dtype=dtype)
+            return rows.new_zeros(rows.shape, dtype=autocast_dtype(rows.device.type))
         if self.phase != "replay":
             raise self.refused(f"a call of expert {expert} from elsewhere")
         at = len(self.rows) - len(self.outputs)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from accel.comm import Call, Comm, agreed_values
+from accel.devices import autocast_dtype
 from accel.errors import StageError
 from accel.parallel._calls import let_answer, take_apart, unchanged
 from accel.parallel._micro_batches import MicroBatch, first_device, first_tensor, of_stage
@@ -69,9 +70,8 @@ class Replays:
         tree = (first.args, dict(first.kwargs)) if work.shapes is None else work.shapes
         spec = pytree.tree_structure(tree)
         facts = tuple(map(_form, take_apart(tree, work.containers).leaves))
-        kinds = dict.fromkeys(("cpu", self._device.type))
         with work.around():
-            cast_to = tuple(torch.get_autocast_dtype(each) for each in kinds if torch.is_autocast_enabled(each))
+            cast_to = tuple(map(autocast_dtype, dict.fromkeys(("cpu", self._device.type))))
         return spec, facts, model.training, trains, cast_to
 
     def of_micro_batches(self, comm: Comm, key: object, model: nn.Module, work: Work) -> list[Replay]:

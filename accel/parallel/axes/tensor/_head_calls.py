@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from accel.devices import autocast_dtype
 from accel.errors import PrepareError
 from accel.parallel._modules import forget, note_module
 from accel.parallel.axes.tensor._layers import LocalParameters
@@ -36,11 +37,10 @@ class HeadCall:
     __slots__ = ("autocast", "forward", "grad", "head", "hidden", "hooks", "kept")
 
     def __init__(self, head: nn.Module, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> None:
-        kind = hidden.device.type
         self.head: Any = head
         self.hidden = hidden
         self.forward = forward
-        self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self.autocast = autocast_dtype(hidden.device.type)
         self.grad = torch.is_grad_enabled()
         self.kept = None if self.grad or not self.head.accel_reshards else _copies(self.head)
         self.hooks: list[Callable[[Tensor], Any]] = []

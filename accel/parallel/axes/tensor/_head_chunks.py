@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from accel.comm import Comm, all_gather_flat
+from accel.devices import autocast_dtype
 from accel.errors import ConfigError
 from accel.tensors import is_half
 
@@ -108,8 +109,7 @@ def loss_of_rows(
 
 def in_autocast(tensor: Tensor) -> Tensor:
     """Return a tensor in the dtype of autocast, where it is on."""
-    kind = tensor.device.type
-    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
+    return tensor.to(autocast_dtype(tensor.device.type) or tensor.dtype)
 
 
 def head_error(what: str, expected: str, got: str, fix: str = "") -> ConfigError:

@@ -20,6 +20,7 @@ from accel.comm import (
     scattered,
     summed,
 )
+from accel.devices import autocast_dtype
 from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin
 from accel.parallel._labels import name_of
@@ -27,7 +28,6 @@ from accel.parallel._modules import KeepsParameters, forget, note_module, notes_
 from accel.parallel._private import part_alone
 from accel.parallel.axes.tensor._heads import with_own_heads
 from accel.parallel.axes.tensor._overlap import (
-    autocast_format,
     copied_product,
     gathered_product,
     is_beside,
@@ -190,7 +190,12 @@ class Colwise(LocalParameters):
         if not self.accel_layer.rule.copied:
             return copied_product(x, *self.operands(), self.accel_layer.group)[0]
         early: EarlyProduct | None = notes_of(cast(nn.Module, self)).get("early")
-        if early is None or early.output is None or early.input is not x or early.format != autocast_format(x):
+        if (
+            early is None
+            or early.output is None
+            or early.input is not x
+            or early.format != autocast_dtype(x.device.type)
+        ):
             return super().forward(x)
         output = early.output
         note_module(cast(nn.Module, self), early=early._replace(output=None))
@@ -308,7 +313,7 @@ class Around(Mixin):
         output, x = product(_first(layer.rule, args, kwargs), *first.operands(), layer.group)
         args, kwargs = _with_first(layer.rule, args, kwargs, lambda _: x)
         layer = cast(nn.Module, first)
-        note_module(layer, early=EarlyProduct(x, autocast_format(x), output))
+        note_module(layer, early=EarlyProduct(x, autocast_dtype(x.device.type), output))
         try:
             result = super().forward(*args, **kwargs)
             is_taken = cast(EarlyProduct, notes_of(layer).get("early")).output is None

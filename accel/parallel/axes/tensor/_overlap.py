@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from accel.comm import start_gather, start_scatter, start_sum
+from accel.devices import autocast_dtype
 from accel.errors import PrepareError
 from accel.mixins import Mixin
 from accel.parallel._modules import named_modules
@@ -115,16 +116,10 @@ def scattered_product(x: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Te
     return cast(Any, _Scattered).apply(*_cast(x, weight), group)
 
 
-def autocast_format(x: Tensor) -> torch.dtype | None:
-    """Return the format in which autocast lets products compute; None without it."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
 def _cast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     """Tensors in the format of autocast, which reaches none of a backward."""
     tensors = (first, *others)
-    dtype = autocast_format(first)
+    dtype = autocast_dtype(first.device.type)
     if dtype is None:
         return tensors
     return tuple(each if each is None or each.dtype == torch.float64 else each.to(dtype) for each in tensors)

@@ -20,7 +20,7 @@ from accel.trackers._tracker import Tracker
 from accel.trackers._trackio import trackio
 from accel.trackers._wandb import wandb
 
-_TRACKERS: Mapping[str, Callable[..., Tracker]] = {
+TRACKERS: Mapping[str, Callable[..., Tracker]] = {
     each.__name__: each
     for each in (aim, clearml, comet_ml, console, csv, dvclive, jsonl, mlflow, swanlab, tensorboard, trackio, wandb)
 }
@@ -47,6 +47,6 @@ def by_name(names: str | Sequence[str] | None, options: Mapping[str, Mapping[str
     listed = [names] if isinstance(names, str) else list(names or ())
     chosen = ["jsonl" if name == "all" else name for name in listed if name and name != "none"]
     for name in chosen:
-        check_choice(name, tuple(_TRACKERS), "no such tracker", where="by_name, names=")
+        check_choice(name, tuple(TRACKERS), "no such tracker", where="by_name, names=")
     given = options or {}
-    return [_TRACKERS[name](**given.get(name, {})) for name in dict.fromkeys(chosen)]
+    return [TRACKERS[name](**given.get(name, {})) for name in dict.fromkeys(chosen)]

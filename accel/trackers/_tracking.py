@@ -20,6 +20,7 @@ from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError, TrackerError
 from accel.errors._checks import check_count, check_kind
 from accel.run_folder import hide_in_config
+from accel.trackers._by_name import TRACKERS
 from accel.trackers._system import System, check_system, system_tracker
 from accel.trackers._tracked_run import SavedRun, TrackedRun, run_file
 from accel.trackers._tracker import Ending, Ranks, Run, Tracker
@@ -357,16 +358,10 @@ def _make_folder(folder: str) -> None:
         raise ConfigError("the run's folder cannot be written", got=str(error), where=where, fix=fix) from error
 
 
-_FUNCTIONS = (
-    "aim", "clearml", "comet_ml", "console", "csv", "dvclive", "jsonl", "mlflow",
-    "swanlab", "tensorboard", "trackio", "wandb"
-)  # fmt: skip
-
-
 def _line_of(given: object) -> str:
     """Return `to=` with the tracker that somebody has named, by a text or by its function; else with `jsonl`."""
     name = given if isinstance(given, str) else getattr(given, "__name__", "")
-    return f"to=[accel.trackers.{name if name in _FUNCTIONS else 'jsonl'}()]"
+    return f"to=[accel.trackers.{name if name in TRACKERS else 'jsonl'}()]"
 
 
 def _check(project: str, to: Sequence[Tracker], run: str | None, room_bytes: int) -> None:

@@ -20,7 +20,7 @@ import accel
 from accel.errors import AccelError, ConfigError, PrepareError, StepError
 from accel.testing import Simulator
 from accel.trackers import Tracker
-from accel.trackers._tracking import _FUNCTIONS
+from accel.trackers._by_name import TRACKERS
 from accel.training._backward import _raise_marked_twice
 
 INPUTS, TARGETS = torch.ones(4, 2), torch.zeros(4, 1)
@@ -108,7 +108,7 @@ def test_a_tracker_by_its_name_gets_the_call_of_its_function(given: str, way: st
 
 def test_every_tracker_is_known_by_its_name() -> None:
     found = [name for name in accel.trackers.__all__ if name.islower() and str(_returned(name)).endswith("Tracker")]
-    assert sorted(found) == sorted(_FUNCTIONS)
+    assert sorted(found) == sorted(TRACKERS)
 
 
 def _returned(name: str) -> object:

@@ -20,7 +20,6 @@ from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError, TrackerError
 from accel.errors._checks import check_count, check_kind
 from accel.run_folder import hide_in_config
-from accel.trackers._by_name import TRACKERS
 from accel.trackers._system import System, check_system, system_tracker
 from accel.trackers._tracked_run import SavedRun, TrackedRun, run_file
 from accel.trackers._tracker import Ending, Ranks, Run, Tracker
@@ -360,6 +359,8 @@ def _make_folder(folder: str) -> None:
 
 def _line_of(given: object) -> str:
     """Return `to=` with the tracker that somebody has named, by a text or by its function; else with `jsonl`."""
+    from accel.trackers._by_name import TRACKERS  # which imports this file
+
     name = given if isinstance(given, str) else getattr(given, "__name__", "")
     return f"to=[accel.trackers.{name if name in TRACKERS else 'jsonl'}()]"
 

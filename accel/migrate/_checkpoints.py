@@ -267,6 +267,10 @@ class _Scope(cst.CSTTransformer):
         for line in _lines(node):
             if texts.count(text_of(line)) == 1:
                 self._notes.leave_out(line)
+        for each in walk(node):
+            if isinstance(each, cst.BaseCompoundStatement):
+                for line in leading(each):
+                    self._notes.leave_out(line)
 
     def _is_copy(self, line: cst.SimpleStatementLine) -> bool:
         """Whether a line keeps a counter under another name."""

@@ -71,15 +71,16 @@ def commented(text: str) -> str:
 
 
 def orphans(before: str, after: str) -> Counter[str]:
-    """Comments that were lost though the line that they stand at, or above, was not."""
-    kept = {line.partition("#")[0].strip() for line in after.splitlines()}
+    """Comments that were lost though the line that they stand at, or above, was not. A line of brackets is no line."""
+    kept, had = (Counter(line.partition("#")[0].strip() for line in text.splitlines()) for text in (after, before))
     lines = before.splitlines()
     lost = Counter(comments_of(before)) - Counter(comments_of(after))
     told: Counter[str] = Counter()
     for at, line in enumerate(lines):
         code, _, comment = line.partition("#")
         below = next((each.partition("#")[0].strip() for each in lines[at:] if each.partition("#")[0].strip()), "")
-        if lost[f"#{comment}"] and (code.strip() or below) not in kept:
+        own = code.strip() or below
+        if lost[f"#{comment}"] and (kept[own] < had[own] or not any(map(str.isalnum, own))):
             told[f"#{comment}"] += 1
     return lost - told
 

@@ -237,7 +237,7 @@ class _Scope(cst.CSTTransformer):
                     if not any("accel.load_state(" in text_of(line) for line in inner):
                         inner = block(each.orelse)
                     for other in [line for line in (*block(each), *block(each.orelse)) if line not in inner]:
-                        self._leave_out(other, kept)
+                        self._leave_out(other, kept, derived)
                 lines.hold([line for line in leading(each) if line.comment])
                 pending = [*inner, *pending]
                 continue
@@ -248,7 +248,7 @@ class _Scope(cst.CSTTransformer):
             elif "loaded[" in text or not (mine | loads(each)) & (derived | set(self._counters)):
                 lines.add(each)
             else:
-                self._leave_out(each, kept)
+                self._leave_out(each, kept, derived)
         for name in sorted(self._epochs & assigned):
             lines.add(statement(f"{name} = {state}.epoch"))
         for name, synced in self._counters.items():
@@ -261,14 +261,15 @@ class _Scope(cst.CSTTransformer):
         self._gone |= {name for name in derived - self._epochs - left if not self._set_elsewhere(name, node)}
         return reduced
 
-    def _leave_out(self, node: cst.BaseStatement, kept: Sequence[cst.BaseStatement]) -> None:
-        """Leave out the comments of lines that go, except lines that also occur elsewhere."""
+    def _leave_out(self, node: cst.BaseStatement, kept: Sequence[cst.BaseStatement], derived: set[str]) -> None:
+        """Leave out the comments of lines that go, except lines that also occur elsewhere, and those above conditions
+        of `derived` variables."""
         texts = [text_of(line) for line in (*_lines(self._scope), *kept)]
         for line in _lines(node):
             if texts.count(text_of(line)) == 1:
                 self._notes.leave_out(line)
         for each in walk(node):
-            if isinstance(each, cst.BaseCompoundStatement):
+            if isinstance(each, cst.If) and loads(each.test) & derived:
                 for line in leading(each):
                     self._notes.leave_out(line)
 

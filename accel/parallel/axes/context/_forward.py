@@ -42,13 +42,20 @@ _PROVED = 8  # positions of a rank in the proof
 _LARGEST = 2**28  # elements of parameters whose gradients the proof compares; of larger models those of vectors
 
 
-def use_positions(ctx: DistContext, model: nn.Module, within: Sequence[nn.Module] = (), *, is_cut: bool = True) -> None:
+def use_positions(
+    ctx: DistContext,
+    model: nn.Module,
+    within: Sequence[nn.Module] = (),
+    *,
+    is_cut: bool = True,
+    may_cross: bool = False,
+) -> None:
     """Let a model's forward compute with parts of positions. Mutates it, by a class and hooks.
 
     `within`: first blocks of stacks whose inputs all ranks hold, and which get own positions of them. `is_cut`: whether
-    the model's inputs are.
+    the model's inputs are. `may_cross`: whether the model may call `context_attention` itself.
     """
-    positions = _Positions(ctx, is_cut=is_cut, divides=bool(within))
+    positions = _Positions(ctx, is_cut=is_cut, may_cross=may_cross)
     for block in within:
         _ = block.register_forward_pre_hook(positions.divide, with_kwargs=True)
     for module in model.modules():
@@ -88,7 +95,7 @@ class _Positions:
     Attributes:
         ranks: of parts that enter the model; those of parts that its blocks make are `within`.
         is_cut: whether the model's inputs are.
-        divides: whether blocks get own positions of hidden states that all ranks hold.
+        may_cross: whether the model may call `context_attention` itself.
         dim: dimension of the positions where several could be.
         is_proved: whether a call was compared with one of all positions.
         crosses: whether the model calls `context_attention` itself, and gets own positions as they are.
@@ -97,12 +104,12 @@ class _Positions:
         guards: hooks that refuse calls of parts of the model alone.
     """
 
-    def __init__(self, ctx: DistContext, *, is_cut: bool, divides: bool) -> None:
+    def __init__(self, ctx: DistContext, *, is_cut: bool, may_cross: bool) -> None:
         self.ctx = ctx
         self.ranks = PositionRanks(ctx)
         self.within = PositionRanks(ctx)
         self.is_cut = is_cut
-        self.divides = divides
+        self.may_cross = may_cross
         self.dim = 1
         self.is_proved = False
         self.crosses = False
@@ -249,7 +256,7 @@ class _Positions:
         whole = map_tensors(lambda each: pairs[id(each)][0], given)
         own = map_tensors(lambda each: pairs[id(each)][1], given)
         with _evaluated(module, self.ctx.device), called_eagerly(module):
-            if not self.divides and attends(self.ctx, lambda: forward(*own.inputs, **own.keywords)):
+            if self.may_cross and attends(self.ctx, lambda: forward(*own.inputs, **own.keywords)):
                 self.crosses = True
                 return ""
             parameters = _proved(module)
@@ -367,13 +374,23 @@ def _proved(module: nn.Module) -> list[nn.Parameter]:
 
 @contextlib.contextmanager
 def _evaluated(module: nn.Module, device: torch.device) -> Generator[None]:
-    """Compute without gradients and without dropout; streams of random numbers stay as they are."""
+    """Compute without gradients and without dropout; streams of random numbers stay as they are.
+
+    Modules and names of modes that a model replaces by the length of its inputs are put back.
+    """
     modes = [(each, each.training) for each in module.modules()]
+    children = [(each, dict(each.named_children())) for each in module.modules()]
+    names = [(each, {at: one for at, one in vars(each).items() if isinstance(one, str)}) for each in module.modules()]
     try:
         _ = module.eval()
         with isolated_rng(device), torch.no_grad():
             yield
     finally:
+        for each, held in children:
+            for name in [name for name, child in held.items() if getattr(each, name) is not child]:
+                setattr(each, name, held[name])
+        for each, held in names:
+            vars(each).update(held)
         for each, mode in modes:
             each.training = mode
 

@@ -96,7 +96,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: ContextOptions, *, is_e
         else:
             use_context_attention(ctx, each, options.context)
     if _takes_parts(ctx, model):
-        use_positions(ctx, model)
+        use_positions(ctx, model, may_cross=True)
     return model
 
 

@@ -45,6 +45,7 @@ import accel
         pytest.param("StableLM", "cp=2", marks=pytest.mark.slow),  # keywords that a block drops
         pytest.param("Whisper", "cp=2", marks=pytest.mark.slow),  # sounds that are not cut
         pytest.param("CLIP", "cp=2", marks=pytest.mark.slow),  # texts and images that the model cuts
+        pytest.param("BigBird, sparse", "cp=2", marks=pytest.mark.slow),  # modules that follow from the length
         pytest.param("LLaVA", "cp=2", marks=pytest.mark.slow),  # images among tokens
         pytest.param("Switch Transformers", "cp=2", marks=pytest.mark.slow),  # masks of keys alone, experts left out
         pytest.param("T5Gemma", "cp=2", marks=pytest.mark.slow),  # positions of two sequences, windows around each

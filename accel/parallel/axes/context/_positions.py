@@ -67,7 +67,7 @@ class PositionRanks(Ranks):
         if runs_in_backward() and not torch.is_grad_enabled():
             return summand
         self.across |= dict.fromkeys(self.callers)
-        return copied(super().total(summand), self.group)
+        return copied(super().total(summand), self.group).clone()  # which the model may change in place
 
     def joined(self, rows: Tensor, dim: int) -> Tensor:
         """Concatenate the rows of all ranks; the backward sums the gradients of each row."""

@@ -31,8 +31,8 @@ class Inserted(NamedTuple):
     until: str = ""
 
 
-# The order in which a call goes through them, whatever the order of the functions that insert them. `fully_shard` puts
-# a class of its own before those that it finds: what is inserted later comes in front of it, in this order again.
+# The order of the classes in a call. It does not depend on the order of insertion. `fully_shard` puts a class in front
+# of the present ones. Classes that are inserted later stand in front of that class, also in this order.
 INSERTED = (
     Inserted("AttributesWatched", "parallel/_calls.py", "forwards that are recorded", "the recorded forward ends"),
     Inserted("_Unseen", "parallel/axes/tensor/_trace.py", "traces of a copied model", "the copy is freed"),

@@ -233,7 +233,7 @@ _TRAINED = ("step", "zero_grad", "parameters", "state_dict", "load_state_dict", 
 
 
 def trained_in(loop: cst.For) -> set[str]:
-    """Return the variables of a loop that are models or optimizers: what is asked for gradients, or steps."""
+    """Return the variables of a loop that hold models or optimizers, by the methods that the loop calls on them."""
     owners = [owner for owner, name in map(method_of, calls(loop)) if owner is not None and name in _TRAINED]
     return {full_name(owner) for owner in owners}
 

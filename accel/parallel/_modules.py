@@ -245,7 +245,7 @@ class ModuleNotes(TypedDict, total=False):
         gate: leads calls of entries to the model. By prepare_model, methods=.
         held: the `EngineGradients` of an engine's wrapper. By the engine; read by `accumulate`.
         kept_gathered: an FSDP unit that is not resharded after a forward. By its first such forward.
-        moved: id of a module whose bias an `ExpertLoad` moves. Until that is closed.
+        moved: id of the module with a bias that an `ExpertLoad` moves. Until the `ExpertLoad` is closed.
         offload: place of a block in `offload_activations`. Read in its forwards.
         overlaps: it sends beside its own products. By prepare_model, along tp; read by compile_model.
         pairs: guard of pairs of linear layers. By prepare_model, along tp.

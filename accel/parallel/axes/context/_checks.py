@@ -166,7 +166,7 @@ def _is_pretrained(kind: type) -> bool:
 
 
 def first_blocks(model: Any) -> list[nn.Module]:
-    """Return the first block of each list of blocks with attention whose hidden states are not made of tokens that are
+    """Return the first block of each list of blocks with attention, except lists with hidden states of tokens that are
     cut, in a model of transformers."""
     decoder = model.get_decoder() if getattr(model.config, "is_encoder_decoder", False) else model
     of_tokens = {id(module) for module in decoder.modules()} if takes_cut_tokens(model) else set[int]()

@@ -311,19 +311,18 @@ class _Positions:
                 return f"output {number} of shape {list(have.shape)}, expected {list(want.shape)}"
             draw = torch.arange(want.numel(), device=want.device).sin().view(want.shape).to(want.dtype)
             layout = have.division if isinstance(have, PartTensor) else None
+            if layout is not None and layout.cut.is_shared(self.ranks.size):
+                draw = draw * 0  # several ranks would count a row
             share = draw / self.ranks.size
             own = plain_of(have)
             wanted = want
             if layout is not None:
                 rows = torch.tensor(rows_of(layout.cut, self.ranks.rank, self.ranks.size), device=want.device)
                 wanted, share = (each.index_select(layout.dim, rows) for each in (want, draw))
-                if layout.cut.is_shared(self.ranks.size):
-                    share = share * 0
             off = _off_by(wanted.detach(), own.detach())
             if not off <= torch.finfo(want.dtype).eps ** 0.4:
                 return f"output {number} is off by {off:.0e} of its norm"
-            whole_share = draw if layout is None or not layout.cut.is_shared(self.ranks.size) else draw * 0
-            objectives.append(((want * whole_share).sum(), (own * share).sum()))
+            objectives.append(((want * draw).sum(), (own * share).sum()))
         return self._gradients(objectives, parameters)
 
     def _gradients(self, objectives: Sequence[tuple[Tensor, Tensor]], parameters: Sequence[nn.Parameter]) -> str:
@@ -364,7 +363,7 @@ def _noted(model: nn.Module, ranks: PositionRanks) -> Generator[None]:
 
 
 def _proved(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters whose gradients the proof compares: those that are whole on each rank."""
+    """Return the parameters that are whole on each rank, for a comparison of their gradients."""
     found = [each for each in module.parameters() if each.requires_grad]
     if any(is_dtensor(each) for each in found):
         return []
@@ -378,21 +377,21 @@ def _evaluated(module: nn.Module, device: torch.device) -> Generator[None]:
 
     Modules and names of modes that a model replaces by the length of its inputs are put back.
     """
-    modes = [(each, each.training) for each in module.modules()]
-    children = [(each, dict(each.named_children())) for each in module.modules()]
-    names = [(each, {at: one for at, one in vars(each).items() if isinstance(one, str)}) for each in module.modules()]
+    before = [(each, each.training, dict(each.named_children()), _texts(each)) for each in module.modules()]
     try:
         _ = module.eval()
         with isolated_rng(device), torch.no_grad():
             yield
     finally:
-        for each, held in children:
-            for name in [name for name, child in held.items() if getattr(each, name) is not child]:
-                setattr(each, name, held[name])
-        for each, held in names:
-            vars(each).update(held)
-        for each, mode in modes:
-            each.training = mode
+        for each, training, children, names in before:
+            for name in [name for name, child in children.items() if getattr(each, name) is not child]:
+                setattr(each, name, children[name])
+            vars(each).update(names)
+            each.training = training
+
+
+def _texts(module: nn.Module) -> dict[str, str]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, str)}
 
 
 def _norm(tensor: Tensor) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from torch import nn
@@ -72,7 +72,7 @@ def is_called(module: nn.Module) -> bool:
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
-def blocks_of(model: nn.Module, *, nested: bool = False) -> tuple[ModelBlock, ...]:
+def blocks_of(model: nn.Module | Mapping[str, nn.Module], *, nested: bool = False) -> tuple[ModelBlock, ...]:
     """Return the blocks of a model in the order of registration, each once. No communication.
 
     A block contains modules, and another module of its class is beside it: in a ModuleList, a ModuleDict, a Sequential,
@@ -81,9 +81,10 @@ def blocks_of(model: nn.Module, *, nested: bool = False) -> tuple[ModelBlock, ..
     two towers does, the blocks are those of the list. Blocks of other pipeline stages count, and are not returned.
 
     Args:
-        model: on any device.
+        model: on any device; or its modules by path.
         nested: whether blocks within other blocks, such as experts, are returned too.
     """
+    model = dict(named_modules(model))
     repeated = [(group, path, module) for group in groups_of(model) for path, module in group.repeated()]
     listed = [path for group, path, _ in repeated if group.kind == "list"]
     holders: dict[int, str] = {}
@@ -91,7 +92,7 @@ def blocks_of(model: nn.Module, *, nested: bool = False) -> tuple[ModelBlock, ..
         holds_list = any(each.startswith(f"{path}.") for each in listed)
         if (group.kind == "list" or not holds_list) and not is_elsewhere(module):
             _ = holders.setdefault(id(module), group.holder)
-    modules = [(path, module) for path, module in named_modules(model) if id(module) in holders]
+    modules = [(path, module) for path, module in model.items() if id(module) in holders]
     paths = {path for path, _ in modules}
     return tuple(
         ModelBlock(path, module, holders[id(module)], written_class(module))
@@ -100,7 +101,7 @@ def blocks_of(model: nn.Module, *, nested: bool = False) -> tuple[ModelBlock, ..
     )
 
 
-def groups_of(model: nn.Module) -> list[ModuleGroup]:
+def groups_of(model: nn.Module | Mapping[str, nn.Module]) -> list[ModuleGroup]:
     """Return the groups of a model's modules, outer ones before those in their entries. No communication."""
     found: list[ModuleGroup] = []
     merged: set[str] = set()  # lists that are one with the list around them
@@ -120,9 +121,10 @@ def groups_of(model: nn.Module) -> list[ModuleGroup]:
     return [group for group in found if group.entries]
 
 
-def block_groups(model: nn.Module) -> list[ModuleGroup]:
+def block_groups(model: nn.Module | Mapping[str, nn.Module]) -> list[ModuleGroup]:
     """Return the groups that may be a model's layers, one block or more: each list, and what has repeated blocks under
     the names of a ModuleDict or of attributes. Outer ones come first. No communication."""
+    model = dict(named_modules(model))
     known = {block.path for block in blocks_of(model, nested=True)}
     return [
         group for group in groups_of(model) if group.kind == "list" or any(path in known for path, _ in group.entries)

@@ -14,6 +14,7 @@ from accel.comm._streams import DeviceStreams
 from accel.errors import PrepareError
 from accel.parallel._labels import replace_parameter
 from accel.parallel._modules import forget, named_modules, note_prepared, prepared_of, stage_modules, unwrap_model
+from accel.parallel._spread import ModelView
 from accel.tensors import become, is_dtensor, local_part
 
 _WHERE = "prepare_model"
@@ -26,14 +27,15 @@ _STACKS = (
 )
 
 
-def stays_empty(comm: Comm, model: nn.Module) -> bool:
+def stays_empty(comm: Comm, view: ModelView) -> bool:
     """Return whether no rank has values of a model that is not spread, so that they come later. A collective.
 
     On every rank, no values on the first rank alone, or of a buffer that no checkpoint holds, are a `PrepareError`.
     """
-    held_here = [not each.is_meta for each in model.parameters()]
+    held_here = [not each.is_meta for each in view.parameters.values()]
     missing_first = held_here.count(False) if comm.rank == 0 else 0
-    lost = [name for name, each in _unsaved_buffers(model).items() if each.is_meta]
+    empty = [name for name, each in view.buffers.items() if each.is_meta]
+    lost = [name for name in empty if name in _unsaved_buffers(view.model)] if empty else []
     numbers = [missing_first, held_here.count(True), len(lost)]
     missing, held, most_lost = reduce_ints(comm, Call("prepare_model", "empty parameters", call_site()), numbers, "max")
     if not missing:
@@ -153,13 +155,13 @@ def _unknown(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return made.fill_(float("nan")) if made.is_floating_point() else made.zero_()
 
 
-def move_model(model: nn.Module, streams: DeviceStreams) -> None:
+def move_model(view: ModelView, streams: DeviceStreams) -> None:
     """Move a model's parameters and buffers in place; those on the meta device stay there."""
-    device, tensors = streams.device, [*model.parameters(), *model.buffers()]
+    device, tensors = streams.device, [*view.parameters.values(), *view.buffers.values()]
     if all(each.is_meta or streams.holds(each) for each in tensors):
         return
     if not any(each.is_meta for each in tensors) and _keeps_parameters(device):
-        streams.take(model)
+        streams.take(view.model)
         return
     for tensor in tensors:
         if tensor.device == device or tensor.is_meta:

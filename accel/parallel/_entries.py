@@ -26,6 +26,7 @@ from accel.errors._checks import did_you_mean
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import named_modules, note_module, notes_of, written_class
 from accel.parallel._private import is_compiled, runs_in_backward
+from accel.parallel._spread import ModelView
 from accel.tensors import is_dtensor, mesh_of
 
 _WHERE = "Plan.methods"
@@ -315,13 +316,14 @@ class _ShardedCall:
         )
 
 
-def refuse_parts(model: nn.Module, gathered: Collection[int], methods: Sequence[str]) -> None:
+def refuse_parts(view: ModelView, gathered: Collection[int], methods: Sequence[str]) -> None:
     """Let submodules of a sharded model raise `PrepareError` when they are called alone. Mutates them by hooks.
 
     `gathered`: the `id` of each parameter that torch gathers with the model itself. Modules inside of other units have
     no hook, as their forwards are most of a step.
     """
-    for _, module in named_modules(model):
+    model = view.model
+    for module in view.modules.values():
         own = {name: each for name, each in module.named_parameters(recurse=False) if id(each) in gathered}
         sharded = {name: mesh.ndim for name, each in own.items() if (mesh := mesh_of(each)) is not None}
         if sharded and module is not model:

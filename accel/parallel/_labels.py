@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -27,14 +27,14 @@ from accel.topology._axes import Axis
 
 
 def label_parameters(
-    model: nn.Module, *, needed: bool = False, viewed: bool = False, spared: tuple[str, ...] = ()
+    named: Mapping[str, nn.Parameter], *, needed: bool = False, viewed: bool = False, spared: tuple[str, ...] = ()
 ) -> None:
-    """Label the model's parameters with their names. Mutates them by one attribute, which nothing computes with.
+    """Label a model's parameters with their names. Mutates them by one attribute, which nothing computes with.
 
     `needed`: a step needs the gradient of each, but for those whose names begin with one of `spared`. `viewed`: an
     exchanged gradient is a view of its bucket.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in named.items():
         note_tensor(parameter, name=name, needed=needed and not name.startswith(spared), viewed=viewed)
 
 

@@ -22,8 +22,13 @@ from torch.nn.utils.parametrize import is_parametrized
 from accel.mixins import Mixin
 
 
-def named_modules(model: nn.Module, *, every_path: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a model with their first path, or every one, the model itself first, as ""."""
+def named_modules(
+    model: nn.Module | Mapping[str, nn.Module], *, every_path: bool = False
+) -> Iterable[tuple[str, nn.Module]]:
+    """Yield the modules of a model with their first path, or every one, the model itself first, as "". A table of them
+    is not walked again."""
+    if not isinstance(model, nn.Module):
+        return model.items()
     return cast("Iterator[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=not every_path))
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -94,9 +94,6 @@ def check_axes(ctx: DistContext, *, spreads: bool = True) -> None:
         )
 
 
-_SEVERAL = "the model is refused for several reasons"
-
-
 @context_first
 def prepare_model(
     ctx: DistContext,
@@ -175,7 +172,7 @@ def prepare_model(
     if not allocate:
         check_unallocated(ctx)
     view = ModelView(model, example)
-    report(refused(PrepareCall(ctx, view), [HOOKED]), _SEVERAL, "prepare_model")
+    report(refused(PrepareCall(ctx, view), [HOOKED]), "prepare_model")
     if engine is not None:
         _check_for_engine(ctx, view, plan, keywords)
         compile_as_set(ctx, model)
@@ -211,10 +208,10 @@ def _spread_alike(
     prepared = model
     if spreads[-1].is_done(ctx, view):  # data parallelism, which comes last
         _check_free_of_options(keywords)
-        _adopt(ctx, model)
+        _adopt(ctx, view)
     elif ctx.world_size == 1:
-        move_model(model, ctx.streams)
-        label_parameters(model)
+        move_model(view, ctx.streams)
+        label_parameters(view.parameters)
     is_empty = _is_empty(ctx, view)
     if ctx.world_size > 1:
         prepared = _spread(ctx, view, options, plan, is_empty=is_empty)
@@ -291,13 +288,13 @@ def _spread(
         add_entries(inner, methods)
     for each, options in spreads:
         if not each.is_done(ctx, view):  # what another has spread may be so along this one too
-            model = each.spread(ctx, model, options, is_empty=is_empty)
-            view = ModelView(model)
+            model = each.spread(ctx, view, options, is_empty=is_empty)
+            view = view.after(model)
             spread.append(each.dimension)
     if has_entries:
         lead_entries(inner, model, methods)
     if not SHARING.isdisjoint(spread):
-        compare_batches(ctx, model)
+        compare_batches(ctx, view)
     return model
 
 
@@ -315,7 +312,7 @@ def _is_empty(ctx: DistContext, view: ModelView) -> bool:
     if not waiting:
         return False
     cuts = any(each.dimension == "pipeline" for each in waiting)  # stages have the values of one model
-    return stays_empty(ctx.comm if cuts else stage_comm(ctx), view.model)
+    return stays_empty(ctx.comm if cuts else stage_comm(ctx), view)
 
 
 def check_model(
@@ -337,7 +334,7 @@ def check_model(
     waiting = unspread(ctx, view)
     to_come = [(each, options) for each, options in spreads if each in waiting]
     asked = PrepareCall(ctx, view, waiting)
-    report(refused(asked, FORMS), _SEVERAL, "prepare_model")
+    report(refused(asked, FORMS), "prepare_model")
     refusing = [each.dimension for each, _ in spreads if not each.takes_sparse]
     obstacles = {
         f"parameters spread along {', '.join(refusing)}": bool(refusing),
@@ -348,11 +345,11 @@ def check_model(
     checks = [
         partial(check_sparse, view, obstacles, "prepare_model"),
         *([partial(check_axes, ctx)] if waiting else []),
-        *(partial(each.check, ctx, view, options) for each, options in to_come),
     ]
     if plan.methods:
         checks.append(partial(check_methods, view.inner.model, plan.methods, _axes_within_forward(ctx)))
-    report([*refused(asked, MODELS), *raised(checks)], _SEVERAL, "prepare_model")
+    own = [error for each, options in to_come for error in each.refusals(ctx, view, options)]
+    report([*refused(asked, MODELS), *raised(checks), *own], "prepare_model")
     return to_come
 
 
@@ -405,18 +402,19 @@ def _check_used(ctx: DistContext, keywords: ReplicateOptions, spreads: Iterable[
         )
 
 
-def _adopt(ctx: DistContext, model: nn.Module) -> None:
+def _adopt(ctx: DistContext, view: ModelView) -> None:
     """Adopt a model that its user has wrapped or spread."""
+    model = view.model
     replica = replica_of(model)
     if replica is None:
         check_adopted(ctx, model)
         sum_each_backward(model)
-        if not all(map(name_of, model.parameters())):
-            label_parameters(model)
+        if not all(map(name_of, view.parameters.values())):
+            label_parameters(view.parameters)
     elif not isinstance(replica, Replica):
         refuse_foreign(replica)
         uses_all = not replica.find_unused_parameters and not replica.static_graph
-        label_parameters(cast(nn.Module, cast(Any, replica).module), needed=uses_all)
+        label_parameters(view.inner.parameters, needed=uses_all)
 
 
 def _check_free_of_options(options: ReplicateOptions) -> None:

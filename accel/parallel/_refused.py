@@ -39,11 +39,13 @@ class PrepareCall(NamedTuple):
         ctx: its context.
         view: the model.
         waiting: the spreads that are to come.
+        options: those of the spread whose rows are asked.
     """
 
     ctx: DistContext
     view: ModelView
     waiting: Sequence[Spread] = ()
+    options: Any = None
 
 
 class ModelRefusal(NamedTuple):
@@ -83,12 +85,14 @@ def raised(checks: Iterable[Callable[[], object]]) -> list[AccelError]:
     return errors
 
 
-def report(errors: Sequence[AccelError], problem: str, where: str) -> None:
-    """Raise all errors together, as one `PrepareError`; a single one is raised itself."""
+def report(errors: Sequence[AccelError], where: str) -> None:
+    """Raise all errors of a model together, as one `PrepareError`; a single one is raised itself."""
     if len(errors) == 1:
         raise errors[0]
     if errors:
-        raise PrepareError(problem, got="".join(f"\n- {error}" for error in errors), where=where)
+        raise PrepareError(
+            "the model is refused for several reasons", got="".join(f"\n- {error}" for error in errors), where=where
+        )
 
 
 def _shown(names: Sequence[str]) -> str:
@@ -317,18 +321,23 @@ def _dense_uses(view: ModelView) -> list[str]:
     return uses
 
 
-def check_quantized(view: ModelView, where: str, *, left_out: Collection[int] = ()) -> None:
-    """Raise `PrepareError` for quantized weights that would be divided among ranks: scales and elements are laid out
-    differently."""
-    names = [name for name, each in _quantized(view) if id(each) not in left_out]
-    if names:
-        raise PrepareError(
-            "quantized weights cannot be divided among ranks",
-            expected="a model of plain weights",
-            got=f"{len(names)} quantized: {_shown(names)}",
-            where=where,
-            fix='Take strategy="ddp", where each rank has all of them.',
-        )
+def quantized_divided(
+    where: str, left_out: Callable[[PrepareCall], Collection[int]] = lambda _asked: ()
+) -> ModelRefusal:
+    """Return the row of quantized weights that would be divided among ranks: scales and elements are laid out
+    differently. `left_out`: gives the `id` of parameters that stay whole."""
+
+    def find(asked: PrepareCall) -> RefusedFact | None:
+        whole = left_out(asked)
+        names = [name for name, each in _quantized(asked.view.inner) if id(each) not in whole]
+        return RefusedFact(f"{len(names)} quantized: {_shown(names)}", where) if names else None
+
+    return ModelRefusal(
+        "quantized weights cannot be divided among ranks",
+        find,
+        expected="a model of plain weights",
+        fix='Take strategy="ddp", where each rank has all of them.',
+    )
 
 
 def _quantized(view: ModelView) -> Iterator[tuple[str, nn.Parameter]]:

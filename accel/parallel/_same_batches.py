@@ -24,7 +24,8 @@ from accel.context import DistContext, group_of
 from accel.devices import wide_dtype
 from accel.errors import DataError, PrepareError, TreeError
 from accel.mixins import Mixin, add_mixin
-from accel.parallel._modules import is_pipelined, note_prepared, prepared_of, unwrap_model
+from accel.parallel._modules import is_pipelined, note_prepared, prepared_of
+from accel.parallel._spread import ModelView
 from accel.tensors import mesh_of, split_dims
 from accel.topology import Dimension, dimension_of
 from accel.tree._walk import Containers, leaves
@@ -151,7 +152,7 @@ def _read_without_call(error: Exception) -> PrepareError:
     )
 
 
-def compare_batches(ctx: DistContext, model: nn.Module) -> None:
+def compare_batches(ctx: DistContext, view: ModelView) -> None:
     """Let a model compare its first batches on the ranks that share them. Mutates it. A collective at first.
 
     A model that its user has spread along tp may get parts of a batch, so it is left alone.
@@ -159,17 +160,17 @@ def compare_batches(ctx: DistContext, model: nn.Module) -> None:
     group = group_of(ctx, *AXES)
     if group is None:
         return
-    inner = unwrap_model(model)
+    inner = view.inner.model
     # Where each rank has the whole model, one of them may evaluate alone.
-    modes = ("training", "evaluation") if is_pipelined(inner) or _is_cut(inner) else ("training",)
+    modes = ("training", "evaluation") if is_pipelined(inner) or _is_cut(view.inner) else ("training",)
     note_prepared(inner, same_batches=SameBatches(adopt(group, ctx.device), ctx.rank, ctx.containers, modes))
     if not is_pipelined(inner):
         add_mixin([inner], _Compared)
 
 
-def _is_cut(model: nn.Module) -> bool:
+def _is_cut(view: ModelView) -> bool:
     """Return whether ranks along tp hold parts of parameters, so that no forward is possible without the others."""
-    for each in model.parameters():
+    for each in view.parameters.values():
         mesh = mesh_of(each)
         if mesh is not None:
             names = mesh.mesh_dim_names or ("tp",)

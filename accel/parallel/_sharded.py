@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
@@ -59,10 +59,10 @@ def sharded_roots(model: nn.Module) -> Sequence[Sharded]:
     return [root for child in model.children() for root in sharded_roots(child)]
 
 
-def spans_all(ctx: DistContext, model: nn.Module) -> bool:
-    """Return whether a sharded model's gradients are exchanged between all ranks, but for other pipeline stages and
-    tensor-parallel parts."""
-    return _left_out(ctx, model) is None
+def spans_all(ctx: DistContext, named: Mapping[str, nn.Parameter]) -> bool:
+    """Return whether gradients of a model without modules of `fully_shard` are exchanged between all ranks, but for
+    other pipeline stages and tensor-parallel parts."""
+    return _left_out(ctx, named) is None
 
 
 def check_sharded(ctx: DistContext, model: nn.Module) -> None:
@@ -70,12 +70,13 @@ def check_sharded(ctx: DistContext, model: nn.Module) -> None:
 
     A mesh that leaves ranks out, and a trainable parameter that `fully_shard` did not take, are a `PrepareError`.
     """
-    if _left_out(ctx, model) is None:
+    with_fsdp = bool(sharded_roots(model))
+    if _left_out(ctx, dict(model.named_parameters()), with_fsdp=with_fsdp) is None:
         return
     for module in model.modules():
         if isinstance(module, Sharded):
             module.reshard()
-    if (found := _left_out(ctx, model)) is not None:
+    if (found := _left_out(ctx, dict(model.named_parameters()), with_fsdp=with_fsdp)) is not None:
         name, ranks = found
         raise _unreached(
             ctx,
@@ -160,11 +161,12 @@ def stage_size(ctx: DistContext) -> int:
     return ctx.world_size // math.prod(stages)
 
 
-def _left_out(ctx: DistContext, model: nn.Module) -> tuple[str, int | None] | None:
+def _left_out(
+    ctx: DistContext, named: Mapping[str, nn.Parameter], *, with_fsdp: bool = False
+) -> tuple[str, int | None] | None:
     """The first parameter whose gradient would not reach every rank, with the size of its mesh, if it has one."""
-    with_fsdp = bool(sharded_roots(model))
     known: dict[DeviceMesh, bool] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in named.items():
         mesh = mesh_of(parameter)
         if mesh is None:
             if with_fsdp and parameter.requires_grad:

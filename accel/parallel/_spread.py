@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol, TypeVar, cast
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from accel.comm import Call, Comm, adopt, all_reduce_flat, alone, broadcast_flat, call_site, exchange
 from accel.context import DistContext, group_of
-from accel.errors import ConfigError
+from accel.errors import AccelError, ConfigError
 from accel.parallel._blocks import ModelBlock, blocks_of
 from accel.parallel._modules import named_modules, unwrap_model
 from accel.parallel._sharded import sharded_roots
@@ -113,13 +113,13 @@ def begin_with_rank_0_(ctx: DistContext, tensors: Iterable[torch.Tensor]) -> Non
         broadcast_flat(ctx.comm, tensor.detach(), source=0)
 
 
-def replicated_tensors(model: nn.Module) -> list[torch.Tensor]:
+def replicated_tensors(view: ModelView) -> list[torch.Tensor]:
     """Return what replicas of a model begin with alike: parameters, parts of quantizers' weights, buffers."""
-    weights = packed_weights(model)
-    plain = [each for name, each in model.named_parameters() if name not in weights]
+    weights = view.packed
+    plain = [each for name, each in view.parameters.items() if name not in weights]
     parts = [part for weight in weights.values() for part in weight.parts.values()]
     small = [part.view(torch.uint8) if part.is_floating_point() and part.itemsize == 1 else part for part in parts]
-    return [*plain, *small, *model.buffers()]
+    return [*plain, *small, *view.buffers.values()]
 
 
 def _in_flat(tensors: Iterable[torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -135,7 +135,9 @@ def _in_flat(tensors: Iterable[torch.Tensor], change: Callable[[torch.Tensor], t
 
 
 class ModelView:
-    """A model before it changes: each fact is found when it is first asked for, and the modules are walked once.
+    """A model described once: each fact is found when it is first asked for, and the modules are walked once.
+
+    Facts of parameters and buffers are those of then: what replaces tensors goes on with the view that `after` returns.
 
     Args:
         model: plain, wrapped or spread.
@@ -151,6 +153,20 @@ class ModelView:
         """The view of the module inside of wrappers; this one of a model without."""
         inner = unwrap_model(self.model)
         return self if inner is self.model else ModelView(inner, self.example)
+
+    def after(self, model: nn.Module | None = None) -> ModelView:
+        """Return the view of the model with the tensors that it has now; the modules are those of this view.
+
+        `model`: a wrapper that was put around the model.
+        """
+        view = ModelView(self.model if model is None else model, self.example)
+        if view.model is self.model:
+            view.paths = self.paths
+            if self.inner is not self:
+                view.inner = self.inner.after()
+        elif unwrap_model(view.model) is self.inner.model:
+            view.inner = self.inner.after()
+        return view
 
     @cached_property
     def paths(self) -> tuple[tuple[str, nn.Module], ...]:
@@ -203,7 +219,7 @@ class ModelView:
     @cached_property
     def blocks(self) -> tuple[ModelBlock, ...]:
         """The blocks, also those within others."""
-        return blocks_of(self.model, nested=True)
+        return blocks_of(self.modules, nested=True)
 
     @cached_property
     def is_sharded(self) -> bool:
@@ -282,9 +298,9 @@ class ReplicateOptions(SpreadOptions, frozen=True, kw_only=True):
 class SpreadFunction(Protocol):
     """A function that spreads a model."""
 
-    def __call__(self, ctx: DistContext, model: nn.Module, options: Any, /, *, is_empty: bool) -> nn.Module:
-        """Spread a model and return the object to call in the loop. Mutates the model; with `is_empty`, no rank has
-        values and nothing is sent."""
+    def __call__(self, ctx: DistContext, view: ModelView, options: Any, /, *, is_empty: bool) -> nn.Module:
+        """Spread a model and return the object to call in the loop. Mutates the model, whose modules stay in their
+        places; with `is_empty`, no rank has values and nothing is sent."""
         ...
 
 
@@ -296,7 +312,8 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
         options_from: its options of a plan, of keywords of `prepare_model` and of a model. Pure.
         keywords: those of `prepare_model` that it takes.
         is_done: whether the model is spread along it already. No communication.
-        check: raises for a model that cannot be spread with these options. No communication, and nothing is changed.
+        refusals: returns the errors of a model that cannot be spread with these options, all of them. No
+            communication, and nothing is changed.
         spread: spreads a model, from rank 0's values if there are some. A collective that mutates the model.
         resolve: returns the options that ranks decide on together, after all checks and before anything changes. A
             collective; None for the options as they are.
@@ -308,7 +325,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     options_from: Callable[[Plan, ReplicateOptions, ModelView], SpreadOptions]
     keywords: tuple[str, ...] = ()
     is_done: Callable[[DistContext, ModelView], bool]
-    check: Callable[[DistContext, ModelView, Any], None]
+    refusals: Callable[[DistContext, ModelView, Any], Sequence[AccelError]]
     spread: SpreadFunction
     resolve: Callable[[DistContext, ModelView, Any], SpreadOptions] | None = None
     replaces: bool

@@ -13,7 +13,7 @@ methods run in this order, and each hook below is at one of them:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -126,12 +126,12 @@ def sum_unused(unit: nn.Module) -> None:
                 group.post_backward = partial(_with_zeros, group, group.post_backward)
 
 
-def sum_in_one_format(unit: nn.Module) -> None:
-    """Let a module of `fully_shard` and those below it sum all gradients of a window in one format, whichever
+def sum_in_one_format(modules: Iterable[nn.Module]) -> None:
+    """Let modules of `fully_shard` among others sum all gradients of a window in one format, whichever
     micro-batches used their parameters."""
     from torch.distributed.fsdp import FSDPModule
 
-    for each in unit.modules():
+    for each in modules:
         if isinstance(each, FSDPModule):
             for group in _groups(each):
                 group.post_backward = partial(_widened, group, group.post_backward)

@@ -23,6 +23,7 @@ from accel.parallel._modules import (
     unwrap_model,
 )
 from accel.parallel._private import GET_DATA, SET_DATA, is_compiled
+from accel.parallel._spread import ModelView
 from accel.tensors import is_dtensor, local_part
 from accel.topology import dimension_of
 
@@ -134,10 +135,10 @@ class _FirstForward:
 class _ChangesWatch(_FirstForward):
     """Looks at changes of parameters that ranks divide."""
 
-    def __init__(self, model: nn.Module) -> None:
-        kept = frozenset(id(each) for each in model.parameters() if not is_dtensor(each))
-        self._changes = _ParameterChanges(model, kept)
-        super().__init__(model, cast(Any, torch.compiler).disable)
+    def __init__(self, view: ModelView) -> None:
+        kept = frozenset(id(each) for each in view.parameters.values() if not is_dtensor(each))
+        self._changes = _ParameterChanges(view.model, kept)
+        super().__init__(view.model, cast(Any, torch.compiler).disable)
 
     def begin(self, module: nn.Module) -> bool:
         """Enter the mode, unless torch compiles a part of the model."""
@@ -168,14 +169,14 @@ class _ChangesWatch(_FirstForward):
             logging.getLogger("accel.parallel").warning(text, ", ".join(bounded[:_SHOWN]))
 
 
-def refuse_changes(model: nn.Module) -> None:
+def refuse_changes(view: ModelView) -> None:
     """Let the first training forward of a divided model raise `ConfigError` where it changes parameters and ranks would
     lose the change. Mutates the model, by hooks that go after it.
 
     A forward that bounds parameters, as Gemma 3n's, does so at each call, and is warned about. Models with regions that
     torch compiles are left alone.
     """
-    _ = _ChangesWatch(model)
+    _ = _ChangesWatch(view)
 
 
 _MOVED = (

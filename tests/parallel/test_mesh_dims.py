@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import get_args
 
 import msgspec
@@ -13,6 +14,7 @@ from torch.optim import SGD
 
 import accel
 from accel.errors import PrepareError
+from accel.parallel import Plan
 from accel.parallel._prepare_model import _ORDER, _SPREADS, composition
 from accel.parallel._spread import ModelView, SpreadOptions
 from accel.testing import Simulator
@@ -74,10 +76,10 @@ def test_what_is_no_plan_is_refused() -> None:
 def test_refusals_of_several_dimensions_and_of_the_model_are_reported_together(
     ranks: Simulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_ctx: accel.DistContext, _view: ModelView, options: SpreadOptions) -> None:
-        raise PrepareError(f"{type(options).__name__} cannot take it")
+    def refuse(_ctx: accel.DistContext, _view: ModelView, options: SpreadOptions) -> list[PrepareError]:
+        return [PrepareError(f"{type(options).__name__} cannot take it")]
 
-    both = [msgspec.structs.replace(each, check=refuse) for each in _SPREADS.values()]
+    both = [msgspec.structs.replace(each, refusals=refuse) for each in _SPREADS.values()]
     monkeypatch.setattr("accel.parallel._prepare_model.composition", lambda _ctx: both)
     monkeypatch.setattr("accel.parallel._prepare_model.unspread", lambda _ctx, _view: both)
 
@@ -94,3 +96,51 @@ def test_refusals_of_several_dimensions_and_of_the_model_are_reported_together(
         assert all("Options cannot take it" in line for line in got.splitlines()[-len(both) :])
         assert "master weights are for replicated parameters" in got
         assert "sparse gradients are exchanged by DDP only" in got
+
+
+def compiled() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    vars(model)["_compiled_call_impl"] = model.forward  # as model.compile() does, which imports the compiler
+    return model
+
+
+def mixing() -> nn.Module:
+    return nn.Sequential(nn.GRU(4, 4), nn.Conv1d(4, 4, 3), nn.Conv1d(4, 4, 1), nn.MultiheadAttention(4, 2))
+
+
+SEVERAL: dict[str, tuple[int, Callable[[], nn.Module], Plan, tuple[str, ...]]] = {
+    "pp=2": (
+        2,
+        compiled,
+        Plan(stages=(("0",), ("1",), ())),
+        ("a model that is compiled as one", "another number of stages than the mesh"),
+    ),
+    "tp=2": (
+        2,
+        compiled,
+        Plan(overlap=True, tensor={"other": "colwise"}),
+        ("messages beside products", "cannot be spread by this tensor-parallel plan"),
+    ),
+    "pp=2,cp=2": (
+        4,
+        mixing,
+        Plan(),
+        ("a module with a state along the tokens", "a convolution along the tokens", "hooks gather sequences for"),
+    ),
+}
+
+
+@pytest.mark.parametrize("mesh", SEVERAL)
+def test_all_refusals_of_a_dimension_are_in_one_error(ranks: Simulator, mesh: str) -> None:
+    size, make, plan, problems = SEVERAL[mesh]
+
+    def rank(ctx: accel.DistContext) -> str:
+        with pytest.raises(PrepareError, match="the model is refused for several reasons") as caught:
+            accel.prepare_model(accel.replace(ctx, mesh=mesh), make(), plan=plan)
+        return caught.value.got
+
+    for got in ranks.run(rank, size, default_group=True):
+        lines = [line for line in got.splitlines() if line.startswith("- ")]
+        assert len(lines) == len(problems), got
+        for line, problem in zip(lines, problems, strict=True):
+            assert problem in line

@@ -12,12 +12,19 @@ from torch import nn
 
 import accel
 from accel.parallel._blocks import blocks_of
+from accel.parallel._modules import note_module
 from accel.parallel._spread import ModelView
 from accel.testing import Simulator
 
-# Walks over all modules in `prepare_model`, also for parameters and by torch; 45, 75 and 100 before.
-# Along tp the search for a plan walks the modules that it tries.
-MOST_WALKS = {("ddp", None): 27, ("fsdp", None): 40, ("ddp", "tp=2"): 84}
+# Walks over all modules in `prepare_model`, also for parameters: the view's, and torch's for DDP and `fully_shard`.
+# Along tp the search for a plan walks the modules that it tries; a pipeline copies the model to record its forward.
+MOST_WALKS = {
+    ("ddp", None): 10,
+    ("fsdp", None): 10,
+    ("ddp", "cp=2"): 11,
+    ("ddp", "pp=2"): 12,
+    ("ddp", "tp=2"): 60,
+}
 
 
 def blocks(count: int = 3) -> nn.ModuleList:
@@ -102,8 +109,36 @@ def test_prepare_model_walks_a_model_few_times(
         model = nn.Sequential(nn.Embedding(8, 4), blocks()[0], nn.Linear(4, 8))
         if mesh is not None:
             model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        view = ModelView(model)
+        before = view.paths
         _ = accel.prepare_model(ctx, model, **({} if mesh is None else {"example": torch.ones(2, 4)}))
+        assert tuple(model.named_modules(remove_duplicate=False)) == before  # so one view serves every dimension
         return model
 
     model = ranks.run(rank, 2, default_group=True)[0]
-    assert 0 < sum(each is model for each in walks) <= MOST_WALKS[strategy, mesh]
+    own = 2  # the walks of this test
+    assert 0 < sum(each is model for each in walks) - own <= MOST_WALKS[strategy, mesh]
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.wrapped = model
+        note_module(self, wraps="wrapped")
+
+
+def test_a_view_after_a_change_has_the_tensors_of_now_and_the_modules_of_then(walks: list[nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    for whole in (model, Wrapper(model)):
+        view = ModelView(whole)
+        before = view.inner.parameters["0.weight"]
+        model[0].weight = new = nn.Parameter(torch.ones(2, 2))
+        assert view.inner.parameters["0.weight"] is before
+        after = view.after()
+        assert after.inner.parameters["0.weight"] is new
+        assert after.inner.owners[id(new)] == ("0.weight",)
+        assert after.inner.paths is view.inner.paths
+    wrapped = ModelView(model).after(Wrapper(model))
+    assert wrapped.inner.model is model
+    assert next(iter(wrapped.parameters)) == "wrapped.0.weight"
+    assert sum(each is model for each in walks) == 3  # one a view

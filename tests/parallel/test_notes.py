@@ -123,7 +123,7 @@ def test_a_copy_of_a_module_has_notes_of_its_own(way):
 
 def test_a_parameter_in_the_place_of_another_has_its_notes_and_is_not_its_own_heir():
     module = nn.Linear(2, 2, bias=False)
-    label_parameters(module, needed=True)
+    label_parameters(dict(module.named_parameters()), needed=True)
     old, new = module.weight, nn.Parameter(torch.ones(1))
     old.of_the_user = "kept"  # type: ignore[attr-defined]
     note_tensor(old, alone=True)

@@ -21,6 +21,7 @@ from torch.optim import SGD
 import accel
 from accel.errors import PrepareError
 from accel.parallel import Plan
+from accel.parallel._spread import ModelView
 from accel.parallel.axes.shard import SHARD
 from accel.parallel.axes.shard._options import ShardOptions
 from accel.testing import Simulator
@@ -180,7 +181,7 @@ def test_a_stage_is_sharded_over_its_own_ranks(ranks: Simulator) -> None:
             for each in model.parameters():
                 each.fill_(1.0 + ctx.rank)
         model.register_buffer("seen", torch.full((1,), float(ctx.rank)))
-        model = SHARD.spread(ctx, model, ShardOptions(), is_empty=False)
+        model = SHARD.spread(ctx, ModelView(model), ShardOptions(), is_empty=False)
         with torch.no_grad():
             model.seen += ctx.rank
         rows = torch.full((1, 4), 1.0 + ctx.rank, dtype=torch.float64)

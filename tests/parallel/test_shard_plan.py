@@ -159,7 +159,7 @@ REFUSED = {
     "divisor": (Plan(reshard_after_forward=3), r"a number that divides 4, got 3 - at Plan\.reshard_after_forward"),
     "several": (
         Plan(gather_dtype="bf16", units=("a",), ignored=("b",), reshard_after_forward=3),
-        r"(?s)does not fit the model or the mesh.*\n- .*gather_dtype.*\n- .*'b'.*\n- .*'a'.*\n- .*divides 4",
+        r"(?s)refused for several reasons.*\n- .*gather_dtype.*\n- .*'b'.*\n- .*'a'.*\n- .*divides 4",
     ),
 }
 

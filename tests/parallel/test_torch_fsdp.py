@@ -101,7 +101,7 @@ def test_gradients_of_a_window_are_summed_in_one_format(ranks: Simulator) -> Non
         torch.manual_seed(0)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         model: Any = fully_shard(make(), mesh=ctx.mesh["dp"], mp_policy=policy)
-        inside.sum_in_one_format(model)
+        inside.sum_in_one_format(model.modules())
         inside.sum_unused(model)
         model.set_requires_gradient_sync(False)
         model(ROWS.bfloat16(), both=False).sum().backward()  # the second layer's gradient begins in the last

@@ -5,7 +5,7 @@ sent, models by a `PrepareError` that names the module."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from accel.errors import ConfigError, PrepareError
 from accel.parallel._blocks import ModuleGroup, block_groups, outermost_groups
 from accel.parallel._modules import forward_names, layerdrops, named_modules, passes_keyword, written_class
+from accel.parallel._refused import ModelRefusal, PrepareCall, RefusedFact
 from accel.parallel.axes.context._kernels import Terms
 
 _WHERE = "context_attention"
@@ -146,15 +147,17 @@ def _misfit(expected: str, *tensors: Any) -> ConfigError:
 
 FORWARD = "forward of a model on a mesh with cp"
 _LEAVE = "Leave cp out of the mesh."
+_PREPARE = "prepare_model, on a mesh with cp"
+_SHOWN = 3
 SAMPLES = ("pixel_values", "input_features", "input_values")  # inputs that are no tokens
 _LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 _ONE_POSITION = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
 
 
-def transformers_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the models of transformers in a module, with their paths; of nested ones the outermost."""
+def transformers_models(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Any]]:
+    """Yield the models of transformers among modules, with their paths; of nested ones the outermost."""
     found: list[str] = []
-    for name, module in named_modules(model):
+    for name, module in modules.items():
         inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
         if not inside and any(_is_pretrained(kind) for kind in type(module).__mro__):
             found.append(name)
@@ -215,30 +218,71 @@ def text_decoder(model: Any) -> Any:
     return decoder if hasattr(decoder, "set_attn_implementation") and decoder is not model else None
 
 
-def _mixing(module: nn.Module) -> str:
-    """Return the way in which a module mixes positions; "" for none that is known."""
-    if isinstance(module, nn.RNNBase):
-        return "a module with a state along the tokens, which begins anew on every rank"
-    convolves = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and max(module.kernel_size) > 1
-    return "a convolution along the tokens, which ends where a rank's part ends" if convolves else ""
+def _mixes(kind: Callable[[nn.Module], bool]) -> Callable[[PrepareCall], RefusedFact | None]:
+    """Make a condition: a model has a module of a kind that mixes positions and that no attention of accel replaces."""
+
+    def find(asked: PrepareCall) -> RefusedFact | None:
+        models = [each for _, each in transformers_models(asked.view.modules)]
+        if asked.ctx.axis("pp").size == 1 and not models:
+            return None  # all of it computes with parts of positions, and its first call is proved
+        crossing = [each for each in models if _out_of_reach(each)]
+        known = _inside([*crossing, *(tower for each in models for tower in towers_of(each))])
+        found = [name for name, each in asked.view.modules.items() if id(each) not in known and kind(each)]
+        if not found:
+            return None
+        named = (f"{type(asked.view.modules[name]).__name__} at {name or 'the top'}" for name in found[:_SHOWN])
+        return RefusedFact(", ".join(named), _PREPARE)
+
+    return find
 
 
-def check_mixers(model: nn.Module, excluded: Sequence[nn.Module] = ()) -> None:
-    """Raise `PrepareError` for a module that mixes positions and that no attention of accel replaces, outside of the
-    modules `excluded`."""
-    known = {id(module) for each in excluded for module in each.modules()}
-    for name, module in named_modules(model):
-        problem = _mixing(module)
-        plane = isinstance(module, nn.Conv2d | nn.Conv3d)  # outside of blocks of tokens it works on images
-        if not problem or id(module) in known or plane:
-            continue
-        raise PrepareError(
-            problem,
-            expected="modules that work on positions one by one, and accel.parallel.context_attention",
-            got=f"{type(module).__name__} at {name or 'the top'}",
-            where="prepare_model, on a mesh with cp",
-            fix=f"{_LEAVE} Where this module works along another dimension: accel.replace(ctx, mesh=ctx.mesh).",
-        )
+def _beside(asked: PrepareCall) -> RefusedFact | None:
+    models = [each for _, each in transformers_models(asked.view.modules)]
+    inner = multihead_attentions(asked.view.modules, models) if models else {}
+    return RefusedFact(f"MultiheadAttention at {', '.join([*inner][:_SHOWN])}", _PREPARE) if inner else None
+
+
+def _hooked(asked: PrepareCall) -> RefusedFact | None:
+    models = [each for _, each in transformers_models(asked.view.modules)]
+    hooked = [*filter(_out_of_reach, models), *multihead_attentions(asked.view.modules, models).values()]
+    is_cut = bool(hooked) and asked.ctx.axis("pp").size > 1
+    return RefusedFact(type(hooked[0]).__name__, "prepare_model") if is_cut else None
+
+
+def _is_convolution(module: nn.Module) -> bool:
+    # outside of blocks of tokens, one of two or three dimensions works on images
+    return isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
+
+
+_POINTWISE = "modules that work on positions one by one, and accel.parallel.context_attention"
+_ELSEWHERE = f"{_LEAVE} Where this module works along another dimension: accel.replace(ctx, mesh=ctx.mesh)."
+# Rows of models whose models of transformers `check_transformers` takes.
+REFUSED = (
+    ModelRefusal(
+        "a module with a state along the tokens, which begins anew on every rank",
+        _mixes(lambda module: isinstance(module, nn.RNNBase)),
+        expected=_POINTWISE,
+        fix=_ELSEWHERE,
+    ),
+    ModelRefusal(
+        "a convolution along the tokens, which ends where a rank's part ends",
+        _mixes(_is_convolution),
+        expected=_POINTWISE,
+        fix=_ELSEWHERE,
+    ),
+    ModelRefusal(
+        "an attention that sees the own positions alone, beside a model of transformers",
+        _beside,
+        expected="attention of one of them",
+        fix="Call accel.parallel.context_attention in its place, or leave cp out of the mesh.",
+    ),
+    ModelRefusal(
+        "an attention that hooks gather sequences for, in a model that is cut into stages",
+        _hooked,
+        expected="a mesh without cp or without pp",
+        fix="Leave cp or pp out of the mesh.",
+    ),
+)
 
 
 def towers_of(model: Any) -> list[nn.Module]:
@@ -250,11 +294,17 @@ def towers_of(model: Any) -> list[nn.Module]:
     return [each for _, each in outermost(model, lambda one: not any(id(inner) in inside for inner in one.modules()))]
 
 
-def multihead_attentions(model: nn.Module, excluded: Sequence[nn.Module]) -> dict[str, nn.MultiheadAttention]:
+def multihead_attentions(
+    modules: Mapping[str, nn.Module], excluded: Sequence[nn.Module]
+) -> dict[str, nn.MultiheadAttention]:
     """Return torch's modules of attention by path; none of those inside of the models `excluded`."""
-    known = {id(module) for each in excluded for module in each.modules()}
-    found = [each for each in named_modules(model) if id(each[1]) not in known]
-    return {name: module for name, module in found if isinstance(module, nn.MultiheadAttention)}
+    known = _inside(excluded)
+    found = {name: each for name, each in modules.items() if isinstance(each, nn.MultiheadAttention)}
+    return {name: each for name, each in found.items() if id(each) not in known}
+
+
+def _inside(models: Iterable[nn.Module]) -> set[int]:
+    return {id(module) for each in models for module in each.modules()}
 
 
 _Refuse = Callable[..., PrepareError]

@@ -5,23 +5,23 @@ among them."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from accel.context import DistContext
-from accel.errors import ConfigError, PrepareError
+from accel.errors import AccelError, ConfigError
 from accel.parallel._modules import forward_names, note_prepared, prepared_of
+from accel.parallel._refused import ModelRefusal, PrepareCall, RefusedFact, raised, refused
 from accel.parallel._spread import ModelView, Spread, SpreadOptions, compare_models
 from accel.parallel.axes.context._checks import (
+    REFUSED,
     SAMPLES,
     check_inputs,
-    check_mixers,
     check_transformers,
     first_blocks,
-    multihead_attentions,
     takes_cut_tokens,
-    towers_of,
     transformers_models,
 )
 from accel.parallel.axes.context._forward import use_positions
@@ -41,61 +41,52 @@ def _is_done(ctx: DistContext, view: ModelView) -> bool:
     return not ctx.position.opened or any("context" in prepared_of(module) for module in view.modules.values())
 
 
-def _check(ctx: DistContext, view: ModelView, options: ContextOptions) -> None:
-    model = view.model
-    if has_plan(ctx) and planned_method(ctx) != options.context:
-        raise ConfigError(
-            "two methods of context parallelism in one context",
-            expected=f"{planned_method(ctx)!r}, as of the model before",
-            got=repr(options.context),
-            where="plan.context",
-            fix="Prepare both models with one plan; a call of context_attention may have a method= of its own.",
-        )
-    whole = _whole_models(model, options)
-    known = [each for _, each in transformers_models(model)]
-    if not _takes_parts(ctx, model):
-        check_mixers(model, [*whole, *(tower for each in known for tower in towers_of(each))])
-    if known and (inner := multihead_attentions(model, known)):
-        raise PrepareError(
-            "an attention that sees the own positions alone, beside a model of transformers",
-            expected="attention of one of them",
-            got=f"MultiheadAttention at {next(iter(inner))}",
-            where="prepare_model, on a mesh with cp",
-            fix="Call accel.parallel.context_attention in its place, or leave cp out of the mesh.",
-        )
-    hooked = [*whole, *multihead_attentions(model, known).values()]
-    if hooked and ctx.axis("pp").size > 1:
-        raise PrepareError(
-            "an attention that hooks gather sequences for, in a model that is cut into stages",
-            expected="a mesh without cp or without pp",
-            got=type(hooked[0]).__name__,
-            where="prepare_model",
-            fix="Leave cp or pp out of the mesh.",
-        )
+def _planned_before(asked: PrepareCall) -> RefusedFact | None:
+    ctx, wanted = asked.ctx, asked.options.context
+    if not has_plan(ctx) or planned_method(ctx) == wanted:
+        return None
+    return RefusedFact(f"{wanted!r}, and {planned_method(ctx)!r} of a model before", "plan.context")
 
 
-def _takes_parts(ctx: DistContext, model: nn.Module) -> bool:
+_METHODS = ModelRefusal(
+    "two methods of context parallelism in one context",
+    _planned_before,
+    expected="the method of the model before",
+    fix="Prepare both models with one plan; a call of context_attention may have a method= of its own.",
+    error=ConfigError,
+)
+
+
+def _refusals(ctx: DistContext, view: ModelView, options: ContextOptions) -> list[AccelError]:
+    asked = PrepareCall(ctx, view, options=options)
+    models = transformers_models(view.modules)
+    unknown = raised(partial(check_transformers, path, each, options.context) for path, each in models)
+    return [*refused(asked, [_METHODS]), *(unknown or refused(asked, REFUSED))]
+
+
+def _takes_parts(ctx: DistContext, view: ModelView) -> bool:
     """Return whether all of a model computes with parts of positions: its first call is proved."""
-    return ctx.axis("pp").size == 1 and not any(transformers_models(model))
+    return ctx.axis("pp").size == 1 and not any(transformers_models(view.modules))
 
 
-def _whole_models(model: nn.Module, options: ContextOptions) -> list[Any]:
+def _whole_models(view: ModelView, options: ContextOptions) -> list[Any]:
     """Return the models of transformers that need whole attention, or raise `PrepareError`."""
-    return [each for path, each in transformers_models(model) if check_transformers(path, each, options.context)]
+    return [each for path, each in transformers_models(view.modules) if check_transformers(path, each, options.context)]
 
 
-def _spread(ctx: DistContext, model: nn.Module, options: ContextOptions, *, is_empty: bool) -> nn.Module:
+def _spread(ctx: DistContext, view: ModelView, options: ContextOptions, *, is_empty: bool) -> nn.Module:
     _ = is_empty
+    model = view.model
     compare_models(ctx, options, {})
     plan_method(ctx, options.context)
     note_prepared(model, context=options.context)
-    whole = {id(each) for each in _whole_models(model, options)}
-    for _, each in transformers_models(model):
+    whole = {id(each) for each in _whole_models(view, options)}
+    for _, each in transformers_models(view.modules):
         if id(each) in whole:
             _use_parts(ctx, each)
         else:
             use_context_attention(ctx, each, options.context)
-    if _takes_parts(ctx, model):
+    if _takes_parts(ctx, view):
         use_positions(ctx, model, may_cross=True)
     return model
 
@@ -132,7 +123,7 @@ CONTEXT = Spread(
     dimension="context",
     options_from=lambda plan, _keywords, _view: ContextOptions(context=plan.context),
     is_done=_is_done,
-    check=_check,
+    refusals=_refusals,
     spread=_spread,
     replaces=False,
 )

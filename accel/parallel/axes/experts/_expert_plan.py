@@ -309,21 +309,20 @@ def holds_experts(module: nn.Module) -> bool:
     return bool(getattr(module, STYLE, ""))
 
 
-def expert_modules(model: nn.Module) -> tuple[str, ...]:
+def expert_modules(modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
     """Return the names of the modules whose parameters are spread along `ep`, inner ones first. No communication."""
-    named = list(named_modules(model))
-    lists = listed_prefixes(model)
+    lists = listed_prefixes(modules)
     found = [
         name
-        for name, module in named
+        for name, module in modules.items()
         if any(map(is_expert_parameter, module.parameters(recurse=f"{name}." in lists))) and not name.startswith(lists)
     ]
     return tuple(reversed(found))
 
 
-def listed_prefixes(model: nn.Module) -> tuple[str, ...]:
+def listed_prefixes(modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
     """Return the beginnings of the names of parameters of experts in lists that are spread. No communication."""
-    return tuple(f"{name}." for name, module in named_modules(model) if getattr(module, STYLE, "") == LISTED)
+    return tuple(f"{name}." for name, module in modules.items() if getattr(module, STYLE, "") == LISTED)
 
 
 def shard_experts(ctx: DistContext, module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:

@@ -11,11 +11,12 @@ from torch import nn
 
 from accel.comm import adopt, broadcast_flat
 from accel.context import DistContext
-from accel.errors import PrepareError
+from accel.errors import AccelError, PrepareError
 from accel.mixins import add_mixin
 from accel.parallel._empty import values_or_room
 from accel.parallel._labels import replace_parameter
-from accel.parallel._modules import named_modules, unwrap_model
+from accel.parallel._modules import named_modules
+from accel.parallel._refused import ModelRefusal, PrepareCall, RefusedFact, raised, refused
 from accel.parallel._spread import ModelView, Spread, SpreadOptions, compare_models
 from accel.parallel.axes.experts._expert_plan import (
     EP,
@@ -50,19 +51,34 @@ class ExpertOptions(SpreadOptions, frozen=True, kw_only=True):
 
 
 def _is_done(ctx: DistContext, view: ModelView) -> bool:
-    return ctx.axis(EP).size == 1 or bool(expert_modules(view.inner.model))
+    return ctx.axis(EP).size == 1 or bool(expert_modules(view.inner.modules))
 
 
-def _check(ctx: DistContext, view: ModelView, options: ExpertOptions) -> None:
-    names = () if ctx.mesh is None else ctx.mesh.mesh_dim_names or ()
-    if any(dimension_of(name) == "expert" for name in names):
-        raise PrepareError(
-            "a mesh with a separate ep does not show which ranks hold the same experts",
-            expected="an ep together with the axes that it takes its ranks from",
-            got=f"dimensions {', '.join(names)}",
-            where=_WHERE,
-            fix='Name the mesh by a text: accel.replace(ctx, mesh="dp=4,ep=2").',
-        )
+def _separate(asked: PrepareCall) -> RefusedFact | None:
+    mesh = asked.ctx.mesh
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    is_separate = any(dimension_of(name) == "expert" for name in names)
+    return RefusedFact(f"dimensions {', '.join(names)}", _WHERE) if is_separate else None
+
+
+_REFUSED = (
+    ModelRefusal(
+        "a mesh with a separate ep does not show which ranks hold the same experts",
+        _separate,
+        expected="an ep together with the axes that it takes its ranks from",
+        fix='Name the mesh by a text: accel.replace(ctx, mesh="dp=4,ep=2").',
+    ),
+)
+
+
+def _refusals(ctx: DistContext, view: ModelView, options: ExpertOptions) -> list[AccelError]:
+    return [
+        *refused(PrepareCall(ctx, view, options=options), _REFUSED),
+        *raised([lambda: _check_styles(ctx, view, options)]),
+    ]
+
+
+def _check_styles(ctx: DistContext, view: ModelView, options: ExpertOptions) -> None:
     styles = resolve_experts(view.inner.model, options.experts, ctx.axes.ep)
     alone = [path for path, style in styles.items() if style == "local"]
     if alone and ctx.axes.tp > 1:
@@ -75,9 +91,9 @@ def _check(ctx: DistContext, view: ModelView, options: ExpertOptions) -> None:
         )
 
 
-def _spread(ctx: DistContext, model: nn.Module, options: ExpertOptions, *, is_empty: bool) -> nn.Module:
-    inner = unwrap_model(model)
-    compare_models(ctx, options, dict(inner.named_parameters()))
+def _spread(ctx: DistContext, view: ModelView, options: ExpertOptions, *, is_empty: bool) -> nn.Module:
+    inner = view.inner.model
+    compare_models(ctx, options, view.inner.parameters)
     styles = held_experts(inner, options.experts)
     mesh = open_expert_mesh(ctx)[EP]
     for path in styles:
@@ -90,7 +106,7 @@ def _spread(ctx: DistContext, model: nn.Module, options: ExpertOptions, *, is_em
                 setattr(module, name, part)
                 replace_parameter(f"{at}.{name}" if at else name, parameter, part)
     _add_forwards(ctx, inner, styles)
-    return model
+    return view.model
 
 
 def _add_forwards(ctx: DistContext, model: nn.Module, styles: Mapping[str, str]) -> None:
@@ -135,7 +151,7 @@ EXPERT = Spread(
     dimension="expert",
     options_from=lambda plan, _keywords, _view: ExpertOptions(experts=plan.experts),
     is_done=_is_done,
-    check=_check,
+    refusals=_refusals,
     spread=_spread,
     replaces=True,
 )

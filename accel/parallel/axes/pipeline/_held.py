@@ -12,7 +12,8 @@ from torch import nn
 from accel.errors import PrepareError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._fakes import stand_in
-from accel.parallel._modules import named_modules, note_module, notes_of, shallow_copy
+from accel.parallel._modules import note_module, notes_of, shallow_copy
+from accel.parallel._spread import ModelView
 
 
 class PartlyHeld(Mixin):
@@ -39,7 +40,7 @@ class Elsewhere(Mixin):
 
 
 def drop_others(
-    model: nn.Module, kept: Collection[str], units: Collection[str], device: torch.device
+    view: ModelView, kept: Collection[str], units: Collection[str], device: torch.device
 ) -> list[nn.Parameter]:
     """Take all tensors but some out of a model, and mark the units without any as of another stage. Mutates the model.
 
@@ -51,8 +52,8 @@ def drop_others(
     Returns:
         The parameters that no stage of this rank holds, in order.
     """
-    before = list(model.parameters())
-    for path, module in list(named_modules(model)):
+    before = view.parameters
+    for path, module in view.modules.items():
         absent: dict[str, torch.Tensor] = {}
         own = (
             *module.named_parameters(recurse=False, remove_duplicate=False),
@@ -65,11 +66,11 @@ def drop_others(
         if absent:
             _lack(module, absent)
     for path in units:
-        unit = model.get_submodule(path)
+        unit = view.model.get_submodule(path)
         if not any(True for _ in (*unit.parameters(), *unit.buffers())):
             _mark_elsewhere(unit)
-    live = {id(each) for each in model.parameters()}
-    return [each for each in before if id(each) not in live]
+    live = {id(each) for each in view.after().parameters.values()}
+    return [each for each in before.values() if id(each) not in live]
 
 
 def view_of(

@@ -92,7 +92,7 @@ Norms = tuple[tuple[str, _BatchNorm], ...]
 _OTHER_NORMS = "Take nn.GroupNorm, or call .eval() on the norms, which use their own statistics then"
 
 
-def batch_norms(model: nn.Module) -> Norms:
+def batch_norms(model: nn.Module | Mapping[str, nn.Module]) -> Norms:
     """Return the batch norms of a model, with their paths."""
     return tuple((path, each) for path, each in named_modules(model) if isinstance(each, _BatchNorm))
 

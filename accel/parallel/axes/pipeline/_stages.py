@@ -13,7 +13,7 @@ from torch import nn
 
 from accel.comm import Call, adopt, agreed, agreed_values
 from accel.context import DistContext, group_of
-from accel.errors import PrepareError
+from accel.errors import AccelError, PrepareError
 from accel.errors._checks import check_count, with_article
 from accel.mixins import add_mixin
 from accel.parallel._calls import let_answer
@@ -21,8 +21,9 @@ from accel.parallel._empty import make_room, move_model
 from accel.parallel._fakes import free_large_buffers, without_memory
 from accel.parallel._labels import drop_parameter, label_parameters
 from accel.parallel._micro_batches import MicroBatch, example_batch, first_device
-from accel.parallel._modules import aliases_of, example_of, is_pipelined, named_tensors, wrapped_name
+from accel.parallel._modules import example_of, is_pipelined, named_tensors, wrapped_name
 from accel.parallel._private import is_compiled
+from accel.parallel._refused import ModelRefusal, PrepareCall, RefusedFact, raised, refused
 from accel.parallel._spread import (
     ModelView,
     ReplicateOptions,
@@ -79,36 +80,55 @@ def _options_from(plan: Plan, keywords: ReplicateOptions, view: ModelView) -> St
     )
 
 
-def _check(ctx: DistContext, view: ModelView, options: StageOptions) -> None:
-    model = view.model
-    if ctx.device.type == "xla":
-        raise PrepareError("pipelines do not know XLA devices", where=_WHERE, fix="Leave pp out of the mesh.")
-    if (name := wrapped_name(model)) is not None:
-        raise PrepareError(
-            "a wrapped model cannot be cut into stages",
-            expected="the model itself",
-            got=f"{with_article(type(model).__name__)} with it as {name}",
-            where=_WHERE,
-            fix="Prepare the model inside; compile its blocks with accel.compile_model.",
-        )
-    if is_compiled(model):
-        raise PrepareError(
-            "a model that is compiled as one cannot be cut into stages: no call runs all of it",
-            expected="compiled blocks, or a compilation after prepare_model",
-            got=f"the call of {with_article(type(model).__name__)}, compiled",
-            where=_WHERE,
-            fix='Call accel.compile_model(model) after prepare_model; or accel.compile_model(model, "repeated").',
-        )
-    beside = [name for name, axis in ctx.position.axes if axis.size > 1 and dimension_of(name) not in _BESIDE]
-    if beside:
-        raise PrepareError(
-            "stages cannot be divided along these axes",
-            expected="axes for replicas, shards, experts and tensor parallelism beside pp",
-            got=", ".join(f"{name}={ctx.axis(name).size}" for name in beside),
-            where="prepare_model, ctx.mesh",
-            fix="Leave them out of the mesh, or leave pp out.",
-        )
-    check_norms(batch_norms(model), _layout(ctx, options), PrepareError, _WHERE)
+def _wrapped(asked: PrepareCall) -> RefusedFact | None:
+    name = wrapped_name(asked.view.model)
+    return name and RefusedFact(f"{with_article(type(asked.view.model).__name__)} with it as {name}", _WHERE)
+
+
+def _beside(asked: PrepareCall) -> RefusedFact | None:
+    axes = [(name, axis.size) for name, axis in asked.ctx.position.axes if axis.size > 1]
+    named = [f"{name}={size}" for name, size in axes if dimension_of(name) not in _BESIDE]
+    return RefusedFact(", ".join(named), "prepare_model, ctx.mesh") if named else None
+
+
+def _compiled(asked: PrepareCall) -> RefusedFact | None:
+    name = with_article(type(asked.view.model).__name__)
+    is_whole = is_compiled(asked.view.model) and wrapped_name(asked.view.model) is None
+    return RefusedFact(f"the call of {name}, compiled", _WHERE) if is_whole else None
+
+
+_REFUSED = (
+    ModelRefusal(
+        "pipelines do not know XLA devices",
+        lambda asked: RefusedFact(str(asked.ctx.device), _WHERE) if asked.ctx.device.type == "xla" else None,
+        fix="Leave pp out of the mesh.",
+    ),
+    ModelRefusal(
+        "a wrapped model cannot be cut into stages",
+        _wrapped,
+        expected="the model itself",
+        fix="Prepare the model inside; compile its blocks with accel.compile_model.",
+    ),
+    ModelRefusal(
+        "a model that is compiled as one cannot be cut into stages: no call runs all of it",
+        _compiled,
+        expected="compiled blocks, or a compilation after prepare_model",
+        fix='Call accel.compile_model(model) after prepare_model; or accel.compile_model(model, "repeated").',
+    ),
+    ModelRefusal(
+        "stages cannot be divided along these axes",
+        _beside,
+        expected="axes for replicas, shards, experts and tensor parallelism beside pp",
+        fix="Leave them out of the mesh, or leave pp out.",
+    ),
+)
+
+
+def _refusals(ctx: DistContext, view: ModelView, options: StageOptions) -> list[AccelError]:
+    def check() -> None:
+        check_norms(batch_norms(view.modules), _layout(ctx, options), PrepareError, _WHERE)
+
+    return [*refused(PrepareCall(ctx, view, options=options), _REFUSED), *raised([check])]
 
 
 def _check_shared(found: Sequence[tuple[Sequence[str], Sequence[int]]], layout: Layout) -> None:
@@ -141,24 +161,25 @@ def _layout(ctx: DistContext, options: StageOptions) -> Layout:
     return layout
 
 
-def _pad_between_layers(model: nn.Module) -> None:
+def _pad_between_layers(view: ModelView) -> None:
     """Let torch's encoders keep padding between their layers in eval mode, as nested tensors cannot be sent. Mutates
     these encoders."""
-    for each in model.modules():
+    for each in view.modules.values():
         if isinstance(each, nn.TransformerEncoder):
             each.use_nested_tensor = False
 
 
-def _spread(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_empty: bool) -> nn.Module:
-    norms = batch_norms(model)
+def _spread(ctx: DistContext, view: ModelView, options: StageOptions, *, is_empty: bool) -> nn.Module:
+    model = view.model
+    norms = batch_norms(view.modules)
     layout = _layout(ctx, options)
     if ctx.rank == 0 and layout.micro_batches > 1 and any(each.training for _, each in norms):
         logging.getLogger("accel.parallel").warning(_OF_PIECES, len(norms), norms[0][0], layout.micro_batches)
-    compare_models(ctx, options, dict(model.named_parameters()))
-    _pad_between_layers(model)
+    compare_models(ctx, options, view.parameters)
+    _pad_between_layers(view)
     ghost = without_memory(model, ctx.device)
     plan = _planned(ctx, ghost, model, options)
-    aliases = [names for each, names in aliases_of(model) if isinstance(each, nn.Parameter)]
+    aliases = [*view.owners.values()]
 
     def stages_with(names: Sequence[str]) -> list[int]:
         return [at for at, held in enumerate(plan.holds) if not held.isdisjoint(names)]
@@ -170,23 +191,23 @@ def _spread(ctx: DistContext, model: nn.Module, options: StageOptions, *, is_emp
     mine = layout.of(ctx.axis("pp").rank)
     kept = frozenset[str]().union(*(plan.holds[at] for at in mine))
     if not is_empty:
-        _begin_alike(ctx, model, {id(each) for name, each in named_tensors(model) if name in kept})
+        _begin_alike(ctx, view, {id(each) for name, each in named_tensors(model) if name in kept})
     calls = Calls()
     for path in plan.units:
         let_answer(model.get_submodule(path), calls.of(path))
-    for each in drop_others(model, kept, plan.units, ctx.device):
+    for each in drop_others(view, kept, plan.units, ctx.device):
         drop_parameter(each)
-    move_model(model, ctx.streams)
+    move_model(view.after(), ctx.streams)
     free_large_buffers(ghost, model)
-    label_parameters(model)
+    label_parameters(view.after().parameters)
     group = group_of(ctx, "pp")
     assert group is not None  # this is the answer for more than one rank
     ties = open_ties(ctx, model, aliases, stages_with, layout)
     modules: list[ReplayedModule] = []
     with agreed(ctx.comm, Call("prepare_model: stages")):
         for at in mine:
-            view = view_of(model, plan.holds[at], plan.units, ctx.device, shards=shards)
-            modules.append(ReplayedModule(view, calls, at, ctx.rank, layout.stages, plan.own[at]))
+            stage = view_of(model, plan.holds[at], plan.units, ctx.device, shards=shards)
+            modules.append(ReplayedModule(stage, calls, at, ctx.rank, layout.stages, plan.own[at]))
     add_mixin([model], Pipelined)
     pipeline = Pipeline(
         adopt(group, ctx.device),
@@ -250,9 +271,9 @@ def _on_device(batch: MicroBatch, device: torch.device, containers: Containers =
     return batch._replace(args=args, kwargs=kwargs)
 
 
-def _begin_alike(ctx: DistContext, model: nn.Module, kept: set[int]) -> None:
+def _begin_alike(ctx: DistContext, view: ModelView, kept: set[int]) -> None:
     """Give every rank rank 0's values, one tensor after another. `kept`: the `id` of those that this rank keeps."""
-    for each in [*model.parameters(), *model.buffers()]:
+    for each in [*view.parameters.values(), *view.buffers.values()]:
         if each.is_meta and id(each) not in kept:
             each = torch.empty_like(each.detach(), device=ctx.device)
         else:
@@ -321,7 +342,7 @@ PIPELINE = Spread(
     options_from=_options_from,
     keywords=("find_unused_parameters",),
     is_done=_is_done,
-    check=_check,
+    refusals=_refusals,
     spread=_spread,
     replaces=False,
 )

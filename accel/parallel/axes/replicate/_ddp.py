@@ -18,9 +18,9 @@ from accel.context import DistContext, context_first
 from accel.errors import ConfigError, PrepareError
 from accel.parallel._empty import allocate_empty, make_room, move_model
 from accel.parallel._labels import label_parameters, let_step_alone_
-from accel.parallel._modules import named_modules, unwrap_model, wrapped_name
+from accel.parallel._modules import unwrap_model, wrapped_name
 from accel.parallel._private import exchange_in, rebuild_buckets
-from accel.parallel._refused import check_sparse
+from accel.parallel._refused import ModelRefusal, PrepareCall, RefusedFact, check_sparse, refused
 from accel.parallel._spread import (
     ModelView,
     PendingForward,
@@ -29,10 +29,9 @@ from accel.parallel._spread import (
     begin_with_rank_0_,
     compare_models,
     replicated_tensors,
-    sparse_tables,
 )
 from accel.parallel.axes.replicate._comm_hooks import gather_sparse, register_hook
-from accel.tensors import has_wide_gradient, packed_weights
+from accel.tensors import has_wide_gradient
 
 _ddp = cast(Any, DistributedDataParallel)
 
@@ -63,18 +62,18 @@ class Replica(DistributedDataParallel):
             where it moves inputs to a device, nor after `join_hook`.
     """
 
-    def __init__(self, module: nn.Module, *, find_unused_parameters: bool, static_graph: bool, **options: Any) -> None:
+    def __init__(self, view: ModelView, *, find_unused_parameters: bool, static_graph: bool, **options: Any) -> None:
         cast(Any, super()).__init__(
-            module, find_unused_parameters=find_unused_parameters, static_graph=static_graph, **options
+            view.model, find_unused_parameters=find_unused_parameters, static_graph=static_graph, **options
         )
-        named = tuple(module.named_parameters())
+        named = tuple(view.parameters.items())
         self.exchanged = tuple((name, parameter) for name, parameter in named if parameter.requires_grad)
         self.frozen = tuple((name, parameter) for name, parameter in named if not parameter.requires_grad)
         self.uses_all = not find_unused_parameters and not static_graph
         self.bare = self.uses_all and not options.get("device_ids")
         if any(has_wide_gradient(parameter) for _, parameter in self.exchanged):
             exchange_in(self, torch.float32)
-        self._has_buffers = any(True for _ in module.buffers())
+        self._has_buffers = bool(view.buffers)
         self._pending = PendingForward()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -110,14 +109,14 @@ class Replica(DistributedDataParallel):
 class _Touch(nn.Module):
     """A forward that uses every trainable parameter of a model, and whose gradients are zero."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, view: ModelView) -> None:
         super().__init__()
-        self.model = model  # a submodule, because DDP looks for the buffers to synchronise
+        self.model = view.model  # a submodule, because DDP looks for the buffers to synchronise
+        self._trained = [each for each in view.parameters.values() if each.requires_grad]
+        self._tables = {id(each) for each in view.tables.values()}
 
     def forward(self, _: None) -> torch.Tensor:
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        tables = {id(each) for each in sparse_tables(named_modules(self.model)).values()}
-        return torch.stack([_touched(each, sparse=id(each) in tables) for each in trained]).sum()
+        return torch.stack([_touched(each, sparse=id(each) in self._tables) for each in self._trained]).sum()
 
 
 def _touched(parameter: nn.Parameter, *, sparse: bool) -> torch.Tensor:
@@ -135,89 +134,95 @@ def _is_done(_ctx: DistContext, view: ModelView) -> bool:
     return replica_of(view.model) is not None or view.is_sharded
 
 
-def _check(ctx: DistContext, _view: ModelView, options: ReplicateOptions) -> None:
+def _masters_unused(asked: PrepareCall) -> RefusedFact | None:
     # DDP arranges its buckets in float32 before the first step, and then needs to know that every parameter takes part
-    if ctx.precision.master_weights is not None and (options.find_unused_parameters or options.static_graph):
-        raise ConfigError(
-            "DDP does not exchange float32 gradients of 16-bit parameters so",
-            expected="master weights, or find_unused_parameters and static_graph",
-            got="both",
-            where="prepare_model",
-            fix='Keep parameters in float32 instead: precision="bf16" computes in bf16.',
-        )
+    passes = asked.options.find_unused_parameters or asked.options.static_graph
+    return RefusedFact("both") if passes and asked.ctx.precision.master_weights is not None else None
 
 
-def _spread(ctx: DistContext, model: nn.Module, options: ReplicateOptions, *, is_empty: bool) -> nn.Module:
+_REFUSED = (
+    ModelRefusal(
+        "DDP does not exchange float32 gradients of 16-bit parameters so",
+        _masters_unused,
+        expected="master weights, or find_unused_parameters and static_graph",
+        fix='Keep parameters in float32 instead: precision="bf16" computes in bf16.',
+        error=ConfigError,
+    ),
+)
+
+
+def _spread(ctx: DistContext, view: ModelView, options: ReplicateOptions, *, is_empty: bool) -> nn.Module:
     if is_empty:  # DDP looks at values when it is made
-        allocate_empty(model, ctx.device)
-    make_room([*model.parameters(), *model.buffers()], ctx.device)
-    move_model(model, ctx.streams)
+        allocate_empty(view.model, ctx.device)
+        view = view.after()
+    make_room([*view.parameters.values(), *view.buffers.values()], ctx.device)
+    move_model(view, ctx.streams)
+    view = view.after()
     uses_all = not options.find_unused_parameters and not options.static_graph
-    label_parameters(model, needed=uses_all, viewed=options.gradient_as_bucket_view)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        begin_with_rank_0_(ctx, replicated_tensors(model))
-        return model
-    return _replicate(ctx, model, options)
+    label_parameters(view.parameters, needed=uses_all, viewed=options.gradient_as_bucket_view)
+    if not any(parameter.requires_grad for parameter in view.parameters.values()):
+        begin_with_rank_0_(ctx, replicated_tensors(view))
+        return view.model
+    return _replicate(ctx, view, options)
 
 
-def _replicate(ctx: DistContext, model: nn.Module, options: ReplicateOptions) -> Replica:
-    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+def _replicate(ctx: DistContext, view: ModelView, options: ReplicateOptions) -> Replica:
+    trained = {name: each for name, each in view.parameters.items() if each.requires_grad}
     compare_models(ctx, options, trained)
     replica = Replica(
-        model,
+        view,
         device_ids=None if ctx.device.type in ("cpu", "xla") else [ctx.device],
         process_group=ctx.comm.group,
         find_unused_parameters=options.find_unused_parameters,
         bucket_cap_mb=options.bucket_cap_mb,
         static_graph=options.static_graph,
         gradient_as_bucket_view=options.gradient_as_bucket_view,
-        **_buffer_options(ctx, model, options),
-        **_initial_options(ctx, model),
+        **_buffer_options(ctx, view, options),
+        **_initial_options(ctx, view),
     )
     hook = options.comm_hook
     # NCCL does not even sum the rows of no sample
-    is_early = ctx.backend == "nccl" and bool(sparse_tables(named_modules(model)))
+    is_early = ctx.backend == "nccl" and bool(view.tables)
     if is_early:
         register_hook(replica, ctx.comm.group, hook or gather_sparse)
     if not options.find_unused_parameters and not options.static_graph:
-        _fix_buckets(replica)
+        _fix_buckets(replica, view)
     if hook is not None and not is_early:
         register_hook(replica, ctx.comm.group, hook)
     return replica
 
 
-def _buffer_options(ctx: DistContext, model: nn.Module, options: ReplicateOptions) -> dict[str, bool]:
+def _buffer_options(ctx: DistContext, view: ModelView, options: ReplicateOptions) -> dict[str, bool]:
     """Return this torch's option to leave buffers out of forward. At the start they are rank 0's in any case."""
     if options.broadcast_buffers:
         return {}
-    begin_with_rank_0_(ctx, model.buffers())
+    begin_with_rank_0_(ctx, view.buffers.values())
     new = "forward_sync_buffers"  # of torch 2.13, which warns about the old name
     known = inspect.signature(cast(Any, DistributedDataParallel)).parameters
     return {new if new in known else "broadcast_buffers": False}
 
 
-def _initial_options(ctx: DistContext, model: nn.Module) -> dict[str, bool]:
+def _initial_options(ctx: DistContext, view: ModelView) -> dict[str, bool]:
     """Begin with rank 0's tensors without DDP where it cannot send them: integers of 64 bits on XLA, parts of
     quantizers' weights."""
-    if ctx.device.type != "xla" and not packed_weights(model):
+    if ctx.device.type != "xla" and not view.packed:
         return {}
-    begin_with_rank_0_(ctx, replicated_tensors(model))
+    begin_with_rank_0_(ctx, replicated_tensors(view))
     return {"init_sync": False}
 
 
-def _fix_buckets(replica: DistributedDataParallel) -> None:
+def _fix_buckets(replica: DistributedDataParallel, view: ModelView) -> None:
     """Let DDP lay out its buckets now, in an order that is the same in every run."""
     # DDP lays its buckets out anew after the first backward, in the order in which gradients came. A gradient's place
     # in its bucket decides the order in which ranks are summed, so a resumed run would differ in the last bits.
-    model = cast(nn.Module, cast(Any, replica).module)
-    replica.module = _Touch(model)
+    replica.module = _Touch(view)
     try:
         with torch.enable_grad():
             for _ in range(2):  # the first backward finds the order, the next forward lays the buckets out
                 replica(None).backward()  # DDP with a device of its own fails without any input
     finally:
-        replica.module = model
-    for parameter in model.parameters():
+        replica.module = view.model
+    for parameter in view.parameters.values():
         parameter.grad = None
 
 
@@ -236,7 +241,7 @@ REPLICATE = Spread(
     options_from=lambda _plan, keywords, _view: keywords,
     keywords=ReplicateOptions.__struct_fields__,
     is_done=_is_done,
-    check=_check,
+    refusals=lambda ctx, view, options: refused(PrepareCall(ctx, view, options=options), _REFUSED),
     spread=_spread,
     replaces=False,
     takes_sparse=True,

@@ -85,8 +85,8 @@ def prepare_local_model(ctx: DistContext, model: nn.Module, *, plan: Plan | None
     """
     ctx.comm.check_open()
     _check_local(model, "prepare_local_model")
-    _check_values(ctx, model)
     view = ModelView(model)
+    _check_values(ctx, view)
     check_sparse(view, {"local SGD": True}, "prepare_local_model")
     plan = ctx.plan if plan is None else plan
     if plan is not None and plan.offload == "optimizer":
@@ -95,10 +95,11 @@ def prepare_local_model(ctx: DistContext, model: nn.Module, *, plan: Plan | None
     if not within:
         if ctx.world_size > 1:
             check_axes(ctx, spreads=False)
-        move_model(model, ctx.streams)
-        label_parameters(model)
+        move_model(view, ctx.streams)
+        view = view.after()
+        label_parameters(view.parameters)
         if ctx.world_size > 1:
-            begin_with_rank_0_(ctx, replicated_tensors(model))
+            begin_with_rank_0_(ctx, replicated_tensors(view))
         mark_local(model)
         compile_as_set(ctx, model)
         return model
@@ -106,14 +107,15 @@ def prepare_local_model(ctx: DistContext, model: nn.Module, *, plan: Plan | None
     spreads = [*within, *(each for each in (SHARD,) if ctx.axis("cp").size > 1)]
     keywords = ReplicateOptions(broadcast_buffers=False)
     own = [options_of(each, plan or Plan(), keywords, view) for each in spreads]
-    for each, options in zip(spreads, own, strict=True):
-        each.check(ctx, view, options)
+    pairs = [*zip(spreads, own, strict=True)]
+    errors = [error for each, options in pairs for error in each.refusals(ctx, view, options)]
+    report(errors, "prepare_local_model")
     mark_local(model)
-    for each, options in zip(spreads, own, strict=True):
-        _ = each.spread(ctx, model, options, is_empty=False)
+    for each, options in pairs:
+        view = view.after(each.spread(ctx, view, options, is_empty=False))
     mark_local(model)  # with the parameters that it has now
     if not SHARING.isdisjoint(each.dimension for each in spreads):
-        compare_batches(ctx, model)
+        compare_batches(ctx, view)
     if plan is not None and plan.micro_batches is not None:
         note_prepared(model, micro_batches=plan.micro_batches)
     compile_as_set(ctx, model)
@@ -196,9 +198,9 @@ def _means(ctx: DistContext, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return made
 
 
-def _check_values(ctx: DistContext, model: nn.Module) -> None:
-    report(refused(PrepareCall(ctx, ModelView(model)), [DEVICES]), "", "prepare_local_model")
-    if empty := [name for name, each in model.named_parameters() if each.is_meta]:
+def _check_values(ctx: DistContext, view: ModelView) -> None:
+    report(refused(PrepareCall(ctx, view), [DEVICES]), "prepare_local_model")
+    if empty := [name for name, each in view.parameters.items() if each.is_meta]:
         raise DeviceError(
             "a model for local SGD has no values",
             expected="values on the CPU or on the context's device",

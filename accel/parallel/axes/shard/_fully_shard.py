@@ -13,14 +13,14 @@ from torch import nn
 
 from accel.comm import Comm, adopt, broadcast_flat
 from accel.context import DistContext
-from accel.errors import ConfigError, DeviceError, PrepareError
+from accel.errors import AccelError, ConfigError, DeviceError, PrepareError
 from accel.parallel._containers import fill_containers
 from accel.parallel._empty import allocate_empty, make_room, move_model
 from accel.parallel._entries import refuse_parts
 from accel.parallel._labels import label_parameters, replace_parameter
 from accel.parallel._leftovers import watch_used
-from accel.parallel._modules import is_pipelined, layerdrops, stage_modules, unwrap_model, written_class
-from accel.parallel._refused import check_quantized, raised, report
+from accel.parallel._modules import is_pipelined, layerdrops, stage_modules, written_class
+from accel.parallel._refused import PrepareCall, quantized_divided, raised, refused
 from accel.parallel._sharded import sharded_roots, spans_all
 from accel.parallel._spread import (
     ModelView,
@@ -121,7 +121,7 @@ def reshard_after_evaluation(units: Sequence[nn.Module]) -> None:
     _ = units[-1].register_forward_hook(cast(Any, torch.compiler).disable(reshard))
 
 
-def refuse_layerdrop(model: nn.Module, units: Sequence[nn.Module]) -> None:
+def refuse_layerdrop(view: ModelView, units: Sequence[nn.Module]) -> None:
     """Refuse forwards that leave out units by chance: ranks draw apart, and one would gather another block's parameters
     than the others. Mutates the model, by hooks of the modules that do so in training."""
     known = {id(unit) for unit in units}
@@ -137,7 +137,7 @@ def refuse_layerdrop(model: nn.Module, units: Sequence[nn.Module]) -> None:
                 "find_unused_parameters=True.",
             )
 
-    for module in model.modules():
+    for module in view.modules.values():
         lists = [each for each in module.children() if isinstance(each, nn.ModuleList)]
         divides = any(id(inner) in known for each in lists for inner in each.modules())
         if divides and any(layerdrops(module)):
@@ -186,7 +186,7 @@ def _is_done(ctx: DistContext, view: ModelView) -> bool:
     """Tensor parallelism over some of the ranks leaves the others to shard over, experts the dense parameters."""
     if replica_of(view.model) is not None or sharded_roots(view.model):
         return True
-    return view.is_sharded and not expert_modules(view.model) and spans_all(ctx, view.model)
+    return view.is_sharded and not expert_modules(view.modules) and spans_all(ctx, view.parameters)
 
 
 def _options_from(plan: Plan, keywords: ReplicateOptions, _view: ModelView) -> ShardOptions:
@@ -205,18 +205,20 @@ def _options_from(plan: Plan, keywords: ReplicateOptions, _view: ModelView) -> S
     )
 
 
-def _check(ctx: DistContext, view: ModelView, options: ShardOptions) -> None:
+_QUANTIZED = quantized_divided(_WHERE, lambda asked: ignored_ids(asked.view.inner, asked.options.ignored))
+
+
+def _refusals(ctx: DistContext, view: ModelView, options: ShardOptions) -> list[AccelError]:
     inner = view.inner
     checks = (
         lambda: _check_device(ctx),
-        lambda: check_quantized(inner, _WHERE, left_out=ignored_ids(inner, options.ignored)),
         lambda: check_formats(options.gather_dtype, ctx.precision),
         lambda: check_ignored(inner, options.ignored),
         lambda: modules_named(inner, options.together, where="Plan.together"),
         lambda: _unit_names(inner, inner, options),
-        lambda: check_mesh(ctx, inner.model, options.reshard_after_forward),
+        lambda: check_mesh(ctx, inner, options.reshard_after_forward),
     )
-    report(raised(checks), "the plan does not fit the model or the mesh", _WHERE)
+    return [*refused(PrepareCall(ctx, view, options=options), [_QUANTIZED]), *raised(checks)]
 
 
 def _check_device(ctx: DistContext) -> None:
@@ -235,20 +237,21 @@ def _check_device(ctx: DistContext) -> None:
         )
 
 
-def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions, *, is_empty: bool) -> nn.Module:
-    inner = unwrap_model(model)
-    before = dict(inner.named_parameters())
+def _spread(ctx: DistContext, outer: ModelView, options: ShardOptions, *, is_empty: bool) -> nn.Module:
+    view = outer.inner
+    inner = view.model
+    before = view.parameters
     compare_models(ctx, options, before)
     stage = stage_comm(ctx)
-    mesh = open_shard_mesh(ctx, inner)
+    mesh = open_shard_mesh(ctx, view)
     if mesh is None:
-        move_model(inner, ctx.streams)
-        label_parameters(inner)
-        return model
-    view = ModelView(inner)
+        move_model(view, ctx.streams)
+        label_parameters(view.parameters)
+        return outer.model
     below = ignored_ids(view, options.ignored)
     ignored = [each for each in view.parameters.values() if id(each) in below]
-    named = [_shard(ctx, view, root, mesh, stage, options, is_empty=is_empty) for root in stage_modules(inner)]
+    roots = [view if root is inner else ModelView(root) for root in stage_modules(inner)]
+    named = [_shard(ctx, view, root, mesh, stage, options, is_empty=is_empty) for root in roots]
     units = [list(each.values()) for each in named]
     if is_empty:
         if options.offload:  # shards alone: the device computes with all else where it is
@@ -259,13 +262,14 @@ def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions, *, is_emp
         make_room(ignored, ctx.device)
         _move(ignored, ctx.device)
         begin_alike(ctx, stage, mesh, ignored)
-    for name, after in inner.named_parameters():
-        if after is not before[name]:
-            replace_parameter(name, before[name], after)
+    after = view.after()
+    for name, each in after.parameters.items():
+        if each is not before[name]:
+            replace_parameter(name, before[name], each)
     # ranks know together which experts of a list nobody calls, so no gradient waits for an exchange
-    label_parameters(inner, needed=not options.find_unused_parameters, spared=listed_prefixes(inner))
-    for each in units:
-        sum_in_one_format(each[-1])
+    label_parameters(after.parameters, needed=not options.find_unused_parameters, spared=listed_prefixes(after.modules))
+    for root in roots:
+        sum_in_one_format(root.modules.values())
     for each in named:
         note_units(ctx.comm, each)
         reach_outputs(each)
@@ -276,20 +280,20 @@ def _spread(ctx: DistContext, model: nn.Module, options: ShardOptions, *, is_emp
             watch_used(each)
             reduce_in_one_order(each)
     if not is_empty:
-        begin_alike(ctx, stage, mesh, inner.buffers())
+        begin_alike(ctx, stage, mesh, after.buffers.values())
     if ctx.data_parallel[1] > 1:
-        refuse_layerdrop(inner, [unit for each in units for unit in each])
-    for each in units:
-        refuse_changes(each[-1])
+        refuse_layerdrop(after, [unit for each in units for unit in each])
+    for each, root in zip(units, roots, strict=True):
+        refuse_changes(root.after())
         begin_with_root(each)
         if not is_pipelined(inner):
-            refuse_parts(each[-1], {id(part.parameter) for part in shards_of(each[-1])}, options.methods)
+            refuse_parts(root, {id(part.parameter) for part in shards_of(each[-1])}, options.methods)
         if options.prefetch is not None:
             prefetch(each, options.prefetch)
         reshard_after_evaluation(each)
-        if options.broadcast_buffers and any(True for _ in each[-1].buffers()):
+        if options.broadcast_buffers and root.buffers:
             follow_first(stage, each[-1])
-    return model
+    return outer.model
 
 
 def _shard_unit(
@@ -311,7 +315,7 @@ def _shard_unit(
 def _shard(
     ctx: DistContext,
     whole: ModelView,
-    root: nn.Module,
+    view: ModelView,
     mesh: DeviceMesh,
     stage: Comm,
     options: ShardOptions,
@@ -322,20 +326,20 @@ def _shard(
     # its import takes most of a second
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-    view = whole if root is whole.model else ModelView(root)
+    root = view.model
     own_parameters = list(view.parameters.values())
     below = ignored_ids(whole, options.ignored)
     alone = [each for each in own_parameters if each.ndim == 0 and id(each) not in below]
     ignored = {each for each in own_parameters if each.ndim == 0 or id(each) in below}
     waiting = set(map(id, own_parameters)) - set(map(id, ignored))
-    experts = expert_modules(root)
+    experts = expert_modules(view.modules)
     same_experts = exchange_mesh(ctx) if experts else mesh
     wide = wide_parameters(view)
     names = _unit_names(view, whole, options, experts)
-    plain = see_plain(root, names, below)
+    plain = see_plain(view, names, below)
     # memory is pinned where it is copied to a device
     offload = CPUOffloadPolicy(pin_memory=ctx.device.type != "cpu") if options.offload else OffloadPolicy()
-    owned = _owned(root, names, waiting)
+    owned = _owned(view, names, waiting)
     formats = {
         name: wire_format(own, wide, ctx.precision, options.gather_dtype, options.reduce_dtype)
         for name, own in owned.items()
@@ -345,8 +349,9 @@ def _shard(
         unit = root.get_submodule(name)
         along = same_experts if name in experts else mesh
         if not is_empty:
-            make_room([*own, *unit.buffers()], ctx.device)
-            _move([*own, *unit.buffers()], ctx.device)
+            tensors = [*own, *(unit.buffers() if name else view.buffers.values())]
+            make_room(tensors, ctx.device)
+            _move(tensors, ctx.device)
             begin_alike(ctx, stage, along, own)
         # a stage stays whole between micro-batches; experts do where gradients of weights come later, as that looks for
         # the parameters that the forward has used
@@ -367,7 +372,7 @@ def _shard(
         make_room(alone, ctx.device)
         _move(alone, ctx.device)
         begin_alike(ctx, stage, mesh, alone)
-    keep_whole(root, mesh, plain, below, watch=options.find_unused_parameters)
+    keep_whole(view, mesh, plain, below, watch=options.find_unused_parameters)
     return {name: root.get_submodule(name) for name in names}
 
 
@@ -385,11 +390,12 @@ def _unit_names(
     )
 
 
-def _owned(root: nn.Module, names: Iterable[str], waiting: set[int]) -> dict[str, list[nn.Parameter]]:
+def _owned(view: ModelView, names: Iterable[str], waiting: set[int]) -> dict[str, list[nn.Parameter]]:
     """The parameters of each unit: of those waiting, those that no unit before it has."""
     found: dict[str, list[nn.Parameter]] = {}
     for name in names:
-        found[name] = [each for each in root.get_submodule(name).parameters() if id(each) in waiting]
+        below = view.modules[name].parameters() if name else view.parameters.values()
+        found[name] = [each for each in below if id(each) in waiting]
         waiting = waiting - {id(each) for each in found[name]}
     return found
 
@@ -411,7 +417,7 @@ SHARD = Spread(
     options_from=_options_from,
     keywords=("find_unused_parameters", "broadcast_buffers"),
     is_done=_is_done,
-    check=_check,
+    refusals=_refusals,
     spread=_spread,
     replaces=True,
 )

@@ -126,45 +126,45 @@ _WORLD = ((0,),)  # of a mesh of one dimension
 Parts = Sequence[Sequence[int]]
 
 
-def check_mesh(ctx: DistContext, model: nn.Module, reshard: bool | int | None = None) -> None:
+def check_mesh(ctx: DistContext, view: ModelView, reshard: bool | int | None = None) -> None:
     """Raise for a mesh that `fully_shard` cannot take, now or after tensor parallelism; as `check_reshard` and
     `open_shard_mesh`."""
-    parts = _parts(ctx, model, _taken(model))
+    parts = _parts(ctx, view, _taken(view))
     if ctx.mesh is not None and (names := ctx.mesh.mesh_dim_names):
-        parts = _parts(ctx, model, [name for name in names if dimension_of(name) == "tensor"])
+        parts = _parts(ctx, view, [name for name in names if dimension_of(name) == "tensor"])
     sizes = (ctx.world_size,) if ctx.mesh is None else ctx.mesh.shape
     counts = [math.prod(sizes[dim] for dim in part) for part in parts]
     check_reshard(reshard, counts[-1] if counts else 1, math.prod(counts), ctx.world_size)
 
 
-def open_shard_mesh(ctx: DistContext, model: nn.Module) -> DeviceMesh | None:
+def open_shard_mesh(ctx: DistContext, view: ModelView) -> DeviceMesh | None:
     """Return the mesh to shard a model over; None where no rank but this one has the same parameters. A collective.
 
     One dimension for shards, or two: for replicas, and for shards, under the strategy `ddp` this rank alone.
     """
-    parts = _parts(ctx, model, _taken(model))
-    if not parts and any(map(is_expert_parameter, model.parameters())):
+    parts = _parts(ctx, view, _taken(view))
+    if not parts and any(map(is_expert_parameter, view.parameters.values())):
         parts = ((),)  # this rank alone: experts are units of a sharded model there too
     if ctx.mesh is None:
         return mesh_of_group(ctx.comm, ctx.device.type, "fsdp")
     return merged_mesh(ctx.comm, ctx.mesh, parts, ctx.timeout_s) if parts else None
 
 
-def _taken(model: nn.Module) -> set[str]:
+def _taken(view: ModelView) -> set[str]:
     """Names of the axes over which somebody has spread the model."""
-    return {name for each in _spread(model) for name in each.device_mesh.mesh_dim_names or ()}
+    return {name for each in _spread(view) for name in each.device_mesh.mesh_dim_names or ()}
 
 
-def _spread(model: nn.Module) -> Iterator[DTensor]:
+def _spread(view: ModelView) -> Iterator[DTensor]:
     """Parameters that are spread already, but for those of experts, which have a mesh of their own."""
-    return (each for each in model.parameters() if is_dtensor(each) and not is_expert_parameter(each))
+    return (each for each in view.parameters.values() if is_dtensor(each) and not is_expert_parameter(each))
 
 
-def _parts(ctx: DistContext, model: nn.Module, taken: Iterable[str]) -> Parts:
+def _parts(ctx: DistContext, view: ModelView, taken: Iterable[str]) -> Parts:
     """Return the axes of the context's mesh, by number, for each dimension to shard over; of local SGD, those whose
     ranks share samples."""
-    if any(True for _ in _spread(model)):
-        _check_tensor_parallel(ctx, model)
+    if any(True for _ in _spread(view)):
+        _check_tensor_parallel(ctx, view)
     if ctx.mesh is None:
         return _WORLD
     if ctx.mesh.device_type != ctx.device.type:
@@ -175,7 +175,7 @@ def _parts(ctx: DistContext, model: nn.Module, taken: Iterable[str]) -> Parts:
             where=f"{_WHERE}, mesh=",
         )
     names, sizes = ctx.mesh.mesh_dim_names, ctx.mesh.shape
-    local_names = [name for name in names or () if is_local(model) and dimension_of(name) in STEPPED_ALONE]
+    local_names = [name for name in names or () if is_local(view.model) and dimension_of(name) in STEPPED_ALONE]
     replicas, shards = shard_axes(
         names, sizes, (*taken, *local_names), whole=data_dimension(ctx.strategy) == "replicate"
     )
@@ -195,7 +195,7 @@ def _parts(ctx: DistContext, model: nn.Module, taken: Iterable[str]) -> Parts:
     return parts
 
 
-def _check_tensor_parallel(ctx: DistContext, model: nn.Module) -> None:
+def _check_tensor_parallel(ctx: DistContext, view: ModelView) -> None:
     if ctx.mesh is None:
         raise PrepareError(
             "tensor parallelism has spread the model over some of the ranks, and it is not known over which",
@@ -204,7 +204,7 @@ def _check_tensor_parallel(ctx: DistContext, model: nn.Module) -> None:
             where=_WHERE,
             fix="Tell it: accel.replace(ctx, mesh=mesh), with the mesh that parallelize_module got a part of.",
         )
-    for name, parameter in model.named_parameters():
+    for name, parameter in view.parameters.items():
         if parameter.requires_grad and not is_dtensor(parameter):
             raise PrepareError(
                 "the gradient of a parameter would not reach every rank",

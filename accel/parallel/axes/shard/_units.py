@@ -220,17 +220,18 @@ def _is_closed(module: nn.Module, paths: _Paths) -> bool:
 def _of_other_dtypes(model: nn.Module, unit: str, units: Sequence[str], paths: _Paths) -> list[str]:
     """Modules of a unit that need to be units of their own, because their parameters have another dtype than most."""
     top = model.get_submodule(unit)
+    own = [*top.parameters()] if unit else [*paths.view.parameters.values()]
     others = [name for name in units if name != unit and f"{name}.".startswith(f"{unit}." if unit else "")]
     taken = {id(each) for name in others for each in model.get_submodule(name).parameters()}
     sizes = Counter[tuple[torch.dtype, bool]]()
-    for parameter in _trained(top, taken):
+    for parameter in _trained(own, taken):
         sizes[paths.format_of(parameter)] += parameter.numel()
     if len(sizes) < 2:
         return []
     main = sizes.most_common(1)[0][0]
     found = list(_uniform(top, unit, main, taken, paths))
     taken |= {id(each) for name in found for each in model.get_submodule(name).parameters()}
-    for parameter in _trained(top, taken):
+    for parameter in _trained(own, taken):
         if parameter.dtype != main[0]:
             raise PrepareError(
                 "parameters whose gradients are sent together have two dtypes",
@@ -248,16 +249,16 @@ def _uniform(
     """The outermost modules below whose parameters share a format that is not the main one."""
     for key, child in module.named_children():
         name = f"{above}.{key}" if above else key
-        formats = {paths.format_of(parameter) for parameter in _trained(child, taken)}
+        formats = {paths.format_of(parameter) for parameter in _trained(child.parameters(), taken)}
         if len(formats) == 1 and main not in formats and is_called(child) and _is_closed(child, paths):
             yield name
         elif formats - {main}:
             yield from _uniform(child, name, main, taken, paths)
 
 
-def _trained(module: nn.Module, taken: set[int]) -> Iterator[nn.Parameter]:
+def _trained(parameters: Iterable[nn.Parameter], taken: set[int]) -> Iterator[nn.Parameter]:
     """The parameters whose gradients travel together; those without a dimension travel by themselves."""
-    return (each for each in module.parameters() if each.requires_grad and each.ndim and id(each) not in taken)
+    return (each for each in parameters if each.requires_grad and each.ndim and id(each) not in taken)
 
 
 def _check_model(view: ModelView, ignored: frozenset[int]) -> None:

@@ -18,8 +18,9 @@ from accel.comm import own_gradient
 from accel.errors import PrepareError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._leftovers import await_mean, awaited_of, watch_whole
-from accel.parallel._modules import named_modules, note_module, notes_of
+from accel.parallel._modules import note_module, notes_of
 from accel.parallel._private import untraced
+from accel.parallel._spread import ModelView
 from accel.tensors import is_dtensor, local_part
 
 if TYPE_CHECKING:
@@ -83,18 +84,18 @@ class SeesPlain(Mixin):
             _leave(stored)
 
 
-def see_plain(root: nn.Module, units: Sequence[str], kept: frozenset[int]) -> Mapping[int, Sequence[_Group]]:
+def see_plain(view: ModelView, units: Sequence[str], kept: frozenset[int]) -> Mapping[int, Sequence[_Group]]:
     """Let modules with parameters without a dimension, and their units, compute with plain tensors.
 
     Returns groups by the parameter's `id`, for `keep_whole` to fill; parameters of `kept` stay unchanged.
     """
     groups: dict[str, _Group] = {}
     by_parameter: dict[int, list[_Group]] = {}
-    for key, found in _places(root, kept).items():
+    for key, found in _places(view, kept).items():
         unit = next(each for each in units if all(_is_below(path, each) for path, _ in found))
         paths = dict.fromkeys([unit, *(path for path, _ in found)])
         by_parameter[key] = [groups.setdefault(path, _Group()) for path in paths]
-    modules = {path: root.get_submodule(path) for path in groups}
+    modules = {path: view.modules[path] for path in groups}
     for path, module in modules.items():
         note_module(module, plain=groups[path])
     add_mixin(list(modules.values()), SeesPlain)
@@ -102,7 +103,7 @@ def see_plain(root: nn.Module, units: Sequence[str], kept: frozenset[int]) -> Ma
 
 
 def keep_whole(
-    root: nn.Module,
+    view: ModelView,
     mesh: DeviceMesh,
     groups: Mapping[int, Sequence[_Group]],
     kept: frozenset[int],
@@ -111,10 +112,10 @@ def keep_whole(
 ) -> None:
     """Replace parameters without a dimension by replicated ones, watched by `watch_whole` if asked. Mutates the model,
     whose units are sharded."""
-    for key, found in _places(root, kept).items():
+    for key, found in _places(view, kept).items():
         places = [place for _, place in found]
         old = places[0].module.get_parameter(places[0].name)
-        new, placements = _replicated(root, mesh, old, places[0])
+        new, placements = _replicated(view.model, mesh, old, places[0])
         for module, name in places:
             setattr(module, name, new)
         if watch and new.requires_grad:
@@ -123,10 +124,10 @@ def keep_whole(
             group.places += [(place, placements) for place in places]
 
 
-def _places(root: nn.Module, kept: frozenset[int]) -> Mapping[int, Sequence[tuple[str, _Place]]]:
+def _places(view: ModelView, kept: frozenset[int]) -> Mapping[int, Sequence[tuple[str, _Place]]]:
     """Return the modules of each parameter without a dimension, with their paths, by the parameter's `id`."""
     found: dict[int, list[tuple[str, _Place]]] = {}
-    for path, module in named_modules(root):
+    for path, module in view.modules.items():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter.ndim == 0 and id(parameter) not in kept:
                 found.setdefault(id(parameter), []).append((path, _Place(module, name)))

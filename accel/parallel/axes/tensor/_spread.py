@@ -21,14 +21,14 @@ from accel.comm import (
     shared_failure,
 )
 from accel.context import DistContext
-from accel.errors import ConfigError, PrepareError
+from accel.errors import AccelError, ConfigError, PrepareError
 from accel.errors._checks import with_article
 from accel.formats import Compile
 from accel.parallel._empty import values_or_room
 from accel.parallel._labels import heir_of, label_parameters, replace_parameter
-from accel.parallel._modules import example_of, is_pipelined, named_modules, stage_modules, unwrap_model
+from accel.parallel._modules import example_of, is_pipelined, named_modules, stage_modules
 from accel.parallel._private import is_compiled
-from accel.parallel._refused import check_quantized
+from accel.parallel._refused import ModelRefusal, PrepareCall, RefusedFact, quantized_divided, raised, refused
 from accel.parallel._spread import ModelView, ReplicateOptions, Spread, SpreadOptions, compare_models, stage_comm
 from accel.parallel._watches import refuse_changes
 from accel.parallel.axes.tensor._dropout import Streams, use_rank_streams
@@ -109,21 +109,48 @@ def _options_from(plan: Plan, _keywords: ReplicateOptions, view: ModelView) -> T
     )
 
 
-def _check(ctx: DistContext, view: ModelView, options: TensorOptions) -> None:
+def _shared(asked: PrepareCall) -> RefusedFact | None:
+    names = [name for name, each in asked.view.inner.parameters.items() if heir_of(each) is not None]
+    return RefusedFact(", ".join(names), WHERE) if names else None
+
+
+def _overlaps(asked: PrepareCall) -> RefusedFact | None:
+    """Regions or a device where messages cannot travel beside products."""
+    if not asked.options.overlap:
+        return None
+    compiled = [path or "the model" for path, each in asked.view.inner.modules.items() if is_compiled(each)]
+    if isinstance(asked.ctx.settings.compile, Compile):
+        compiled.append("--compile")
+    if not compiled and asked.ctx.device.type != "xla":
+        return None
+    return RefusedFact(", ".join(compiled) or str(asked.ctx.device), "prepare_model, plan.overlap")
+
+
+_REFUSED = (
+    quantized_divided(WHERE),
+    ModelRefusal(
+        "messages beside products are of layers that run as they are called",
+        _overlaps,
+        expected="no region that torch compiles, and no device of XLA",
+        fix="Leave overlap out: plan=accel.parallel.Plan(overlap=False).",
+        error=ConfigError,
+    ),
+    ModelRefusal(
+        "another model shares a parameter, and has been spread with it",
+        _shared,
+        fix="Prepare both as one module.",
+    ),
+)
+
+
+def _refusals(ctx: DistContext, view: ModelView, options: TensorOptions) -> list[AccelError]:
     inner = view.inner.model
-    check_quantized(view.inner, WHERE)
-    if options.overlap:
-        _check_overlap(ctx, inner)
-    if not _is_found(inner, options):  # what is found has been proved
-        _ = _rules(ctx, inner, _styles(inner, options, _size(ctx)), options)
-    for name, parameter in inner.named_parameters():
-        if heir_of(parameter) is not None:
-            raise PrepareError(
-                "another model shares a parameter, and has been spread with it",
-                got=name,
-                where=WHERE,
-                fix="Prepare both as one module.",
-            )
+
+    def check() -> None:
+        if not _is_found(inner, options):  # what is found has been proved
+            _ = _rules(ctx, inner, _styles(inner, options, _size(ctx)), options)
+
+    return [*refused(PrepareCall(ctx, view, options=options), _REFUSED), *raised([check])]
 
 
 def _is_found(model: nn.Module, options: TensorOptions) -> bool:
@@ -198,12 +225,12 @@ def _found_beside(model: nn.Module, size: int, options: TensorOptions) -> _SentP
     return _SentPlan({**plan.styles}, {})
 
 
-def _spread(ctx: DistContext, model: nn.Module, options: TensorOptions, *, is_empty: bool) -> nn.Module:
-    inner = unwrap_model(model)
+def _spread(ctx: DistContext, view: ModelView, options: TensorOptions, *, is_empty: bool) -> nn.Module:
+    inner = view.inner.model
     styles = _styles(inner, options, _size(ctx))
     rules = _rules(ctx, inner, styles, options, is_stage=ctx.axis("pp").size > 1)
     pairs = [] if isinstance(options.tensor, Mapping) else found_pairs(inner)
-    compare_models(ctx, options, dict(inner.named_parameters()))
+    compare_models(ctx, options, view.inner.parameters)
     if ctx.rank == 0 and styles is options.tensor and styles and not options.is_found:
         log_share(inner, rules, _size(ctx), "styles of your own", {})
     mesh = _mesh(ctx)
@@ -224,21 +251,22 @@ def _spread(ctx: DistContext, model: nn.Module, options: TensorOptions, *, is_em
         install(root, own, lambda rule: Layer(rule, mesh))
     use_rank_streams(inner, rules, Streams(mesh.get_local_rank(), ctx.device))
     guard_pairs(inner, pairs, patterns_of(pairs, styles))
-    for module in inner.modules():
+    for module in view.inner.modules.values():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if is_empty and buffer.is_meta:
                 continue
             values = buffer.detach().to(ctx.device) if is_empty else _first_values(ctx, stage, buffer)
             if values.device != buffer.device:
                 setattr(module, name, values)
-    label_parameters(inner)
-    refuse_changes(inner)
+    after = view.after()
+    label_parameters(after.inner.parameters)
+    refuse_changes(after.inner)
     if options.head == "colwise":
         for root in (inner, *_stage_views(inner)):
             set_own_loss(ctx, root)
     elif ctx.rank == 0 and (note := _note(inner, rules, _size(ctx))):
         logging.getLogger("accel.parallel").warning(note)
-    return model
+    return view.model
 
 
 def _stage_views(model: nn.Module) -> list[nn.Module]:
@@ -301,21 +329,6 @@ def _rules(
     return with_overlap(model, rules) if options.overlap else rules
 
 
-def _check_overlap(ctx: DistContext, model: nn.Module) -> None:
-    """Raise `ConfigError` where messages cannot travel beside products."""
-    compiled = [path or "the model" for path, module in named_modules(model) if is_compiled(module)]
-    if isinstance(ctx.settings.compile, Compile):
-        compiled.append("--compile")
-    if compiled or ctx.device.type == "xla":
-        raise ConfigError(
-            "messages beside products are of layers that run as they are called",
-            expected="no region that torch compiles, and no device of XLA",
-            got=", ".join(compiled) or str(ctx.device),
-            where="prepare_model, plan.overlap",
-            fix="Leave overlap out: plan=accel.parallel.Plan(overlap=False).",
-        )
-
-
 _WHOLE = "or tensor={} to keep it whole on each of them."
 _UNKNOWN = f"Let accel.prepare(ctx, model, optimizer, example=batch) find it; name layers to divide; {_WHOLE}"
 _NOT_FOUND = f"Name layers to divide; {_WHOLE}"
@@ -364,7 +377,7 @@ TENSOR = Spread(
     dimension="tensor",
     options_from=_options_from,
     is_done=_is_done,
-    check=_check,
+    refusals=_refusals,
     spread=_spread,
     resolve=_resolve,
     replaces=True,

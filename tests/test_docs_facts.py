@@ -32,6 +32,7 @@ from accel.comm._group import MOST_GATHERED
 from accel.config import LaunchConfig
 from accel.launching.local import _supervisor
 from accel.storage._files import SPAN_BYTES
+from accel.system import NOTICES, REPEATED, SAME_REQUEST_S, STOPPING
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/concepts").glob("*.md"))]
@@ -196,6 +197,15 @@ def test_the_page_on_design_names_the_rooms_of_every_line() -> None:
     there = {path.stem for path in (ROOT / "accel").iterdir()}
     layers: list[set[str]] = rule("LAYERS")
     assert named == [line & there for line in layers if line & there]
+
+
+def test_the_page_on_design_has_the_signals_of_a_launch() -> None:
+    page = (ROOT / "docs" / "design.md").read_text().split("### Signals of a launch")[1]
+    first = [re.findall(r"SIG[A-Z0-9]+", row.split("|")[1]) for row in page.splitlines() if row.startswith("| ")]
+    groups = [each for each in first if each]
+    assert groups == [*([each.name for each in known] for known in (STOPPING, REPEATED, NOTICES)), ["SIGCHLD"]]
+    assert f"{_supervisor.SETTLE_S} s for other records" in page
+    assert f"another within {SAME_REQUEST_S} s" in page
 
 
 def test_the_comparison_is_as_its_script_writes_it() -> None:

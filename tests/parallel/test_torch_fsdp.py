@@ -4,10 +4,15 @@ runs."""
 
 from __future__ import annotations
 
+import importlib
+import re
+import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -161,3 +166,35 @@ def test_a_backward_that_reaches_a_whole_parameter_ends_with_the_sum(ranks: Simu
         assert model.second.bias.grad.full_tensor().tolist() == [2.0] * 4
 
     _run(ranks, body, Hidden)
+
+
+def test_the_drawing_of_hooks_has_the_order_of_torch_and_functions_of_accel(
+    ranks: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(__file__).parents[2]
+    section = (root / "docs/design.md").read_text().split("## The hooks of FSDP2 over one step")[1].split("\n## ")[0]
+    rows = [(line[4:37].strip(), line[37:]) for line in section.splitlines() if line.startswith(" ")]
+    drawn = [method for method, _ in rows if re.fullmatch(r"\w+", method)]
+    group = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group").FSDPParamGroup
+    seen: dict[int, list[str]] = {}
+
+    def noted(name: str) -> Callable[..., Any]:
+        method = getattr(group, name)
+
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.setdefault(threading.get_ident(), []).append(name)
+            return method(self, *args, **kwargs)
+
+        return run
+
+    for name in set(drawn):
+        monkeypatch.setattr(group, name, noted(name))
+    make = partial(nn.Linear, 4, 4, dtype=torch.float64)
+    _run(ranks, lambda model, _ctx: model(ROWS).sum().backward(), make)
+    assert len(seen) == 2
+    assert all(each == drawn for each in seen.values()), seen
+    named = {name for _, right in rows for name in re.findall(r"[a-z]+_[a-z_]+(?=[,:]|$)", right.strip())}
+    sources = [*(root / "accel/parallel/axes/shard").glob("*.py"), root / "accel/parallel/_torch_fsdp.py"]
+    defined = {name for path in sources for name in re.findall(r"^def (\w+)", path.read_text(), flags=re.M)}
+    assert named >= {"note_units", "reach_outputs", "sum_unused", "see_plain"}
+    assert named <= defined

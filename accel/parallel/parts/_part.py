@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 Args = Sequence[Any]
 Named = Mapping[str, Any]
 Rule = Callable[[Any, Args, Named], Any]
-# A tensor and what its users take, by its `id`, which belongs to it while it is kept; by its number in a trace.
-Entered = dict[int, tuple[Tensor, Tensor]]
+# A tensor, what its users take, and the number of changes in place before it entered; by its `id`, which belongs to it
+# while it is kept, and by its number in a trace.
+Entered = dict[int, tuple[Tensor, Tensor, int]]
 
 
 class Ranks:
@@ -68,14 +69,16 @@ class Ranks:
         if known is None:
             known = copied(tensor, self.group)
             is_traced = is_dynamo_compiling()
-            self._entered[len(self._entered) if is_traced else id(tensor)] = tensor, known
+            changes = 0 if is_traced else tensor._version
+            self._entered[len(self._entered) if is_traced else id(tensor)] = tensor, known, changes
         return known
 
     def _known(self, tensor: Tensor) -> Tensor | None:
-        """The copy of a tensor that has entered before; None for none."""
+        """The copy of a tensor that has entered before, unchanged since; None for none."""
         if not is_dynamo_compiling():
-            return self._entered.get(id(tensor), (None, None))[1]
-        for own, inside in self._entered.values():  # a graph that asks for an `id` would be of this tensor alone
+            found = self._entered.get(id(tensor))
+            return None if found is None or found[2] != tensor._version else found[1]
+        for own, inside, _ in self._entered.values():  # a graph that asks for an `id` would be of this tensor alone
             if own is tensor:
                 return inside
         return None

@@ -29,7 +29,7 @@ class RowPieces(NamedTuple):
 
     def of(self, rows: Tensor) -> list[Tensor]:
         """Return the pieces of rows, [rows, ...], in their order."""
-        split = rows.split(self.sizes)
+        split: Sequence[Tensor] = cast(Any, rows).split(self.sizes)
         return [split[at] for at in self.order]
 
 

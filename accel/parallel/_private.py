@@ -99,6 +99,17 @@ def is_compiled(module: nn.Module) -> bool:
     return cast(Any, module)._compiled_call_impl is not None
 
 
+def contains_compiled(module: nn.Module) -> bool:
+    """Return whether torch compiles a module, or one in it. Every pass asks, so it makes no generators and sets."""
+    todo = [module]
+    while todo:
+        attributes = vars(todo.pop())
+        if attributes.get("_compiled_call_impl") is not None or REGION in attributes:
+            return True
+        todo += [each for each in attributes["_modules"].values() if each is not None]
+    return False
+
+
 @contextlib.contextmanager
 def called_eagerly(module: nn.Module) -> Generator[None]:
     """Let modules that torch compiles run as they are, for calls that it should not compile for."""

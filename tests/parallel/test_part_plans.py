@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,10 +21,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional
 
 import accel
+from accel.comm import SilentGroup
 from accel.errors import PrepareError
 from accel.parallel.axes.tensor._found_plan import found_plan
-from accel.parallel.axes.tensor._rules import rules_of, share_of
+from accel.parallel.axes.tensor._layers import GroupLayer
+from accel.parallel.axes.tensor._rules import install, rules_of, share_of
 from accel.parallel.parts import NoRuleError
+from accel.parallel.parts._part import name_of
 from accel.tensors import full_tensor, is_dtensor
 from accel.testing import Simulator
 
@@ -111,6 +116,47 @@ class Stacked(nn.Module):
 def stacked() -> nn.Module:
     torch.manual_seed(0)
     return Stacked().double()
+
+
+def _calls(run: Callable[[], object]) -> tuple[list[str], int]:
+    """Return the names of the functions that run a rule of parts, and the number of calls of functions of accel."""
+    rules: list[str] = []
+    calls = 0
+
+    def note(frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal calls
+        if event == "call" and "accel/parallel/" in frame.f_code.co_filename:
+            calls += 1
+            if frame.f_code.co_name == "__torch_function__":
+                rules.append(name_of(frame.f_locals["func"]))
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return rules, calls
+
+
+def test_only_attention_runs_rules_and_each_in_few_calls() -> None:
+    torch.manual_seed(0)
+    block = nn.Sequential(Attention(), nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)))
+    group: Any = SilentGroup(2)
+    plan = found_plan(block, 2, [torch.empty(2, 6, 8)], regions_in=("",))
+    rules = rules_of(block, plan.styles, 2, regions=plan.regions)
+    for path, rule in rules.items():
+        module = block.get_submodule(path)
+        for name, dim in rule.dims.items():
+            setattr(module, name, nn.Parameter(module.get_parameter(name).detach().chunk(2, dim)[0].clone()))
+    install(block, rules, lambda rule: GroupLayer(rule, group))
+    x = torch.randn(2, 6, 8, requires_grad=True)
+    attention, pair = block
+    views = ["split", "view", "view", "view", "transpose", "permute", "transpose", "transpose", "reshape"]
+    for _ in range(2):  # the first pass fills the caches of layouts
+        rules_run, calls = _calls(lambda: attention(x).sum().backward())
+    assert sorted(rules_run) == sorted([*views, "linear", "linear", "matmul", "matmul", "softmax"])
+    assert calls <= 21 * len(rules_run)
+    assert _calls(lambda: pair(x).sum().backward())[0] == []  # runs bare
 
 
 @pytest.mark.nightly

@@ -239,12 +239,17 @@ def _assign(given: Drawn, t: Tensor, at: int) -> Tensor:
 
 def law(name: str, draw: random.Random) -> bool:
     """Check a case; return whether it has a rule."""
+    return agrees(CASES[name], draw)
+
+
+def agrees(case_of: Callable[[Drawn], Callable[[Tensor], Any]], draw: random.Random) -> bool:
+    """Check that a function of rows gives rows of the function; return whether it has a rule."""
     size = draw.choice([2, 4])
     ranks = alone(draw.randrange(size), size)
     case = a_case(draw, size)
     layout = RowLayout(case.dim, case.cut)
     whole = torch.randn(case.shape, generator=torch.Generator().manual_seed(draw.randrange(100)))
-    function = CASES[name](case)
+    function = case_of(case)
     try:
         want = function(whole)
     except (RuntimeError, IndexError):
@@ -270,6 +275,66 @@ def test_rows_of_a_function_are_a_function_of_rows(name: str) -> None:
 @given(RANDOM, st.sampled_from(sorted(CASES)))
 def test_no_arguments_give_other_rows(draw: random.Random, name: str) -> None:
     law(name, draw)
+
+
+# What may share memory with a tensor of three dimensions, one of which ranks divide.
+VIEWS: Mapping[str, Callable[[Drawn, Tensor], Tensor]] = {
+    "a row": lambda g, t: t.select(g.other, 0),
+    "a row of parts": lambda g, t: t.select(g.dim, -1),
+    "a row by index": lambda g, t: t[g.slice_of(0)],
+    "rows": lambda g, t: t[g.slice_of(slice(0, g.length // 2))],
+    "every second row": lambda g, t: t[g.slice_of(slice(0, None, 2))],
+    "narrow": lambda g, t: t.narrow(g.other, 0, 1),
+    "unbind": lambda g, t: t.unbind(g.other)[0],
+    "split": lambda g, t: t.split(g.length // 2 or 1, g.dim)[0],
+    "chunk of a row": lambda g, t: t.chunk(2, g.dim)[0].select(g.other, 0),
+    "view": lambda g, t: t.view(-1),
+    "flatten": lambda g, t: t.flatten(),
+    "transpose": lambda g, t: t.transpose(0, g.other),
+    "permute": lambda g, t: t.permute(2, 0, 1)[0],
+    "unsqueeze": lambda g, t: t.unsqueeze(g.other),
+    "squeeze": lambda g, t: t.squeeze(),
+    "ends": lambda g, t: t[..., None, :1],
+    "diagonal": lambda g, t: t.diagonal(),
+    "detach": lambda g, t: t.detach(),
+    "expand_as": lambda g, t: t.expand_as(t),
+    "contiguous": lambda g, t: t.contiguous(),
+    "no dropout": lambda g, t: functional.dropout(t, 0.5, training=False),
+}
+WRITES: Mapping[str, Callable[[Tensor], object]] = {
+    "copy_": lambda t: t.copy_(torch.arange(1.0, t.numel() + 1).view(t.shape)),
+    "copy_ of a number": lambda t: t.copy_(torch.tensor(3.0)),
+    "mul_": lambda t: t.mul_(2.0),
+    "add_ of itself": lambda t: t.add_(t * 2.0),
+    "fill_": lambda t: t.fill_(3.0),
+    "masked_fill_": lambda t: t.masked_fill_(t > 0, 0.5),
+    "an index": lambda t: t.__setitem__(0, 4.0),
+    "all": lambda t: t.__setitem__(Ellipsis, torch.ones(t.shape)),
+    "a sum": lambda t: t.__setitem__(slice(None), t[:] + 1.0),
+}
+
+
+def _written_through(case: Drawn, view: str, write: str) -> Callable[[Tensor], Tensor]:
+    def function(t: Tensor) -> Tensor:
+        made = t * 1.0
+        WRITES[write](VIEWS[view](case, made))
+        return made
+
+    return function
+
+
+@given(RANDOM, st.sampled_from(sorted(VIEWS)), st.sampled_from(sorted(WRITES)))
+def test_a_write_into_a_view_reaches_the_part_or_is_refused(draw: random.Random, view: str, write: str) -> None:
+    agrees(lambda case: _written_through(case, view, write), draw)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_into_most_views_have_a_rule(write: str) -> None:
+    views = [
+        any(agrees(lambda case: _written_through(case, view, write), random.Random(seed)) for seed in range(12))
+        for view in ("a row", "rows", "narrow", "unbind", "chunk of a row", "transpose")
+    ]
+    assert views.count(True) >= 3
 
 
 @given(RANDOM, st.sampled_from([2, 4]))
@@ -422,6 +487,9 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
             ),
             [(3, 5), (8, 5), (5, 8)],
             [None, RowLayout(0, RowCut(1, ((8, size),))), RowLayout(1, RowCut(1, ((8, size),)))],
+        ),
+        "a whole tensor that changes": Region(
+            lambda x, w: (lambda h: x + h + h.mul_(2.0) * x)(w * 1.0), [(3, n), (3, n)], [RowLayout(1, cut), None]
         ),
         "two parts": Region(torch.matmul, [(n, 5), (5, n)], [RowLayout(0, cut), RowLayout(1, cut)]),
         "a leaf of groups": Region(

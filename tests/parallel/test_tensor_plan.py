@@ -27,11 +27,13 @@ def test_ranks_exchange_the_rows_that_they_need(size: int, packs: int, part: int
         total = size * max(1, len({row for each in needed for rows_ in each for row in rows_}) // size)
         stored = torch.arange(total).chunk(size)
         plans_ = [row_exchange(total, needed, rank) for rank in range(size)]
-        sent = [stored[rank][list(each.order)].split(list(each.to)) for rank, each in enumerate(plans_)]
+        sent = [torch.cat(each.sent.of(stored[rank])).split(list(each.to)) for rank, each in enumerate(plans_)]
         for rank, each in enumerate(plans_):
             received = [part_[rank] for part_ in sent]
             assert [len(rows_) for rows_ in received] == list(each.back)
-            assert torch.cat(received).tolist() == [row for rows_ in needed[rank] for row in rows_]
+            rows_ = torch.cat(received)
+            own = rows_ if each.places is None else torch.cat(each.places.of(rows_))
+            assert own.tolist() == [row for each_ in needed[rank] for row in each_]
 
 
 def test_packs_are_divided_and_heads_are_shared() -> None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from accel.parallel.parts._layout import no_rule
@@ -102,7 +103,7 @@ def same(func: Any, args: Args, kwargs: Named) -> Any:
     """A function of one part that keeps its rows: of each element alone, a copy, or another dtype or memory."""
     part = part_of(func, args)
     found = func(*args, **kwargs)
-    is_own = found is part and not torch.compiler.is_compiling()  # there two names of one tensor are one
+    is_own = found is part and not is_dynamo_compiling()  # there two names of one tensor are one
     return found if is_own or not isinstance(found, Tensor) else make(found, part.division, part.ranks)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
-import torch
+from torch.compiler import is_dynamo_compiling
 
 from accel.errors import PrepareError
 
@@ -22,7 +22,7 @@ def kept(function: Callable[..., R]) -> Callable[..., R]:
 
     @wraps(function)
     def call(*args: Any) -> R:
-        return function(*args) if torch.compiler.is_compiling() else known(*args)
+        return function(*args) if is_dynamo_compiling() else known(*args)
 
     return call
 
@@ -57,6 +57,8 @@ class RowCut(NamedTuple):
     @property
     def total(self) -> int:
         """Number of rows of the whole."""
+        if len(self.segments) == 1:  # most often; every shape asks
+            return self.repeat * self.segments[0][0]
         return self.repeat * sum(length for length, _ in self.segments)
 
     @property

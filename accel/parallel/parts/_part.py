@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -38,8 +39,9 @@ if TYPE_CHECKING:
 Args = Sequence[Any]
 Named = Mapping[str, Any]
 Rule = Callable[[Any, Args, Named], Any]
-# A tensor and what its users take, by its `id`, which belongs to it while it is kept; by its number in a trace.
-Entered = dict[int, tuple[Tensor, Tensor]]
+# A tensor, what its users take, and the number of changes in place before it entered; by its `id`, which belongs to it
+# while it is kept, and by its number in a trace.
+Entered = dict[int, tuple[Tensor, Tensor, int]]
 
 
 class Ranks:
@@ -66,15 +68,17 @@ class Ranks:
         known = self._known(tensor)
         if known is None:
             known = copied(tensor, self.group)
-            is_traced = torch.compiler.is_compiling()
-            self._entered[len(self._entered) if is_traced else id(tensor)] = tensor, known
+            is_traced = is_dynamo_compiling()
+            changes = 0 if is_traced else tensor._version
+            self._entered[len(self._entered) if is_traced else id(tensor)] = tensor, known, changes
         return known
 
     def _known(self, tensor: Tensor) -> Tensor | None:
-        """The copy of a tensor that has entered before; None for none."""
-        if not torch.compiler.is_compiling():
-            return self._entered.get(id(tensor), (None, None))[1]
-        for own, inside in self._entered.values():  # a graph that asks for an `id` would be of this tensor alone
+        """The copy of a tensor that has entered before, unchanged since; None for none."""
+        if not is_dynamo_compiling():
+            found = self._entered.get(id(tensor))
+            return None if found is None or found[2] != tensor._version else found[1]
+        for own, inside, _ in self._entered.values():  # a graph that asks for an `id` would be of this tensor alone
             if own is tensor:
                 return inside
         return None
@@ -147,7 +151,7 @@ class PartTensor(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Named | None = None) -> Any:
         from accel.parallel.parts._rules import rule_of  # which imports this file
 
-        given = {_NAMES.get(name, name): value for name, value in (kwargs or {}).items()}
+        given = {_NAMES.get(name, name): value for name, value in kwargs.items()} if kwargs else {}
         try:
             rule = rule_of(func)
             if given.get("out") is not None:
@@ -176,11 +180,11 @@ class PartsInTuples(TorchFunctionMode):
 def make(rows: Tensor, layout: RowLayout | None, ranks: Ranks) -> PartTensor:
     """Return this rank's rows of a tensor as a part. A fresh result of torch changes its class, without a node of its
     own in the graph of gradients."""
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():
         part = rows.as_subclass(PartTensor)
     elif type(rows) is Tensor and rows.grad_fn is not None and torch.is_grad_enabled():
-        cast(Any, rows).__class__ = PartTensor
-        part = cast(PartTensor, rows)
+        rows.__class__ = PartTensor
+        part: PartTensor = rows  # pyright: ignore[reportAssignmentType]
     else:
         part = rows.as_subclass(PartTensor)
     part.division = layout
@@ -193,7 +197,7 @@ def plain_of(part: Tensor) -> Tensor:
     if not isinstance(part, PartTensor):
         return part
     with without_subclasses():
-        if torch.compiler.is_compiling():  # it knows no way from a subclass to Tensor
+        if is_dynamo_compiling():  # it knows no way from a subclass to Tensor
             return alias(part)
         return part.as_subclass(Tensor)
 
@@ -276,6 +280,11 @@ def tensors_of(tree: object) -> Iterator[Tensor]:
 
 def ranks_of(*trees: object) -> Ranks:
     """Return the ranks of the first part among arguments."""
+    for tree in trees:
+        if isinstance(tree, tuple):  # most often one of the arguments is a part
+            for each in cast("tuple[object, ...]", tree):
+                if isinstance(each, PartTensor):
+                    return each.ranks
     return next(each.ranks for each in tensors_of(trees) if isinstance(each, PartTensor))
 
 

@@ -95,9 +95,10 @@ def permute(func: Any, args: Args, kwargs: Named) -> Any:
 def transpose(func: Any, args: Args, kwargs: Named) -> Any:
     """transpose, swapaxes, swapdims."""
     part = part_of(func, args)
-    one, other, *_ = (each % part.dim() for each in (*args[1:], *kwargs.values()))
-    order = list(range(part.dim()))
-    order[one], order[other] = other, one
+    rank = part.dim()
+    one, other, *_ = (*args[1:], *kwargs.values())
+    order = list(range(rank))
+    order[one], order[other] = other % rank, one % rank
     return _ordered(part, order)
 
 

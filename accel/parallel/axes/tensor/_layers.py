@@ -397,11 +397,9 @@ class _OwnPart(torch.autograd.Function):
 def needed_rows(stored: torch.Tensor, layer: Layer, exchange: RowExchange) -> torch.Tensor:
     """Return the rows, [rows, ...], that this rank computes with, from those that ranks store. A collective, as its
     backward."""
-    order = torch.tensor(exchange.order).to(stored.device, non_blocking=True)
-    rows = exchanged(stored.index_select(0, order), exchange.to, exchange.back, layer.group)
-    if not exchange.places:
-        return rows
-    return rows.index_select(0, torch.tensor(exchange.places).to(rows.device, non_blocking=True))
+    sent = torch.cat(exchange.sent.of(stored))
+    rows = exchanged(sent, exchange.to, exchange.back, layer.group)
+    return rows if exchange.places is None else torch.cat(exchange.places.of(rows))
 
 
 def _other_input(first: Colwise) -> PrepareError:

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.utils import _pytree as pytree
 
 from accel.mixins import Mixin
 from accel.parallel._modules import notes_of
-from accel.parallel._private import REGION, is_compiled
+from accel.parallel._private import contains_compiled
 from accel.parallel.axes.tensor._layers import Layer, LocalParameters, needed_rows
 from accel.parallel.axes.tensor._styles import RowExchange, row_exchange
 from accel.parallel.parts import PartsInTuples, PartTensor, Ranks, RowLayout, leave, make, rows_of
@@ -51,7 +51,7 @@ class PartParameters(LocalParameters):
 
     def parameters_here(self, stored: Mapping[str, nn.Parameter | None]) -> dict[str, Tensor | None]:
         """Return parts, after an exchange of rows where this rank computes with others than it stores."""
-        if torch.compiler.is_compiling() and not self.accel_ranks.sees_tuples:
+        if is_dynamo_compiling() and not self.accel_ranks.sees_tuples:
             raise no_rule("torch.compile of a function of modules; compile these, or the model")
         here = super().parameters_here(stored)
         layouts = self.accel_layer.rule.layouts
@@ -77,13 +77,6 @@ def exchanges_of(layouts: Mapping[str, RowLayout], rank: int, size: int) -> dict
     return found
 
 
-def compiles(module: nn.Module) -> bool:
-    """Return whether torch.compile traces a module's forward, or that of a module in it."""
-    if torch.compiler.is_compiling():
-        return True
-    return any(is_compiled(each) or REGION in vars(each) for each in module.modules())
-
-
 class RegionEnd(Mixin):
     """A module around others that compute with parts; what it returns is whole."""
 
@@ -96,7 +89,7 @@ class RegionEnd(Mixin):
         ranks.depth += 1
         sees_around = ranks.sees_tuples
         if ranks.depth == 1:  # regions in others have modules of theirs
-            ranks.sees_tuples = compiles(cast(Any, self))
+            ranks.sees_tuples = is_dynamo_compiling() or contains_compiled(cast(Any, self))
         try:
             if ranks.sees_tuples:
                 with PartsInTuples():

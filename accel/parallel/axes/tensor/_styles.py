@@ -9,27 +9,44 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast, get_args
 
 import msgspec
-from torch import nn
+from torch import Tensor, nn
 
 from accel.errors._checks import with_article
 from accel.parallel.parts import RowLayout
 from accel.topology import TensorStyle
 
 
+class RowPieces(NamedTuple):
+    """Rows in another order, as pieces of one split: no index travels to the device, and backward is a concatenation.
+
+    Attributes:
+        sizes: of the pieces, in order.
+        order: numbers of the pieces; one may occur more than once.
+    """
+
+    sizes: Sequence[int]
+    order: Sequence[int]
+
+    def of(self, rows: Tensor) -> list[Tensor]:
+        """Return the pieces of rows, [rows, ...], in their order."""
+        split: Sequence[Tensor] = cast(Any, rows).split(self.sizes)
+        return [split[at] for at in self.order]
+
+
 class RowExchange(NamedTuple):
     """An all-to-all that turns the rows that a rank stores into those that it needs, in their order in the whole.
 
     Attributes:
-        order: rows of this rank's part to send, by receiving rank, lowest rows first; a row may go to several.
+        sent: rows of this rank's part to send, by receiving rank, lowest rows first; a row may go to several.
         to: number of rows for each rank.
         back: number of rows from each rank.
-        places: place among the rows received of each row that the rank computes with; empty for the same order.
+        places: received rows in the order in which the rank computes; None where they come in it.
     """
 
-    order: Sequence[int]
+    sent: RowPieces
     to: Sequence[int]
     back: Sequence[int]
-    places: Sequence[int] = ()
+    places: RowPieces | None = None
 
 
 def needed_packs(rows: int, packs: int, size: int) -> Sequence[Sequence[range]]:
@@ -54,13 +71,25 @@ def row_exchange(rows: int, needed: Sequence[Sequence[range]], rank: int) -> Row
     part = rows // size
     stored = [range(at * part, (at + 1) * part) for at in range(size)]
     sent = [_common(stored[rank], needed[to]) for to in range(size)]
+    received = [_common(source, needed[rank]) for source in stored]
     order = [row - rank * part for rows_to in sent for row in rows_to]
-    got = [_common(source, needed[rank]) for source in stored]
-    places: list[int] = []
+    places: RowPieces | None = None
     if any(before.stop > after.start for before, after in itertools.pairwise(needed[rank])):
-        place = {row: at for at, row in enumerate(itertools.chain.from_iterable(got))}
-        places = [place[row] for each in needed[rank] for row in each]
-    return RowExchange(order, [len(rows_to) for rows_to in sent], [len(rows_from) for rows_from in got], places)
+        place = {row: at for at, row in enumerate(itertools.chain.from_iterable(received))}
+        places = _pieces_of(len(place), [place[row] for each in needed[rank] for row in each])
+    return RowExchange(_pieces_of(part, order), [len(each) for each in sent], [len(each) for each in received], places)
+
+
+def _pieces_of(length: int, order: Sequence[int]) -> RowPieces:
+    """The fewest pieces of so many rows that give some of them in an order."""
+    borders = {0, length}
+    for before, after in itertools.pairwise([-1, *order, length]):
+        if after != before + 1:
+            borders |= {before + 1, after}
+    ends = sorted(borders)
+    number = {start: at for at, start in enumerate(ends[:-1])}
+    sizes = [stop - start for start, stop in itertools.pairwise(ends)]
+    return RowPieces(sizes, [number[row] for row in order if row in number])
 
 
 def _common(stored: range, needed: Sequence[range]) -> list[int]:

@@ -18,6 +18,7 @@ from accel.comm import peer_error
 from accel.comm._units import users_line
 from accel.errors import AccelError, PeerError, StageError
 from accel.parallel._micro_batches import MicroBatch
+from accel.parallel._modules import named_modules
 from accel.parallel._private import is_view
 from accel.tree._walk import Containers
 
@@ -96,7 +97,7 @@ def place_of(error: Exception, model: nn.Module, unit_of: Callable[[Node | None]
 
     `unit_of`: maps a node of the graph to a path, and None to the text for an error with neither module nor node.
     """
-    paths = {id(each): path or "the model" for path, each in model.named_modules()}
+    paths = {id(each): path or "the model" for path, each in named_modules(model)}
     found = unit_of(None)
     for frame, _ in traceback.walk_tb(error.__traceback__):
         first = frame.f_locals.get("".join(frame.f_code.co_varnames[:1]))

@@ -233,7 +233,7 @@ def _own(ctx: accel.DistContext, mesh: str, reduction: str, wraps: bool, line: s
 
 
 @pytest.mark.parametrize(
-    ("mesh", "wraps"), [("", False), ("pp=2", True), pytest.param("pp=2", False, marks=pytest.mark.slow)]
+    ("mesh", "wraps"), [("", False), *(pytest.param("pp=2", each, marks=pytest.mark.slow) for each in (True, False))]
 )
 def test_a_loss_of_the_models_own_takes_the_line_to_write(ranks: Simulator, mesh: str, wraps: bool) -> None:
     """The value of a model says nothing of rows, so its sum and its mean are told apart by the line."""

@@ -249,6 +249,20 @@ class Divided(nn.Module):
         return self.out(torch.tanh(self.table(ids)))
 
 
+class TyingLater(Short):
+    """Shares a parameter in its forward."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.head.weight = self.embed.weight
+        return super().forward(ids)
+
+
+class Tying(Short):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
 class FailingBackward(Short):
     """Changes in place what a backward needs."""
 
@@ -377,6 +391,7 @@ def test_a_form_runs_in_stages_as_it_is(ranks: Simulator, kind: type[nn.Module])
         (Collecting, "reaches code outside by another way", "blocks.0", CollectingBetween, []),
         (HookedBetween, "registers a hook on a tensor that several stages have", "blocks.0", HookedInside, []),
         (Bare, "fewer calls of modules than stages", "got none", Divided, []),
+        (TyingLater, "the forward replaces parameters of the model", "self.head.weight = self.embed.weight", Tying, []),
         (Formatting, "the forward fails where it is recorded: TypeError", "test_replayed_forms.py:", ReadingValues, []),
     ],
 )

@@ -16,10 +16,9 @@ from accel.parallel._blocks import block_groups, blocks_of, outermost_groups
 from accel.parallel._calls import units_of
 from accel.parallel._micro_batches import MicroBatch
 from accel.parallel._modules import named_modules
-from accel.parallel._record import ForwardRecord, record_in_order
+from accel.parallel._record import ForwardRecord, check_replaced, place_of, record_in_order
 from accel.parallel._recorder import record_forward
 from accel.parallel.axes.pipeline._cut import MOST_TWICE, call_costs, costs_of, cut_record, share_twice
-from accel.parallel.axes.pipeline._work import place_of
 from accel.topology import Balance, CallCosts, begins_of
 from accel.tree._walk import Containers
 
@@ -46,8 +45,9 @@ class Planned(NamedTuple):
 
 def recorded(model: nn.Module, units: Sequence[str], batch: MicroBatch, containers: Containers = ()) -> ForwardRecord:
     """Record the forward of a micro-batch. No communication; an error of the model's own is a `StageError`."""
+    before = dict(model.named_parameters(remove_duplicate=False))
     try:
-        return record_forward(model, units, batch.args, batch.kwargs, containers=containers)
+        record = record_forward(model, units, batch.args, batch.kwargs, containers=containers)
     except (AccelError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -59,6 +59,8 @@ def recorded(model: nn.Module, units: Sequence[str], batch: MicroBatch, containe
             if isinstance(error, NotImplementedError)  # tensors of vmap have no memory
             else "Read values of hidden states by .item(), bool() or float(), or within the module that returns them.",
         ) from error
+    check_replaced(model, before)
+    return record
 
 
 _SHARES = (0.6, 0.35, 0.2, 0.1, 0.05, 0.02, 0.0)  # of all parameters, from which a module is opened

@@ -22,9 +22,9 @@ from accel.parallel._calls import Growing, Plain, add_to, added_to, grow_cache, 
 from accel.parallel._fakes import placeholder
 from accel.parallel._micro_batches import MicroBatch, of_stage
 from accel.parallel._private import forward_hooks, hook_count, hooks_with_keywords, is_view, sequence_number
-from accel.parallel._record import ForwardRecord, Label, Leaf, UnitCall
+from accel.parallel._record import ForwardRecord, Label, Leaf, UnitCall, place_of
 from accel.parallel.axes.pipeline._cut import Cut, StageCut
-from accel.parallel.axes.pipeline._work import Boundary, Work, boundary_of, check_shape, detachable, explained, place_of
+from accel.parallel.axes.pipeline._work import Boundary, Work, boundary_of, check_shape, detachable, explained
 from accel.random import Key, torch_rng_scope
 from accel.tree._walk import Containers
 
@@ -429,7 +429,8 @@ class ReplayedModule(nn.Module):
         stage = replay.cut.stages[self.index]
         named = dict(self._by_label(replay, received))
         needed = {each: named[each] for each in stage.needs}
-        device = received[0].device if self.index else self._device()
+        tensors = received if self.index else self.module.parameters()
+        device = next((each.device for each in tensors), torch.device("cpu"))
         key = None if self.key is None or not replay.draws else self.key.fold_in(at)
         run = StageRun(replay, stage, needed, device, key, work.containers, looks=self.looks)
         if run.seen is not None:
@@ -437,10 +438,6 @@ class ReplayedModule(nn.Module):
         if torch.is_grad_enabled():
             self.runs[at] = run
         return run
-
-    def _device(self) -> torch.device:
-        held = next(self.module.parameters(), None)
-        return torch.device("cpu") if held is None else held.device
 
     def _by_label(self, replay: Replay, received: Sequence[torch.Tensor]) -> Iterable[tuple[Label, torch.Tensor]]:
         """The tensors that the stage before passed on; the first stage gets none."""

@@ -44,7 +44,9 @@ class _Stage(PipelineStage):
         Where the backward cannot be split, it runs in full as its first part, and the second part does nothing.
         """
         if backward_type == "input" and not can_split(bwd_kwargs["stage_output"], bwd_kwargs["input_values"]):
-            return self.backward_maybe_with_nosync("full", _in_full(bwd_kwargs), last_backward)
+            if bwd_kwargs["output_grads"] is None:  # the last stage has a loss in a tuple
+                bwd_kwargs = bwd_kwargs | {"stage_output": bwd_kwargs["stage_output"][0]}
+            return self.backward_maybe_with_nosync("full", bwd_kwargs, last_backward)
         if backward_type == "weight" and bwd_kwargs["param_groups"] is None:
             return (), None
         fresh: Sequence[torch.Tensor] = ()
@@ -88,13 +90,6 @@ class _Stage(PipelineStage):
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Do nothing: shapes are known, so nothing was run, and torch would drop gradients of earlier batches."""
-
-
-def _in_full(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a full backward, made of those of its first part; the last stage has a loss in a tuple."""
-    if arguments["output_grads"] is not None:
-        return arguments
-    return arguments | {"stage_output": arguments["stage_output"][0]}
 
 
 def can_split(outputs: Sequence[torch.Tensor], inputs: Sequence[Any]) -> bool:

@@ -4,21 +4,16 @@
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
 
 import msgspec
 import torch
-from torch import nn
-from torch.autograd.graph import Node
 
 from accel.comm import peer_error
-from accel.comm._units import users_line
 from accel.errors import AccelError, PeerError, StageError
 from accel.parallel._micro_batches import MicroBatch
-from accel.parallel._modules import named_modules
 from accel.parallel._private import is_view
 from accel.tree._walk import Containers
 
@@ -90,19 +85,6 @@ def explained(
         made = StageError(told, where=place, fix=_FORWARD_LINE if "backward" in what else "")
     made.__cause__ = error
     return made
-
-
-def place_of(error: Exception, model: nn.Module, unit_of: Callable[[Node | None], str] = lambda _: "") -> str:
-    """Return the path of the innermost module in whose forward or backward an error was raised, and the user's line.
-
-    `unit_of`: maps a node of the graph to a path, and None to the text for an error with neither module nor node.
-    """
-    paths = {id(each): path or "the model" for path, each in named_modules(model)}
-    found = unit_of(None)
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        first = frame.f_locals.get("".join(frame.f_code.co_varnames[:1]))
-        found = paths.get(id(first)) or (unit_of(first) if isinstance(first, Node) else "") or found
-    return f"{found}{users_line(error)}".strip()
 
 
 class _SameMemory(torch.autograd.Function):

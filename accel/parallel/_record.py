@@ -319,16 +319,16 @@ def check_states(record: ForwardRecord, ends: Sequence[int], *, several: bool) -
         )
 
 
-def place_of(error: Exception, model: nn.Module, unit_of: Callable[[Node | None], str] = lambda _: "") -> str:
+def place_of(error: Exception, model: nn.Module, unit_of: Callable[[Node | None], str] | None = None) -> str:
     """Return the path of the innermost module in whose forward or backward an error was raised, and the user's line.
 
     `unit_of`: maps a node of the graph to a path, and None to the text for an error with neither module nor node.
     """
     paths = {id(each): path or "the model" for path, each in named_modules(model)}
-    found = unit_of(None)
+    found = unit_of(None) if unit_of else ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         first = frame.f_locals.get("".join(frame.f_code.co_varnames[:1]))
-        found = paths.get(id(first)) or (unit_of(first) if isinstance(first, Node) else "") or found
+        found = paths.get(id(first)) or (unit_of(first) if unit_of and isinstance(first, Node) else "") or found
     return f"{found}{users_line(error)}".strip()
 
 

@@ -446,14 +446,15 @@ class ReplayedModule(nn.Module):
     @contextlib.contextmanager
     def backward_of(self, micro: int, *, ends: bool) -> Generator[None]:
         """Let the run of a micro-batch answer the calls of its backward, in which checkpoints compute again."""
-        run = self.runs[micro]
-        with self._named("the backward of a pipeline stage", micro, run.unit_of), self._calls.answered_by(run):
+        run = self.runs.get(micro)  # none in a forward without gradients, where torch's schedules call it, too
+        unit_of = run and run.unit_of
+        with self._named("the backward of a pipeline stage", micro, unit_of), self._calls.answered_by(run):
             yield
         if ends:
             _ = self.runs.pop(micro, None)
 
     @contextlib.contextmanager
-    def _named(self, what: str, micro: int, unit_of: Callable[[Node | None], str] = lambda _: "") -> Generator[None]:
+    def _named(self, what: str, micro: int, unit_of: Callable[[Node | None], str] | None = None) -> Generator[None]:
         """Name module, line, stage, micro-batch and rank in errors of the block. `unit_of`: of nodes of the graph."""
         assert self.work is not None
         number = f"micro-batch {micro + 1} of {len(self.work.micro_batches)}"

@@ -96,7 +96,7 @@ class LossProbe:
         )
 
     def _check_own(self, loss: torch.Tensor, output: Any, got: str) -> None:
-        """Raise `StepError` for a loss of the model's own, unless `loss_fn` sums it: no row tells it from a mean."""
+        """Raise `StepError` for a loss of the model's own, which may be a mean, unless `loss_fn` sums it."""
         if loss.grad_fn is not None and loss.grad_fn.name().startswith("SumBackward"):
             self._done = True
             _note(self._model, self._key)

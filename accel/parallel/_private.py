@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
+    from torch.autograd.graph import Node
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
@@ -51,6 +52,8 @@ PRIVATE = {
         "DynamicOutputShapeException",
     ),
     "torch._C": ("_current_graph_task_id", "_is_torch_function_enabled", "DisableTorchFunctionSubclass"),
+    "torch.autograd": ("_get_sequence_nr",),
+    "torch.autograd.graph.Node": ("_sequence_nr",),
     "torch.nn.TransformerEncoderLayer": ("_ff_block",),  # compared, as that of nn.TransformerDecoderLayer
     "torch.distributed.tensor.DTensor": ("_spec", "_local_tensor"),  # and the arguments of its constructor
     "torch.distributed.device_mesh.DeviceMesh": ("_get_root_mesh",),
@@ -138,6 +141,11 @@ def has_hooks(parameter: torch.Tensor) -> bool:
     """Return whether somebody registered a hook on a parameter or on the accumulation of its gradient."""
     each = cast(Any, parameter)
     return bool(each._backward_hooks or each._post_accumulate_grad_hooks)
+
+
+def sequence_number(node: Node | None = None) -> int:
+    """Return the number of a node of the graph, in the order of the forward; of the next one without a node."""
+    return cast(Any, torch).autograd._get_sequence_nr() if node is None else cast(Any, node)._sequence_nr()
 
 
 def hook_count(tensor: torch.Tensor) -> int:

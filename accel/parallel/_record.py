@@ -7,16 +7,19 @@ that masks, positions and branches on inputs have their values. Pipelines cut th
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 
+from accel.comm._units import users_line
 from accel.errors import StageError
 from accel.parallel._calls import CacheGrowth, GivenCaches, State, take_apart
-from accel.parallel._modules import aliases_of
+from accel.parallel._modules import aliases_of, named_modules
 
 # --- the record -------------------------------------------------------------------------------------------------------
 
@@ -313,6 +316,31 @@ def check_states(record: ForwardRecord, ends: Sequence[int], *, several: bool) -
             expected="one stage on each rank, or a change in the forward of a module with parameters",
             got=", ".join(shared),
             fix='Take Plan(schedule="1F1B"), or let a module with parameters hold the buffer and change it.',
+        )
+
+
+def place_of(error: Exception, model: nn.Module, unit_of: Callable[[Node | None], str] | None = None) -> str:
+    """Return the path of the innermost module in whose forward or backward an error was raised, and the user's line.
+
+    `unit_of`: maps a node of the graph to a path, and None to the text for an error with neither module nor node.
+    """
+    paths = {id(each): path or "the model" for path, each in named_modules(model)}
+    found = unit_of(None) if unit_of else ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        first = frame.f_locals.get("".join(frame.f_code.co_varnames[:1]))
+        found = paths.get(id(first)) or (unit_of(first) if unit_of and isinstance(first, Node) else "") or found
+    return f"{found}{users_line(error)}".strip()
+
+
+def check_replaced(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
+    """Raise `StageError` for parameters that a forward has replaced: optimizer and stages have those `before` it."""
+    after = dict(model.named_parameters(remove_duplicate=False))
+    if names := [name for name in {**before, **after} if before.get(name) is not after.get(name)]:
+        raise StageError(
+            "the forward replaces parameters of the model",
+            expected="the parameters that prepare_model was given",
+            got=", ".join(names),
+            fix="Assign them in __init__: self.head.weight = self.embed.weight.",
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 
 from accel.context import DistContext
 from accel.errors import StepError
@@ -19,9 +20,12 @@ from accel.parallel._private import is_view
 from accel.random import isolated_rng
 from accel.training._backward import check_loss, rooted
 from accel.tree import map_tensors
+from accel.tree._walk import Containers, tensors
 
 LossFn = Callable[..., torch.Tensor]
 
+_EXPECTED = "the sum of the losses of a micro-batch's real units"
+_WHERE = "forward_backward, loss_fn="
 _MOST_KNOWN = 64
 _DEEPEST = 3  # functions in the closures of functions
 _TWICE = 1.5  # between the 1 of a sum and the 2 of a mean
@@ -78,13 +82,33 @@ class LossProbe:
             _note(self._model, self._key)
             return
         shown = " and ".join(f"{each:.4g}" for each in halves)
+        got = f"{whole:.4g} for {rows} rows, {shown} for their halves"
+        if is_models_own(loss, given[0], rows, self._ctx.containers):
+            self._check_own(loss, given[0], got)
+            return
         raise StepError(
             "loss_fn returns a mean, which would be divided by the number of units once more",
-            expected="the sum of the losses of a micro-batch's real units",
-            got=f"{whole:.4g} for {rows} rows, {shown} for their halves",
-            where="forward_backward, loss_fn=",
+            expected=_EXPECTED,
+            got=got,
+            where=_WHERE,
             fix='Return the sum: cross_entropy(logits, targets, reduction="sum"), or losses.sum(). weight= is the'
             " number of units in the full batch.",
+        )
+
+    def _check_own(self, loss: torch.Tensor, output: Any, got: str) -> None:
+        """Raise `StepError` for a loss of the model's own, which may be a mean, unless `loss_fn` sums it."""
+        if loss.grad_fn is not None and loss.grad_fn.name().startswith("SumBackward"):
+            self._done = True
+            _note(self._model, self._key)
+            return
+        value = "output" if isinstance(output, torch.Tensor) else "output.loss"
+        raise StepError(
+            "loss_fn returns a value that the model has computed, which may be a mean",
+            expected=_EXPECTED,
+            got=got,
+            where=_WHERE,
+            fix="For a mean over its units pass targets=labels and "
+            f"loss_fn=lambda output, labels: {value} * labels.numel(); for a sum loss_fn=lambda output: {value}.sum().",
         )
 
     def _is_mean(self, whole: float, halves: tuple[float, ...], given: tuple[Any, ...], rows: int) -> bool:
@@ -114,6 +138,24 @@ class LossProbe:
                 except Exception:  # whatever a user's function makes of fewer rows
                     return ()
         return tuple(found)
+
+
+def is_models_own(loss: torch.Tensor, output: Any, rows: int, containers: Containers) -> bool:
+    """Return whether a loss is made of values without rows that a model has computed, by its graph down to there."""
+    made = [each for _, each in tensors(output, containers) if each.grad_fn is not None]
+    with_rows = {each.grad_fn: each.ndim > 0 and each.shape[0] == rows for each in made}
+    found: set[Node] = set()
+    todo = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in found:
+            continue
+        found.add(node)
+        if node not in with_rows:
+            todo += [each for each, _ in node.next_functions]
+        elif with_rows[node]:
+            return False
+    return not found.isdisjoint(with_rows)
 
 
 def _known(model: nn.Module) -> tuple[str, ...]:
@@ -183,6 +225,14 @@ class LossSums:
             halves = self._probe.halves(given, batch.rows.real)
             found = self._loss_fn(*given)
             check_loss(found, "forward_backward", "Return the sum over the real units: loss.sum().")
+            if batch.rows.real < batch.rows.size and is_models_own(found, given[0], batch.rows.real, containers):
+                raise StepError(
+                    "the model has computed its loss with rows that fill up a micro-batch",
+                    expected="a batch whose rows the micro-batches divide, or a loss of outputs with rows",
+                    got=f"{batch.rows.real} rows of the batch in a micro-batch of {batch.rows.size}",
+                    where=_WHERE,
+                    fix="Pass DataLoader(drop_last=True) and a batch_size that micro_batches divides.",
+                )
             self._probe.check(found, halves, given, batch.rows.real)
         if found.dtype in (torch.float16, torch.bfloat16):
             found = found.float()  # weight times scale does not fit into 16 bits

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from handwritten import Handwritten
 from torch import Tensor, nn
+from torch.nn import functional
 
 from accel.parallel._calls import let_answer
 from accel.parallel._fakes import without_memory
@@ -20,6 +21,7 @@ from accel.parallel.axes.pipeline._held import drop_others
 from accel.parallel.axes.pipeline._planned import planned
 from accel.parallel.axes.pipeline._replayed import Calls, Replay, ReplayedModule, running
 from accel.parallel.axes.pipeline._work import Work
+from accel.random import Key
 from accel.topology import begins_of
 
 CPU = torch.device("cpu")
@@ -32,20 +34,44 @@ class Example(NamedTuple):
         entry: of the collection.
         batch: inputs and targets.
         record: of the forward, in the units of a plan.
+        trains: the mode of the model.
     """
 
     entry: Handwritten
     batch: MicroBatch
     record: ForwardRecord
+    trains: bool = True
 
 
-def example(entry: Handwritten, stages: int, rows: int = 4) -> Example:
+def example(entry: Handwritten, stages: int, rows: int = 4, *, trains: bool = True) -> Example:
     """ForwardRecord a model in units for a number of stages."""
     drawn = entry.batch(0, rows)
     batch = example_batch(drawn.inputs)._replace(targets=drawn.targets)
-    ghost = without_memory(entry.make(), CPU)
-    units = planned(ghost, batch, stages).units
-    return Example(entry, batch, record_forward(without_memory(entry.make(), CPU), units, batch.args, batch.kwargs))
+    units = planned(without_memory(entry.make().train(trains), CPU), batch, stages).units
+    ghost = without_memory(entry.make().train(trains), CPU)
+    return Example(entry, batch, record_forward(ghost, units, batch.args, batch.kwargs), trains)
+
+
+class Dropping(nn.Module):
+    """Stands before the class of a module: drops some of its output."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output: Any = super().forward(*args, **kwargs)
+        drops = isinstance(output, Tensor) and output.is_floating_point()
+        return functional.dropout(output, 0.1, self.training) if drops else output
+
+
+def dropping(entry: Handwritten) -> Handwritten:
+    """Return an entry whose modules with parameters drop some of their outputs in training."""
+
+    def build() -> nn.Module:
+        model = entry.build()
+        for each in model.modules():
+            if any(True for _ in each.parameters(recurse=False)):
+                each.__class__ = type(f"Dropping{type(each).__name__}", (Dropping, type(each)), {})
+        return model
+
+    return entry._replace(build=build, tags=entry.tags | {"random"})
 
 
 def cut(given: Example, stages: int) -> Cut:
@@ -67,19 +93,19 @@ def run_plain(given: Example) -> tuple[Tensor, dict[str, Tensor | None]]:
     return loss.detach(), {name: each.grad for name, each in model.named_parameters()}
 
 
-def run_stages(given: Example, plan: Cut) -> tuple[Tensor, dict[str, Tensor | None]]:
+def run_stages(given: Example, plan: Cut, key: Key | None = None) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Return the loss of the last stage, and gradients by name, summed over the stages that hold a parameter. What a
-    stage does not hold is NaN there."""
-    replay = Replay(given.record, plan, {}, draws=False)
+    stage does not hold is NaN there. `key`: of random streams; none by default."""
+    replay = Replay(given.record, plan, {}, draws=key is not None)
     stages = [stage_at(given, plan, at) for at in range(len(plan.stages))]
     work = Work([given.batch], lambda output, batch: given.entry.loss(output, batch.targets))
-    with running(stages, work, [replay], None):
+    with running(stages, work, [replay], key):
         return _run(stages)
 
 
 def stage_at(given: Example, plan: Cut, at: int) -> ReplayedModule:
     """Return one stage of a cut, on a model of its own."""
-    model = given.entry.make()
+    model = given.entry.make().train(given.trains)
     calls = Calls()
     for path in given.record.units:
         let_answer(model.get_submodule(path), calls.of(path))

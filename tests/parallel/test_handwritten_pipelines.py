@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -75,6 +76,116 @@ def test_any_number_of_stages_is_the_model(ranks: Simulator, each: Handwritten, 
             _check(ranks, each, stages)
         return
     _check(ranks, each, stages)
+
+
+class Universal(Words):
+    """Calls two blocks three times each, and weighs what each round gives by a chance to halt."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.steps, self.halt = nn.Embedding(3, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        total, left = torch.zeros_like(x), torch.ones_like(x[..., :1])
+        for step in range(3):
+            x = x + self.steps.weight[step]
+            for block in self.blocks:
+                x = block(x)
+            chance = torch.sigmoid(self.halt(x))
+            total = total + left * chance * x
+            left = left * (1 - chance)
+        return self.head(total + left * x)
+
+
+class Remembering(Words):
+    """Blocks add what they saw in the micro-batch before."""
+
+    class kind(Block):  # noqa: N801
+        memory: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen = x if self.memory is None or len(self.memory) != len(x) else x + 0.3 * self.memory
+            self.memory = x.detach()
+            return super().forward(seen)
+
+
+class Reweighted(Words):
+    """Calls blocks with other weights than theirs."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            centered = {name: each - each.mean() if each.ndim == 2 else each for name, each in block.named_parameters()}
+            x = torch.func.functional_call(block, centered, (x,))
+        return self.head(self.norm(x))
+
+
+class HookedGradients(Words):
+    """Hooks of blocks and of a weight change gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_full_backward_pre_hook(lambda _module, outputs: (outputs[0] * 1.1,))
+            block.register_full_backward_hook(lambda _module, inputs, _outputs: (inputs[0] * 0.9,))
+        self.blocks[1].mix.weight.register_hook(lambda gradient: gradient * 3)
+
+
+class Recurrent(Words):
+    """Takes one block after another for the steps of a sequence."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        state, states = torch.zeros_like(x[:, :1]), list[Tensor]()
+        for step in range(ids.shape[1]):
+            state = self.blocks[step % len(self.blocks)](state + x[:, step : step + 1])
+            states.append(state)
+        return self.head(self.norm(torch.cat(states, 1)))
+
+
+class Sending(Words):
+    """A generator gives its layers and is sent what they return."""
+
+    def layers(self, x: Tensor) -> Generator[nn.Module, Tensor, Tensor]:
+        for at, block in enumerate(self.blocks):
+            x = (yield block) * (1 + at / 10)
+        return x
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        layers = self.layers(x)
+        try:
+            layer = next(layers)
+            while True:
+                x = layer(x)
+                layer = layers.send(x)
+        except StopIteration as end:
+            return self.head(self.norm(end.value))
+
+
+FORMS = (Universal, Remembering, Reweighted, HookedGradients, Recurrent, Sending)
+CELLS = [
+    ("pp=2", Plan(micro_batches=2)),
+    ("pp=4", Plan(micro_batches=4, schedule="GPipe")),
+    ("pp=2", Plan(micro_batches=4, schedule="Interleaved1F1B", stages_per_rank=2)),
+    ("pp=2", Plan(micro_batches=4, schedule="InterleavedZeroBubble", stages_per_rank=2)),
+    ("pp=2", Plan(micro_batches=4, schedule="ZBVZeroBubble", stages_per_rank=2)),
+]
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize(
+    ("mesh", "plan"),
+    [pytest.param(*each, marks=pytest.mark.nightly if at else pytest.mark.slow) for at, each in enumerate(CELLS)],
+)
+def test_schedules_run_other_forms_as_the_model(ranks: Simulator, kind: type[nn.Module], mesh: str, plan: Plan) -> None:
+    each = Handwritten(kind.__name__, kind, ids, cross_entropy)
+    assert plan.micro_batches is not None
+    found = ranks.run(
+        lambda ctx: piped(ctx, each, mesh, plan, rows=8, evaluates=False), int(mesh[-1]), default_group=True
+    )
+    assert compare(found, plain(each, plan.micro_batches, rows=8)) == []
 
 
 class ChosenRows(Words):

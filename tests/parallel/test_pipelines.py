@@ -554,7 +554,8 @@ def test_an_error_names_stage_micro_batch_and_rank(ranks: Simulator) -> None:
     with pytest.raises(StageError) as told:
         ranks.run(partial(_forward_backward, make=Failing), 2, default_group=True)
     assert "ValueError: no such thing" in str(told.value)
-    assert told.value.where.startswith("stage 1 of 2, micro-batch 1 of 2, rank 1")
+    assert told.value.where.startswith("blocks.7 at test_pipelines.py:")
+    assert told.value.where.endswith("in forward, stage 1 of 2, micro-batch 1 of 2, rank 1")
 
 
 def test_a_pipelined_model_is_not_called(ranks: Simulator) -> None:

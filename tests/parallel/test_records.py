@@ -11,6 +11,8 @@ import pytest
 import replays
 import torch
 from handwritten import MODELS, Handwritten, named
+from hypothesis import given, settings, strategies
+from profiles import share
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,15 +22,35 @@ from accel.parallel._fakes import without_memory
 from accel.parallel._modules import copied_model
 from accel.parallel._record import ForwardRecord, Label
 from accel.parallel._recorder import record_forward
-from accel.parallel.axes.pipeline._cut import MOST_TWICE, Cut, share_twice
+from accel.parallel.axes.pipeline._cut import MOST_TWICE, Cut, cut_record, share_twice
 from accel.parallel.axes.pipeline._pipeline import pipeline_of
 from accel.parallel.axes.pipeline._stages import recorded_calls
+from accel.random import Key
 from accel.tensors import is_fake
 from accel.testing import Simulator
 
 QUICK = ("nano_gpt", "residuals_between", "listed_losses", "moe")
 FEW_CALLS = ("lstm", "gru")  # three modules
 AGAIN = ("dlrm",)  # products between its modules
+# A kind of forward each: draws of its own, side effects, checkpoints, several towers, one block several times.
+DROPPING = (
+    "nano_gpt_dropout",
+    "vae",
+    "t5",
+    "unet",
+    "moe",
+    "listed_losses",
+    "aux_attribute",
+    "hooked_features",
+    "reentrant",
+    "nested_checkpoints",
+    "residuals_between",
+    "halting",
+    "shared_block",
+    "clip",
+    "spectral_norm",
+    "mamba",
+)
 FIXED = [each for each in MODELS if "random" not in each.tags]
 
 
@@ -73,6 +95,27 @@ def test_stages_are_the_model(entry: Handwritten, stages: int) -> None:
         assert entry.name in (*FEW_CALLS, *AGAIN)
         return
     assert replays.difference(replays.run_plain(given), replays.run_stages(given, replays.cut(given, stages))) < 1e-10
+
+
+@pytest.mark.parametrize("trains", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("entry", _slow([replays.dropping(each) for each in named(*DROPPING)], "nano_gpt_dropout"))
+def test_any_cut_draws_the_random_numbers_of_one_stage(entry: Handwritten, trains: bool) -> None:
+    """Dropout is on in modules and between them; stages begin at calls that are drawn."""
+    record = replays.example(entry, 1, trains=trains)
+    one = cut_record(record.record, [0])
+
+    @settings(max_examples=share(0.08))
+    @given(strategies.data())
+    def law(data: strategies.DataObject) -> None:
+        calls = range(1, len(record.record.calls))
+        begins = data.draw(strategies.sets(strategies.sampled_from(calls), min_size=1, max_size=4))
+        key = Key(data.draw(strategies.integers(0, 99)))
+        plan = cut_record(record.record, [0, *sorted(begins)])
+        assert replays.difference(replays.run_stages(record, one, key), replays.run_stages(record, plan, key)) < 1e-10
+
+    law()
+    drawn = [replays.run_stages(record, one, Key(seed))[0].item() for seed in range(2)]
+    assert (drawn[0] != drawn[1]) == trains
 
 
 def _mistakes(plan: Cut) -> Iterator[tuple[str, Cut]]:

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from handwritten.manners import Block, Words
 from handwritten_runs import compare, piped, plain
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils import checkpoint as _checkpoint
 
 import accel
 from accel.errors import PrepareError, StageError
 from accel.parallel import Plan
+from accel.tensors import is_fake
 from accel.testing import Simulator
 from accel.tree import Container
 
@@ -246,6 +249,20 @@ class Divided(nn.Module):
         return self.out(torch.tanh(self.table(ids)))
 
 
+class TyingLater(Short):
+    """Shares a parameter in its forward."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.head.weight = self.embed.weight
+        return super().forward(ids)
+
+
+class Tying(Short):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
 class FailingBackward(Short):
     """Changes in place what a backward needs."""
 
@@ -374,6 +391,7 @@ def test_a_form_runs_in_stages_as_it_is(ranks: Simulator, kind: type[nn.Module])
         (Collecting, "reaches code outside by another way", "blocks.0", CollectingBetween, []),
         (HookedBetween, "registers a hook on a tensor that several stages have", "blocks.0", HookedInside, []),
         (Bare, "fewer calls of modules than stages", "got none", Divided, []),
+        (TyingLater, "the forward replaces parameters of the model", "self.head.weight = self.embed.weight", Tying, []),
         (Formatting, "the forward fails where it is recorded: TypeError", "test_replayed_forms.py:", ReadingValues, []),
     ],
 )
@@ -391,7 +409,73 @@ def test_an_error_of_a_backward_names_the_stage_and_the_reason(ranks: Simulator)
     told = "the backward of a pipeline stage failed: RuntimeError: one of the variables needed"
     with pytest.raises(StageError, match=told) as caught:
         _ = _run(ranks, FailingBackward)
-    assert "stage 1 of 2, micro-batch 1 of 2, rank 1" in str(caught.value)
+    assert "blocks.1 to head" in caught.value.where
+    assert "stage 1 of 2, micro-batch 1 of 2, rank 1" in caught.value.where
+    assert "torch.autograd.set_detect_anomaly(True)" in caught.value.fix
+    shows = pytest.warns(UserWarning, match="Error detected")
+    with torch.autograd.set_detect_anomaly(True), shows as warned, pytest.raises(StageError, match=told):
+        _ = _run(ranks, FailingBackward)
+    assert any("torch.tanh(y).mul_(2).exp_()" in str(each.message) for each in warned)
+
+
+def _fail(tensor: Tensor) -> Tensor:
+    if tensor.is_meta or is_fake(tensor):
+        return tensor
+    raise ValueError("no such thing")  # the user's line
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - torch's own way
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _fail(*gradients)
+
+
+def _twice(block: Any, x: Tensor) -> Tensor:
+    """Fails where a checkpoint calls again, with the same values."""
+    if torch.is_grad_enabled() and not is_fake(x):
+        if (value := float(x.detach().sum())) in block.values:
+            return _fail(x)
+        block.values.append(value)
+    return torch.tanh(x)
+
+
+IN_FORWARD, IN_BACKWARD = "a pipeline stage failed", "the backward of a pipeline stage failed"
+FAILURES: dict[str, tuple[str, Callable[[nn.Module, Tensor], Tensor]]] = {
+    "forward": (IN_FORWARD, lambda _, x: _fail(x)),
+    "function": (IN_BACKWARD, lambda _, x: cast(Any, Failing).apply(x)),
+    "checkpoint": (
+        IN_BACKWARD,
+        lambda block, x: cast(Any, _checkpoint.checkpoint(_twice, block, x, use_reentrant=False)),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_an_error_of_a_models_own_names_module_and_line(ranks: Simulator, kind: str) -> None:
+    told, fails = FAILURES[kind]
+
+    class Fails(Short):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[0].mix = Inner()
+
+    class Inner(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2 * WIDTH, WIDTH)
+            self.values = list[float]()
+
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(fails(self, input))
+
+    with pytest.raises(StageError, match=f"{told}: ValueError: no such thing") as caught:
+        _ = _run(ranks, Fails)
+    where = caught.value.where
+    assert where.startswith("blocks.0.mix at" if kind != "function" else "blocks.0 at"), where
+    assert re.search(r"at test_replayed_forms.py:\d+ in _fail, stage 0 of 2, micro-batch 1 of 2, rank 0", where)
 
 
 def test_changes_of_weights_count_once_for_stages_of_one_rank(ranks: Simulator) -> None:

@@ -22,7 +22,7 @@ import accel
 from accel.errors import StageError
 from accel.parallel import Plan
 from accel.parallel.axes.pipeline._pipeline import pipeline_of
-from accel.parallel.axes.pipeline._replayed import Calls, ReplayedModule, causes_of
+from accel.parallel.axes.pipeline._replayed import Calls, ReplayedModule
 from accel.parallel.axes.pipeline._work import Work
 from accel.testing import Simulator
 
@@ -237,7 +237,7 @@ class FailsAlways(Fails):
 @pytest.mark.parametrize(
     ("kind", "told", "where"),
     [
-        (Fails, "ValueError: no such thing", "stage 1 of 2, micro-batch 1 of 4, rank 1"),
+        (Fails, "ValueError: no such thing", "in forward, stage 1 of 2, micro-batch 1 of 4, rank 1"),
         (FailsAlways, "the forward fails where it is recorded: TypeError", "test_replayed_runs.py:"),
     ],
 )
@@ -270,7 +270,7 @@ def test_a_typed_error_with_a_place_stays_as_it_is(wrapped: bool) -> None:
 
     found = caught(fails)
     assert found is given
-    assert causes_of(found) == [given]
+    assert found.__cause__ is None
 
 
 def test_a_stage_holds_nothing_but_its_own(ranks: Simulator) -> None:

@@ -6,7 +6,9 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from torch.nn.functional import cross_entropy, dropout, one_hot
 
 import accel
 from accel.testing import Simulator
+from accel.tree import Container
 
 ROWS, MICRO = 12, 4
 
@@ -195,3 +198,69 @@ def test_the_last_stage_of_a_pipeline_looks_too(ranks: Simulator) -> None:
     assert first == second
     error = caught(lambda: ranks.run(lambda ctx: rank(ctx, "mean"), 2, default_group=True))
     assert "loss_fn returns a mean" in str(error)
+
+
+class OwnLoss(nn.Module):
+    """Returns its loss alone, or beside logits."""
+
+    def __init__(self, reduction: str, *, wraps: bool) -> None:
+        super().__init__()
+        self.reduction, self.wraps = reduction, wraps
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Any:
+        logits = self.two(torch.tanh(self.one(inputs)))
+        loss = cross_entropy(logits, labels, reduction=self.reduction)
+        return SimpleNamespace(loss=loss, logits=logits) if self.wraps else loss
+
+
+NAMESPACE = Container(SimpleNamespace, vars, lambda _, parts: SimpleNamespace(**parts))
+
+
+def _own(ctx: accel.DistContext, mesh: str, reduction: str, wraps: bool, line: str, rows: int) -> list[float]:
+    """The loss and squares of the gradients of a batch, by a `loss_fn` as it is written in a line."""
+    ctx = accel.replace(ctx, mesh=mesh, containers=[NAMESPACE])
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model: nn.Module = OwnLoss(reduction, wraps=wraps).double()
+    given = dict(zip(("inputs", "labels"), _batch(rows), strict=True))
+    plan = accel.parallel.Plan(micro_batches=MICRO)
+    model = accel.prepare_model(ctx, model, plan=plan, example=given)
+    options: dict[str, Any] = eval(f"dict({line})", {"labels": given["labels"]})
+    loss, _ = accel.forward_backward(ctx, model, begin_batch(ctx), given, weight=rows, **options)
+    named = model.named_parameters()
+    return [float(loss), *(float(each.grad.square().sum()) for _, each in named if each.grad is not None)]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "wraps"), [("", False), *(pytest.param("pp=2", each, marks=pytest.mark.slow) for each in (True, False))]
+)
+def test_a_loss_of_the_models_own_takes_the_line_to_write(ranks: Simulator, mesh: str, wraps: bool) -> None:
+    """The value of a model says nothing of rows, so its sum and its mean are told apart by the line."""
+
+    def run(reduction: str, line: str, rows: int = ROWS) -> list[float]:
+        found = ranks.run(
+            lambda ctx: _own(ctx, mesh, reduction, wraps, line, rows), 2 if mesh else 1, default_group=True
+        )
+        assert len({each[0] for each in found}) == 1
+        return [found[0][0], *(value for each in found for value in each[1:])]
+
+    inputs, labels = _batch()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        plain = OwnLoss("sum", wraps=False).double()
+    total_loss = plain(inputs, labels)
+    total_loss.backward()  # a step divides by the weight
+    expected = [total_loss.item() / ROWS]
+    expected += [float(each.grad.square().sum()) for each in plain.parameters() if each.grad is not None]
+    value = "output.loss" if wraps else "output"
+    for reduction in ("sum", "mean"):
+        with pytest.raises(accel.errors.StepError, match="a value that the model has computed") as caught:
+            run(reduction, f"loss_fn=lambda output: {value}")
+        mean, total = re.split(r"For a mean over its units pass |; for a sum ", caught.value.fix.rstrip("."))[1:]
+        line = mean.replace(" and loss_fn", ", loss_fn") if reduction == "mean" else total
+        assert run(reduction, line) == pytest.approx(expected, rel=1e-12)
+        if mesh:  # micro-batches of one size
+            with pytest.raises(accel.errors.StepError, match="with rows that fill up a micro-batch") as caught:
+                run(reduction, line, ROWS - 1)
+            assert "drop_last=True" in caught.value.fix

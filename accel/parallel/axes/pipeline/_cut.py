@@ -182,8 +182,7 @@ def _sent_arguments(record: ForwardRecord, begins: Sequence[int]) -> Labels:
 
     def cost(these: Labels) -> int:
         needs, reads = _needs(record, begins, these)
-        sizes = {each.names[0]: each.bytes for each in record.held if each.is_parameter}
-        sizes |= {name: each.bytes for each in record.held if each.is_parameter for name in each.names}
+        sizes = {name: each.bytes for each in record.held if each.is_parameter for name in each.names}
         held = sum(sizes.get(name, 0) for each in reads for name in each)
         return held + sum(record.leaf(x).bytes for each in needs for x in each)
 

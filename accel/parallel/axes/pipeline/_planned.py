@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,14 +16,13 @@ from accel.parallel._blocks import block_groups, blocks_of, outermost_groups
 from accel.parallel._calls import units_of
 from accel.parallel._micro_batches import MicroBatch
 from accel.parallel._modules import named_modules
-from accel.parallel._record import ForwardRecord, record_in_order
+from accel.parallel._record import ForwardRecord, check_replaced, place_of, record_in_order
 from accel.parallel._recorder import record_forward
 from accel.parallel.axes.pipeline._cut import MOST_TWICE, call_costs, costs_of, cut_record, share_twice
 from accel.topology import Balance, CallCosts, begins_of
 from accel.tree._walk import Containers
 
 Stages = Sequence[Sequence[str]]
-_TORCH = str(Path(torch.__file__).parent)
 FIX = "Pass accel.prepare(..., example=batch), a batch like this one, so that the stages hold what it needs."
 
 
@@ -47,30 +45,22 @@ class Planned(NamedTuple):
 
 def recorded(model: nn.Module, units: Sequence[str], batch: MicroBatch, containers: Containers = ()) -> ForwardRecord:
     """Record the forward of a micro-batch. No communication; an error of the model's own is a `StageError`."""
+    before = dict(model.named_parameters(remove_duplicate=False))
     try:
-        return record_forward(model, units, batch.args, batch.kwargs, containers=containers)
+        record = record_forward(model, units, batch.args, batch.kwargs, containers=containers)
     except (AccelError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise StageError(
             f"the forward fails where it is recorded: {type(error).__name__}: {str(error).strip()}",
             expected="a forward that runs on parameters without values",
-            where=_line_of(error),
+            where=place_of(error, model),
             fix="Call torch.func.vmap within the forward of a block, which calls no other block."
             if isinstance(error, NotImplementedError)  # tensors of vmap have no memory
             else "Read values of hidden states by .item(), bool() or float(), or within the module that returns them.",
         ) from error
-
-
-def _line_of(error: Exception) -> str:
-    """The line of the innermost forward of a module that an error was raised in."""
-    found, trace = "", error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if code.co_name == "forward" and not code.co_filename.startswith(_TORCH):
-            found = f"{code.co_filename}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return found
+    check_replaced(model, before)
+    return record
 
 
 _SHARES = (0.6, 0.35, 0.2, 0.1, 0.05, 0.02, 0.0)  # of all parameters, from which a module is opened
@@ -222,16 +212,13 @@ def _read_outside(record: ForwardRecord, begins: Sequence[int], opened: Collecti
     )
 
 
-def _are_below(names: Sequence[str], paths: Sequence[str]) -> bool:
-    return any(name.startswith(tuple(f"{path}." for path in paths)) for name in names)
-
-
 def begins_at(record: ForwardRecord, stages: Stages) -> tuple[int, ...]:
     """Return the first call of each stage by the modules at which it begins. Pure.
 
     A module whose first call is in another stage than the one that names it is a `PrepareError`.
     """
-    places = [[at for at, path in enumerate(record.paths) if _are_below([f"{path}."], paths)] for paths in stages]
+    below = [tuple(f"{path}." for path in paths) for paths in stages]
+    places = [[at for at, path in enumerate(record.paths) if f"{path}.".startswith(each)] for each in below]
     begins = (0, *(min(each, default=0) for each in places[1:]))
     first = {path: at for at, path in reversed(list(enumerate(record.paths)))}
     for at, (begin, end, found) in enumerate(zip(begins, [*begins[1:], len(record.calls)], places, strict=True)):

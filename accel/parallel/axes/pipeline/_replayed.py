@@ -14,17 +14,17 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 
-from accel.comm import peer_error
-from accel.errors import AccelError, StageError
+from accel.errors import StageError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._calls import Growing, Plain, add_to, added_to, grow_cache, growing_in, take_apart, tapped
 from accel.parallel._fakes import placeholder
 from accel.parallel._micro_batches import MicroBatch, of_stage
-from accel.parallel._private import forward_hooks, hook_count, hooks_with_keywords, is_view
-from accel.parallel._record import ForwardRecord, Label, Leaf, UnitCall
+from accel.parallel._private import forward_hooks, hook_count, hooks_with_keywords, is_view, sequence_number
+from accel.parallel._record import ForwardRecord, Label, Leaf, UnitCall, place_of
 from accel.parallel.axes.pipeline._cut import Cut, StageCut
-from accel.parallel.axes.pipeline._work import Boundary, Work, boundary_of, check_shape, detachable
+from accel.parallel.axes.pipeline._work import Boundary, Work, boundary_of, check_shape, detachable, explained
 from accel.random import Key, torch_rng_scope
 from accel.tree._walk import Containers
 
@@ -149,6 +149,7 @@ class StageRun:
         self._at = 0
         self._inside = False
         self._ended = False
+        self._nodes: list[tuple[int, int, str]] = []
         self.given: dict[Label, torch.Tensor] = {}
         self.seen: dict[Label, Boundary] | None = {} if looks else None
         self._gives = frozenset(stage.gives)
@@ -185,6 +186,12 @@ class StageRun:
         if at >= self._stage.begin:
             return self._run(at, module, plain, args, kwargs)
         return self._answer(at, module, args, kwargs)
+
+    def unit_of(self, node: Node | None) -> str:
+        """Return the path of the unit whose call made a node of the graph; those of all for another node or None."""
+        number = -1 if node is None else sequence_number(node)
+        every = " to ".join(dict.fromkeys(path for _, _, path in (*self._nodes[:1], *self._nodes[-1:])))
+        return next((path for first, end, path in self._nodes if first <= number < end), every)
 
     def _refuse(self, got: str, at: int) -> NoReturn:
         known = self._calls[at].path if at < len(self._calls) else "the end of the forward"
@@ -233,12 +240,14 @@ class StageRun:
             for each in known.taps
             if any(number >= known.width for number in each.leaves)
         }
+        first = sequence_number()
         self._inside = True
         try:
             with self._stream(at), tapped(inner) if inner else contextlib.nullcontext([]) as taps:
                 result = plain(*args, **kwargs)
         finally:
             self._inside = False
+        self._nodes.append((first, sequence_number(), known.path))
         if self.seen is None and not any(each.call == at for each in self._stage.gives):
             return result
         for number, value in self._leaves(known, module, result, given, grown, taps):
@@ -420,7 +429,8 @@ class ReplayedModule(nn.Module):
         stage = replay.cut.stages[self.index]
         named = dict(self._by_label(replay, received))
         needed = {each: named[each] for each in stage.needs}
-        device = received[0].device if self.index else self._device()
+        tensors = received if self.index else self.module.parameters()
+        device = next((each.device for each in tensors), torch.device("cpu"))
         key = None if self.key is None or not replay.draws else self.key.fold_in(at)
         run = StageRun(replay, stage, needed, device, key, work.containers, looks=self.looks)
         if run.seen is not None:
@@ -429,10 +439,6 @@ class ReplayedModule(nn.Module):
             self.runs[at] = run
         return run
 
-    def _device(self) -> torch.device:
-        held = next(self.module.parameters(), None)
-        return torch.device("cpu") if held is None else held.device
-
     def _by_label(self, replay: Replay, received: Sequence[torch.Tensor]) -> Iterable[tuple[Label, torch.Tensor]]:
         """The tensors that the stage before passed on; the first stage gets none."""
         return zip(replay.cut.stages[self.index - 1].passes, received, strict=True) if self.index else ()
@@ -440,43 +446,24 @@ class ReplayedModule(nn.Module):
     @contextlib.contextmanager
     def backward_of(self, micro: int, *, ends: bool) -> Generator[None]:
         """Let the run of a micro-batch answer the calls of its backward, in which checkpoints compute again."""
-        run = self.runs.get(micro)
-        with self._named("the backward of a pipeline stage", micro), self._calls.answered_by(run):
+        run = self.runs.get(micro)  # none in a forward without gradients, where torch's schedules call it, too
+        unit_of = run and run.unit_of
+        with self._named("the backward of a pipeline stage", micro, unit_of), self._calls.answered_by(run):
             yield
         if ends:
             _ = self.runs.pop(micro, None)
 
     @contextlib.contextmanager
-    def _named(self, what: str, micro: int) -> Generator[None]:
-        """Name stage, micro-batch and rank in errors of the block."""
+    def _named(self, what: str, micro: int, unit_of: Callable[[Node | None], str] | None = None) -> Generator[None]:
+        """Name module, line, stage, micro-batch and rank in errors of the block. `unit_of`: of nodes of the graph."""
         assert self.work is not None
         number = f"micro-batch {micro + 1} of {len(self.work.micro_batches)}"
         where = f"stage {self.index} of {self.count}, {number}, rank {self.rank}"
         try:
             yield
         except Exception as error:
-            causes = causes_of(error)
-            known = next((each for each in causes if isinstance(each, AccelError | torch.OutOfMemoryError)), None)
-            lost = next(filter(None, (peer_error(each, f"{what}, {where}") for each in causes)), None)
-            if isinstance(known, StageError) and not known.where:
-                place = StageError(known.problem, expected=known.expected, got=known.got, where=where, fix=known.fix)
-                raise place from error
-            if known is error:
-                raise
-            if known is not None:
-                raise known from known.__cause__  # it is a cause of the error itself
-            if lost is not None:
-                raise lost from error
-            own = causes[-1]
-            raise StageError(f"{what} failed: {type(own).__name__}: {str(own).strip()}", where=where) from error
-
-
-def causes_of(error: Exception) -> list[Exception]:
-    """Return an error and its causes, the innermost one last; torch puts errors of its own around those of a stage."""
-    found = [error]
-    while isinstance(cause := found[-1].__cause__, Exception):
-        found.append(cause)
-    return found
+            found = explained(error, what, where, lambda own: place_of(own, self.module, unit_of))
+            raise found from found.__cause__
 
 
 @contextlib.contextmanager

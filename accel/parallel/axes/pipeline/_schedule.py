@@ -17,13 +17,11 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from accel.comm import peer_error
-from accel.errors import AccelError, PeerError, StageError
 from accel.parallel._leftovers import has_compiled
 from accel.parallel._shared_memory import compiled_leaves, separate_gradients
 from accel.parallel.axes.pipeline._layout import Layout
-from accel.parallel.axes.pipeline._replayed import ReplayedModule, causes_of
-from accel.parallel.axes.pipeline._work import Boundary, boundary_of
+from accel.parallel.axes.pipeline._replayed import ReplayedModule
+from accel.parallel.axes.pipeline._work import Boundary, boundary_of, explained
 
 _RUNS_AGAIN = ("CheckpointFunctionBackward",)  # of a reentrant checkpoint, which runs a backward of its own
 
@@ -46,7 +44,9 @@ class _Stage(PipelineStage):
         Where the backward cannot be split, it runs in full as its first part, and the second part does nothing.
         """
         if backward_type == "input" and not can_split(bwd_kwargs["stage_output"], bwd_kwargs["input_values"]):
-            return self.backward_maybe_with_nosync("full", _in_full(bwd_kwargs), last_backward)
+            if bwd_kwargs["output_grads"] is None:  # the last stage has a loss in a tuple
+                bwd_kwargs = bwd_kwargs | {"stage_output": bwd_kwargs["stage_output"][0]}
+            return self.backward_maybe_with_nosync("full", bwd_kwargs, last_backward)
         if backward_type == "weight" and bwd_kwargs["param_groups"] is None:
             return (), None
         fresh: Sequence[torch.Tensor] = ()
@@ -90,13 +90,6 @@ class _Stage(PipelineStage):
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Do nothing: shapes are known, so nothing was run, and torch would drop gradients of earlier batches."""
-
-
-def _in_full(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a full backward, made of those of its first part; the last stage has a loss in a tuple."""
-    if arguments["output_grads"] is not None:
-        return arguments
-    return arguments | {"stage_output": arguments["stage_output"][0]}
 
 
 def can_split(outputs: Sequence[torch.Tensor], inputs: Sequence[Any]) -> bool:
@@ -210,20 +203,8 @@ class StageSchedule:
         try:
             self._schedule.step(*inputs, return_outputs=False, micro=self._indices, **target)
         except Exception as error:
-            raise self._explained(error) from error
+            neighbours = ", ".join(map(str, self._neighbours))
+            where = f"{self._layout.schedule}, rank {self._rank}, which exchanges with rank {neighbours}"
+            found = explained(error, "the pipeline's schedule", where)
+            raise found from found.__cause__
         return losses
-
-    def _explained(self, error: Exception) -> Exception:
-        """The error of a stage inside what torch puts around it."""
-        causes = causes_of(error)
-        for cause in causes:
-            if isinstance(cause, AccelError | torch.OutOfMemoryError):
-                return cause
-            if (lost := peer_error(cause, "the pipeline's schedule")) is not None:
-                where = f"rank {self._rank}, which exchanges with rank {', '.join(map(str, self._neighbours))}"
-                return PeerError(lost.problem, expected=lost.expected, where=where, fix=lost.fix)
-        own = causes[-1]
-        return StageError(
-            f"the pipeline's schedule failed: {type(own).__name__}: {str(own).strip()}",
-            where=f"{self._layout.schedule}, rank {self._rank}",
-        )

@@ -11,10 +11,13 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import torch
 
-from accel.errors import StageError
+from accel.comm import peer_error
+from accel.errors import AccelError, PeerError, StageError
 from accel.parallel._micro_batches import MicroBatch
 from accel.parallel._private import is_view
 from accel.tree._walk import Containers
+
+_FORWARD_LINE = "Call torch.autograd.set_detect_anomaly(True) first: torch then prints the line of the forward."
 
 
 class Boundary(msgspec.Struct, frozen=True):
@@ -52,6 +55,36 @@ def check_shape(found: torch.Tensor, expected: Boundary, what: str) -> None:
             got=f"{list(found.shape)}, {what}",
             fix="Compute all rows, and choose by torch.where(mask, new, old); or choose within a module's forward.",
         )
+
+
+def explained(
+    error: Exception, what: str, where: str, place_in: Callable[[Exception], str] = lambda _: ""
+) -> Exception:
+    """Return the error to raise for one in the run of a stage, with its cause: a typed one in it, or a new one.
+
+    Args:
+        error: torch puts errors of its own around those of a stage.
+        what: the run.
+        where: its place.
+        place_in: maps an error of the model's own to its place in the model.
+    """
+    causes = [error]
+    while isinstance(cause := causes[-1].__cause__, Exception):
+        causes.append(cause)
+    known = next((each for each in causes if isinstance(each, AccelError | torch.OutOfMemoryError)), None)
+    lost = next(filter(None, (peer_error(each, what) for each in causes)), None)
+    if isinstance(known, StageError) and not known.where:
+        made = StageError(known.problem, expected=known.expected, got=known.got, where=where, fix=known.fix)
+    elif known is not None:
+        return known
+    elif lost is not None:
+        made = PeerError(lost.problem, expected=lost.expected, where=where, fix=lost.fix)
+    else:
+        told = f"{what} failed: {type(causes[-1]).__name__}: {str(causes[-1]).strip()}"
+        place = ", ".join(filter(None, (place_in(causes[-1]), where)))
+        made = StageError(told, where=place, fix=_FORWARD_LINE if "backward" in what else "")
+    made.__cause__ = error
+    return made
 
 
 class _SameMemory(torch.autograd.Function):

@@ -13,16 +13,17 @@ import torch
 from handwritten import MODELS, Handwritten, tensors_of
 from handwritten_runs import called
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import accel
-from accel.errors import ConfigError
+from accel.errors import AccelError, ConfigError
 from accel.testing import Simulator
 from accel.tree import map_tensors
 
 LENGTH = 8
 QUICK = ("nano_gpt", "moe", "lstm", "perceiver")
 NO_SEQUENCE = ("gnn", "dlrm")  # inputs are nodes, or features of a sample
-# gradients within the forward; checkpoints within checkpoints, whose saved tensors are plain when they run again
+# gradients within the forward; checkpoints within checkpoints, with tensors that are not passed by keyword
 NOT_ALONG_CP = ("energies", "nested_checkpoints")
 
 
@@ -181,3 +182,93 @@ def test_functions_of_all_positions_are_named_once(ranks: Simulator, caplog: pyt
         ranks.run(rank, 2, default_group=True)
     said = [each.getMessage() for each in caplog.records if "computes all positions" in each.getMessage()]
     assert said == ["Body: each rank along cp=2 computes all positions in flip"]
+
+
+class Failing(nn.Module):
+    """Fails on one rank, in the way and at the place of the test's case."""
+
+    def __init__(self, case: str, rank: int) -> None:
+        super().__init__()
+        self.case = case
+        self.rank = rank
+        self.attention = Attention()
+        self.head = nn.Linear(4, 4)
+
+    def fail(self, case: str) -> None:
+        if self.rank == 1 and case == self.case:
+            raise RuntimeError("fails on one rank")
+        if self.rank == 1 and self.case == f"{case} of another kind":
+            raise KeyError("fails on one rank")
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_part = type(x) is not Tensor
+        if is_part:
+            self.fail("before attention")
+        x = self.attention(self.head(x))
+        if is_part:
+            self.fail("after attention")
+        if is_part and self.case == "in the output" and self.rank == 1:
+            x = x * 2
+        if is_part and x.requires_grad:
+            _ = x.register_hook(lambda _grad: self.fail("in the backward"))
+        return self.attention(x)
+
+
+CASES = ("before attention", "after attention", "in the output", "in the backward")
+
+
+@pytest.mark.parametrize("case", [*CASES, "after attention of another kind", "in the backward of another kind"])
+def test_what_fails_on_one_rank_in_the_proof_is_one_error_on_all(ranks: Simulator, case: str) -> None:
+    def rank(ctx: accel.DistContext) -> tuple[str, str]:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, Failing(case, ctx.rank))
+        own = cut(ctx, {"x": torch.randn(2, LENGTH, 4, generator=torch.Generator().manual_seed(0))})["x"]
+        with pytest.raises(AccelError) as caught:
+            _ = model(own)
+        return type(caught.value).__name__, str(caught.value).split(" - at ")[0]
+
+    first, second = ranks.run(rank, 2, default_group=True)
+    assert first == second
+    assert first[0] == ("PeerError" if "another kind" in case else "PrepareError")
+    assert ("is off" if case == "in the output" else "fails on one rank") in first[1]
+
+
+class Nested(nn.Module):
+    """A checkpoint within a checkpoint, in training alone or always."""
+
+    def __init__(self, *, by_keyword: bool, always: bool) -> None:
+        super().__init__()
+        self.by_keyword = by_keyword
+        self.always = always
+        self.attention = Body(nn.Identity())
+
+    def inner(self, x: Tensor) -> Tensor:
+        if self.by_keyword:
+            return checkpoint(self.attention, x=x, use_reentrant=False)
+        return checkpoint(self.attention, x, use_reentrant=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training or self.always:
+            return checkpoint(self.inner, x, use_reentrant=False)
+        return self.attention(x)
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_checkpoints_in_checkpoints_pass_tensors_by_keyword(ranks: Simulator, always: bool) -> None:
+    whole = torch.randn(2, LENGTH, 4, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    plain = Nested(by_keyword=True, always=always)
+    plain(whole.requires_grad_()).square().sum().backward()
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        own = cut(ctx, {"x": whole.detach()})["x"].requires_grad_()
+        with pytest.raises(ConfigError, match=r"checkpoint\(block, x=x, use_reentrant=False\)"):
+            accel.prepare_model(ctx, Nested(by_keyword=False, always=always))(own).sum().backward()
+        model = accel.prepare_model(ctx, copy.deepcopy(plain))
+        model.zero_grad()
+        model(own).square().sum().backward()
+        pairs = zip(accel.unwrap_model(model).parameters(), plain.parameters(), strict=True)
+        return max(float((accel.reduce(ctx, own.grad) - want.grad).abs().max()) for own, want in pairs)
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-4

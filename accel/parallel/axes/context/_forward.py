@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from accel.comm import Call, exchange_values
+from accel.comm import Call, exchange_values, shared_failure
 from accel.context import DistContext
 from accel.devices import wide_dtype
 from accel.errors import ConfigError, PrepareError
@@ -20,7 +20,7 @@ from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import note_module, notes_of, written_class
 from accel.parallel._private import called_eagerly, is_compiled, runs_in_backward, untraced
 from accel.parallel.axes.context._attention import whole_positions
-from accel.parallel.axes.context._positions import PositionRanks, whole_of
+from accel.parallel.axes.context._positions import ApartError, PositionRanks, whole_of
 from accel.parallel.axes.context._split import (
     all_positions,
     attends,
@@ -31,6 +31,7 @@ from accel.parallel.axes.context._split import (
     own_positions,
 )
 from accel.parallel.parts import PartTensor, plain_of, rows_of
+from accel.parallel.parts._part import tensors_of
 from accel.random import isolated_rng
 from accel.tensors import is_dtensor
 from accel.tree import map_tensors
@@ -38,6 +39,7 @@ from accel.tree import map_tensors
 _LOG = logging.getLogger("accel.parallel")
 _PROOF = Call("positions", "proof", ordered=False)
 _COMPARED = Call("positions", "inputs", ordered=False)
+_APART = "ranks along cp did not compute the same"
 _PROVED = 8  # positions of a rank in the proof
 _LARGEST = 2**28  # elements of parameters whose gradients the proof compares; of larger models those of vectors
 
@@ -154,15 +156,26 @@ class _Positions:
 
     def refuse_alone(self, module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         """Raise `ConfigError` where a loop calls a part of the model whose positions need others, as its hook."""
-        if self.is_running or runs_in_backward() or has_all_positions(self.ctx):
+        in_backward = runs_in_backward()
+        if (self.is_running and not in_backward) or has_all_positions(self.ctx):
             return
-        if self._has_own(_Inputs(inputs, keywords)):
+        if not self._has_own(_Inputs(inputs, keywords)):
+            return
+        if not in_backward:
             raise ConfigError(
                 "a part of the model was called alone",
                 expected="a forward of the prepared model, in which positions see those of other ranks",
                 got=type(module).__name__,
                 where="forward of a module on a mesh with cp",
                 fix="Call the prepared model.",
+            )
+        if module not in self.ranks.plain:
+            raise ConfigError(
+                "a checkpoint under hooks of saved tensors, as in another one, lost the positions of its tensors",
+                expected="tensors that torch does not pack: those of the outer checkpoint, and keywords",
+                got=f"{type(module).__name__}, whose tensors were packed",
+                where="backward of a model on a mesh with cp",
+                fix="Pass tensors to the inner checkpoint by keyword: checkpoint(block, x=x, use_reentrant=False).",
             )
 
     def _left(self, each: Tensor) -> Tensor:
@@ -174,7 +187,10 @@ class _Positions:
 
     def _has_own(self, given: _Inputs) -> bool:
         found: list[bool] = []
-        map_tensors(lambda each: found.append(self._cut_dim(each, 1) is not None), tuple(given))
+        map_tensors(
+            lambda each: found.append(not isinstance(each, PartTensor) and self._cut_dim(each, 1) is not None),
+            tuple(given),
+        )
         return any(found)
 
     def _cut_dim(self, each: Tensor, dim: int) -> int | None:
@@ -198,8 +214,10 @@ class _Positions:
         problems: list[str] = []
         for most in (_PROVED * self.ranks.size, None):  # models of one length need all of it
             for dim in (1, 0):
-                problem = self._problem(module, forward, given, dim, most)
-                problems.append(max(exchange_values(self.ctx.comm, _PROOF, problem, str)))
+                with shared_failure(self.ctx.comm, _PROOF):
+                    problem = self._problem(module, forward, given, dim, most)
+                texts = exchange_values(self.ctx.comm, _PROOF, problem, str)
+                problems.append(max(texts, key=lambda each: (bool(each), each != _APART)))
                 if not problems[-1]:
                     self.guard([] if self.crosses else [each for each in self.ranks.across if each is not module])
                     if not self.crosses:
@@ -255,25 +273,33 @@ class _Positions:
         pairs = self._pairs(given, dim, most)
         whole = map_tensors(lambda each: pairs[id(each)][0], given)
         own = map_tensors(lambda each: pairs[id(each)][1], given)
-        with _evaluated(module, self.ctx.device), called_eagerly(module):
-            if self.may_cross and attends(self.ctx, lambda: forward(*own.inputs, **own.keywords)):
-                self.crosses = True
-                return ""
-            parameters = _proved(module)
+        with _evaluated(module, self.ctx.device), called_eagerly(module), self.ranks.agreeing():
             try:
-                with torch.set_grad_enabled(bool(parameters)):
-                    with all_positions(self.ctx):
-                        expected = _outputs_of(forward(*whole.inputs, **whole.keywords))
-                    inputs, keywords = self._parts_of(own, dim)
-                    with _noted(module, self.ranks):
-                        got = _outputs_of(forward(*inputs, **keywords))
-                    return self._difference(expected, got, parameters)
-            except ConfigError:
-                raise
-            except PrepareError as error:
-                return str(error.got)
-            except (RuntimeError, ValueError, TypeError, IndexError) as error:
-                return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                if self.may_cross and attends(self.ctx, lambda: forward(*own.inputs, **own.keywords)):
+                    self.crosses = True
+                self.ranks.meet(self.crosses)
+                if not self.crosses:
+                    self._differ(module, forward, whole, own, dim)
+                self.ranks.meet(_PROVED)
+            except ApartError:
+                return _APART
+            except Exception as error:
+                with contextlib.suppress(ApartError):  # which the other ranks raise
+                    self.ranks.meet(-1)
+                return _problem_of(error)
+        return ""
+
+    def _differ(self, module: nn.Module, forward: _Forward, whole: _Inputs, own: _Inputs, dim: int) -> None:
+        """Raise `PrepareError` where a call with parts differs from one with all positions. A collective."""
+        parameters = _proved(module)
+        with torch.set_grad_enabled(bool(parameters)):
+            with all_positions(self.ctx):
+                expected = _outputs_of(forward(*whole.inputs, **whole.keywords))
+            inputs, keywords = self._parts_of(own, dim)
+            with _noted(module, self.ranks):
+                got = _outputs_of(forward(*inputs, **keywords))
+            if difference := self._difference(expected, got, parameters):
+                raise PrepareError("", got=difference)
 
     def _pairs(self, given: _Inputs, dim: int, most: int | None) -> dict[int, tuple[Tensor, Tensor]]:
         """Return the tensors of a call by `id`: of all positions, of `most` at most, and of the own among them. A
@@ -330,7 +356,8 @@ class _Positions:
         want, have = (torch.stack([each[at].real for each in objectives]).sum() for at in (0, 1))
         if not parameters or not want.requires_grad:
             return ""
-        expected = torch.autograd.grad(want, parameters, materialize_grads=True)
+        with all_positions(self.ctx):  # where blocks are recomputed
+            expected = torch.autograd.grad(want, parameters, materialize_grads=True)
         own = torch.autograd.grad(have, parameters, materialize_grads=True)
         with torch.no_grad():
             largest = max(_norm(each) for each in expected)
@@ -344,15 +371,18 @@ class _Positions:
 
 @contextlib.contextmanager
 def _noted(model: nn.Module, ranks: PositionRanks) -> Generator[None]:
-    """Note the modules of a model in which positions need those of other ranks, in `ranks.across`."""
+    """Note the modules of a model in which positions need those of other ranks, in `ranks.across`, and those that are
+    given no part."""
 
-    def begin(module: nn.Module, _: Any) -> None:
+    def begin(module: nn.Module, inputs: Any, keywords: Any) -> None:
         ranks.callers.append(module)
+        if not any(isinstance(each, PartTensor) for each in tensors_of((inputs, keywords))):
+            ranks.plain.add(module)
 
     def end(*_module: Any) -> None:
         _ = ranks.callers.pop()
 
-    hooks = [each.register_forward_pre_hook(begin) for each in model.modules()]
+    hooks = [each.register_forward_pre_hook(begin, with_kwargs=True) for each in model.modules()]
     hooks += [each.register_forward_hook(end, always_call=True) for each in model.modules()]
     try:
         yield
@@ -392,6 +422,17 @@ def _evaluated(module: nn.Module, device: torch.device) -> Generator[None]:
 
 def _texts(module: nn.Module) -> dict[str, str]:
     return {name: value for name, value in vars(module).items() if isinstance(value, str)}
+
+
+def _problem_of(error: Exception) -> str:
+    """Return a line on an error of a call with parts; raise those that are not of parts."""
+    if isinstance(error, ConfigError):
+        raise error
+    if isinstance(error, PrepareError):
+        return str(error.got)
+    if isinstance(error, RuntimeError | ValueError | TypeError | IndexError):
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    raise error
 
 
 def _norm(tensor: Tensor) -> float:

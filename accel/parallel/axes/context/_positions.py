@@ -8,7 +8,8 @@ on each rank, as those of data-parallel ranks: parameters stay plain, and the st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from accel.comm import copied, gathered_summed
+from accel.comm import copied, gathered, gathered_summed
 from accel.context import DistContext, group_of
 from accel.errors import ConfigError
 from accel.parallel._private import runs_in_backward, without_subclasses
@@ -32,6 +33,27 @@ _Args = Sequence[Any]
 _Named = Mapping[str, Any]
 
 
+_FACTS = 8  # numbers that ranks compare, at most
+
+
+class ApartError(RuntimeError):
+    """A rank along cp computed something else than the others, or failed."""
+
+
+class _Met(torch.autograd.Function):
+    """The output of a collective, before whose backward ranks agree. The engine runs the backward directly after it."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, ranks: PositionRanks) -> Tensor:
+        ctx.ranks = ranks
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.ranks.meet(*grads[0].shape)
+        return grads[0], None
+
+
 class PositionRanks(Ranks):
     """The ranks along cp of a model whose forward computes with parts of positions.
 
@@ -39,17 +61,21 @@ class PositionRanks(Ranks):
         ctx: the context.
         callers: modules whose forward runs, while they are noted.
         across: modules in whose forward a position needed those of other ranks, of the calls that were noted.
+        plain: modules that were given no part, of the calls that were noted.
         whole: names of the functions that computed all positions on each rank.
+        agrees: whether ranks compare what comes next before each collective, as in a proof, where one may fail alone.
     """
 
-    __slots__ = ("across", "callers", "ctx", "whole")
+    __slots__ = ("across", "agrees", "callers", "ctx", "plain", "whole")
 
     def __init__(self, ctx: DistContext) -> None:
         super().__init__(cast(Any, group_of(ctx, "cp")))
         self.ctx = ctx
         self.callers: list[nn.Module] = []
         self.across: dict[nn.Module, None] = {}
+        self.plain: set[nn.Module] = set()
         self.whole: dict[str, None] = {}
+        self.agrees = False
 
     def __deepcopy__(self, _memo: object) -> PositionRanks:
         """Return the ranks for a copy of the model: process groups are not copied."""
@@ -66,13 +92,39 @@ class PositionRanks(Ranks):
         """
         if runs_in_backward() and not torch.is_grad_enabled():
             return summand
-        self.across |= dict.fromkeys(self.callers)
-        return copied(super().total(summand), self.group).clone()  # which the model may change in place
+        self.meet(*summand.shape)
+        total = copied(super().total(summand), self.group)
+        return self.met(total).clone()  # which the model may change in place
 
     def joined(self, rows: Tensor, dim: int) -> Tensor:
         """Concatenate the rows of all ranks; the backward sums the gradients of each row."""
+        self.meet(dim, *rows.shape)
+        return self.met(gathered_summed(rows, dim, self.group))
+
+    def meet(self, *facts: int) -> None:
+        """Note that positions need those of other ranks, before a collective of these facts. Where ranks agree, raise
+        `ApartError` on all of them if one comes with other facts; that is a collective."""
         self.across |= dict.fromkeys(self.callers)
-        return gathered_summed(rows, dim, self.group)
+        if not self.agrees:
+            return
+        with without_subclasses(), torch.no_grad():
+            own = torch.tensor([*facts[:_FACTS], *[0] * (_FACTS - len(facts))], device=self.ctx.device)
+            rows = gathered(own, 0, self.group).view(self.size, -1)
+            if not bool((rows == own).all()):
+                raise ApartError("ranks along cp did not compute the same")
+
+    @contextlib.contextmanager
+    def agreeing(self) -> Generator[None]:
+        """Let ranks agree before each collective, in a block."""
+        self.agrees = True
+        try:
+            yield
+        finally:
+            self.agrees = False
+
+    def met(self, output: Tensor) -> Tensor:
+        """Let ranks agree before the backward of a collective too, of which this is the output."""
+        return cast(Any, _Met).apply(output, self) if self.agrees else output
 
     def part(self, rows: Tensor, dim: int) -> PartTensor:
         """Return own positions, as `split_sequence` gives them, as a part."""
@@ -287,7 +339,6 @@ def _attended(
         )
     places = [each.division if isinstance(each, PartTensor) else None for each in (query, key, value)]
     note_attention(ranks.ctx)
-    ranks.across |= dict.fromkeys(ranks.callers)
     rows = [query.dim() - 2 if each is None else each.dim for each in places]
     is_cut = all(each is not None and each.cut == balanced(each.cut.total, ranks.size) for each in places)
     if is_cut and rows == [query.dim() - 2] * 3 and query.dim() in (3, 4):
@@ -332,5 +383,6 @@ def _across(
     q, k, v = (plain_of(each) if each.dim() == 4 else plain_of(each).unsqueeze(1) for each in (query, key, value))
     if mask is not None and mask.dim() == 3 and query.dim() == 3:
         mask = mask.unsqueeze(1)
-    out = context_attention(ranks.ctx, q, k, v, causal=is_causal, scale=scale, attn_mask=mask)
+    ranks.meet(*q.shape)
+    out = ranks.met(context_attention(ranks.ctx, q, k, v, causal=is_causal, scale=scale, attn_mask=mask))
     return make(out if query.dim() == 4 else out.squeeze(1), layout, ranks)

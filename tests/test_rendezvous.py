@@ -28,12 +28,13 @@ for turn in range(3):
 ABSENT = """
 import os, sys, time, accel
 if os.environ["RANK"] == "1":
-    time.sleep(60)
+    time.sleep(600)
+timeout_s = float(sys.argv[1])
 try:
-    with accel.session(device="cpu", timeout_s=2):
+    with accel.session(device="cpu", timeout_s=timeout_s):
         pass
 except accel.errors.PeerError as error:
-    assert "did not reach the collective within 2 s" in str(error), error
+    assert f"did not reach the collective within {timeout_s:g} s" in str(error), error
     assert "2 ranks at 127.0.0.1" in str(error), error
     sys.exit(7)
 """
@@ -41,7 +42,7 @@ except accel.errors.PeerError as error:
 
 MISSING = """
 import os, signal, sys, time, torch, accel
-how, who, most_gathered = sys.argv[1:]
+how, who, most_gathered, most_s = sys.argv[1:]
 with accel.session(device="cpu", timeout_s=2) as ctx:
     ctx.comm.most_gathered = int(most_gathered)  # in a large group, messages go between pairs
     accel.gather(ctx, torch.ones(1))
@@ -56,7 +57,7 @@ with accel.session(device="cpu", timeout_s=2) as ctx:
         accel.gather(ctx, torch.ones(1))
     except accel.errors.PeerError as error:
         assert f"rank {ctx.rank}, gather at missing.py:15 in <module>" in str(error), error
-        assert time.monotonic() - began < 2 + 10, error
+        assert time.monotonic() - began < float(most_s), error
         print("SAID", error, flush=True)
 """
 
@@ -73,7 +74,7 @@ def test_one_session_after_another(tmp_path: Path, launcher: list[str]) -> None:
 def test_a_rank_that_does_not_come_is_told_of(tmp_path: Path) -> None:
     script = tmp_path / "absent.py"
     script.write_text(ABSENT)
-    command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", "2", str(script)]
+    command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", "2", str(script), str(patience(2))]
     assert subprocess.run(command, capture_output=True, timeout=patience(120), check=False).returncode == 7
 
 
@@ -102,7 +103,7 @@ def test_a_missing_rank_is_named_by_all_others(
     port = free_port()
     common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environs = [common | {"RANK": str(rank)} for rank in range(3)]
-    with script_ranks(script, environs, how, who, most_gathered, folder=tmp_path) as ranks:
+    with script_ranks(script, environs, how, who, most_gathered, patience(12), folder=tmp_path) as ranks:
         for rank, process in enumerate(ranks):
             if rank != who:
                 assert process.wait(60) == 0, process.said()

@@ -182,7 +182,7 @@ def test_a_clean_end_is_one_line_where_there_is_something_to_say(
     assert re.sub(r"\d:\d\d:\d\d", "TIME", done.stderr) == last
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_last_line_names_the_newest_checkpoint_that_was_written_or_resumed(workspace: Workspace) -> None:
     script = workspace.write("""
         import sys, accel

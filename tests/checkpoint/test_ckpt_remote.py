@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from catching import assert_raises
 from ckpt_helpers import CPU, Cursor, Run, equal
 from ckpt_store import Breaking, Crash, Store, register
 from hypothesis import given, settings, strategies as st
@@ -372,7 +373,7 @@ def test_a_writer_that_lost_its_lock_does_not_commit_nor_delete_what_the_other_w
         return work()
 
     Store.fault = steal
-    with pytest.raises(CheckpointError, match="another writer has taken the lock"):
+    with assert_raises(CheckpointError, problem="another writer has taken the lock"):
         accel.save_state(CPU, URL, run.items(), step=2)
     Store.fault = None
     assert [name for name in names() if "step-00000002" in name] == [theirs.removeprefix("runs/demo/")]

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from hypothesis.strategies import DataObject
 from profiles import share
@@ -84,11 +85,11 @@ def test_a_model_of_the_local_cache_is_found_by_name(cache: Path, capsys: pytest
     for environ in ({"HF_HUB_CACHE": str(cache)}, {"HF_HOME": str(cache.parent)}):
         assert _estimate(capsys, "org/tiny", environ=environ)["parameters"] == 16
     assert _estimate(capsys, "org/tiny@abc", environ={"HF_HOME": str(cache.parent)})["parameters"] == 16
-    with pytest.raises(ConfigError, match=r"nor such a model.*Did you mean `org/tiny`"):
+    with assert_raises(ConfigError, problem="nor such a model", fix="Did you mean `org/tiny`"):
         run(["org/tinny"], {"HF_HUB_CACHE": str(cache)})
-    with pytest.raises(ConfigError, match=r"hf download else/where config\.json"):
+    with assert_raises(ConfigError, fix=r"hf download else/where config\.json"):
         run(["else/where"], {"HOME": str(cache)})
-    with pytest.raises(ConfigError, match=r"no such revision.*expected main, got 'v2'"):
+    with assert_raises(ConfigError, problem="no such revision", expected="main", got="'v2'"):
         run(["org/tiny@v2"], {"HF_HUB_CACHE": str(cache)})
 
 

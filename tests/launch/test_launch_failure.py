@@ -42,7 +42,7 @@ def test_the_last_output_is_the_culprits_report_once(workspace: Workspace, n: st
     *_, raised, last = done.stderr.splitlines()
     assert raised == "ValueError: bad batch"
     told = re.escape(f"exit status 1: ValueError: bad batch - at {script}:4")
-    assert re.fullmatch(rf"accel: rank {rank} failed after 0:00:\d\d, {told}", last)
+    assert re.fullmatch(rf"accel: rank {rank} failed after 0:\d\d:\d\d, {told}", last)
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.count("ValueError: bad batch") == 3  # first, in the traceback, and last
     assert "_worker" not in done.stderr

@@ -275,7 +275,7 @@ def test_a_host_that_is_cut_off_is_reported_in_time_on_both_sides(hosts: Hosts, 
     for launcher in launchers:
         status, _, err = ended(launcher, 90)
         assert status == 1
-        last = r"accel: rank \d failed after 0:00:\d\d, exit status 1: accel\.errors\.PeerError: .+"
+        last = r"accel: rank \d failed after 0:\d\d:\d\d, exit status 1: accel\.errors\.PeerError: .+"
         assert re.fullmatch(last, err.splitlines()[-1]), err
         assert re.search(r"^accel: rank \d on h\d failed: accel\.errors\.PeerError: ", err, re.M), err
         assert "accel: ranks 0 on h" in err, err

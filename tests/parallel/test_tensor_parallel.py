@@ -119,7 +119,7 @@ def test_a_shard_that_nobody_has_gathered_is_not_computed_with(ranks):
     ranks.run(rank, 4, default_group=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(max_examples=share(0.18), deadline=None)
 @given(
     mesh=st.sampled_from(["dp=2,tp=2", "dp=2,tp=4", "dp_replicate=2,dp_shard=2,tp=2", "dp=4,tp=2"]),

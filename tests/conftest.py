@@ -85,9 +85,11 @@ def _no_process_is_left() -> Iterator[None]:
     """A test that leaves a process behind fails itself, instead of one that comes later."""
     before = children()
     yield
-    if children().keys() - before:
+    after = children()
+    if after.keys() - before:
         gc.collect()  # workers of loaders end with what holds them, such as an error's traceback
-    left = {pid: line for pid, line in children().items() if pid not in before and not serves(line)}
+        after = children()
+    left = {pid: line for pid, line in after.items() if pid not in before and not serves(line)}
     assert not left, f"processes that the test has started and not waited for: {left}"
 
 

@@ -34,8 +34,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         files: list[Path] = args.files
         if not files:
-            words = ["-n", str(args.n), "--dist", "worksteal", "-m", SELECTED[run], "--record-durations"]
-            status = subprocess.call([sys.executable, "-m", "pytest", *words, f"{folder}/recorded"], cwd=HERE.parent)
+            words = ["-n", str(args.n), "--dist", "worksteal", "-m", SELECTED[run]]
+            words += ["--hypothesis-profile", "ci"] if args.slow else []  # as in .ci/run
+            command = [sys.executable, "-m", "pytest", *words, "--record-durations", f"{folder}/recorded"]
+            status = subprocess.call(command, cwd=HERE.parent)
             files = sorted(Path(folder).iterdir())
         seconds = moved_tests.recorded(files)
     found = moved_tests.move(run, seconds)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import patience
 
 from accel import devices
 
@@ -88,7 +89,9 @@ def test_a_machine_without_accelerator_computes_on_the_cpu() -> None:
 @pytest.mark.slow
 def test_a_registered_device_is_found_with_backend_memory_streams_and_autocast() -> None:
     script = Path(__file__).parent / "helpers" / "standin_device.py"
-    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=120)
+    ran = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=patience(120)
+    )
     found = json.loads(ran.stdout)
     assert "expected standin device 2 for local rank 2, got 2 visible standin devices" in found.pop("third")
     assert "got fp16 on standin:1" in found.pop("fp16")
@@ -108,7 +111,9 @@ def test_a_registered_device_is_found_with_backend_memory_streams_and_autocast()
 @pytest.mark.slow
 def test_a_loop_trains_on_a_device_that_a_package_registers_as_on_the_cpu() -> None:
     script = Path(__file__).parent / "helpers" / "standin_trains.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=patience(120), check=False
+    )
     assert done.stdout.split() == ["trained"], done.stderr[-3000:]
 
 

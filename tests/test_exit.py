@@ -114,7 +114,7 @@ def busy_machine(processes: int) -> Generator[None]:
         yield
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux")
 @pytest.mark.parametrize("group", ["opened", "adopted"])

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -93,7 +93,9 @@ def test_a_class_behind_another_librarys_is_not_taken_away(ranks):
         module = nn.Linear(2, 2)
         add_mixin([module], Plus)
         fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises(accel.errors.ConfigError, match="another library's: expected Plus in front, got FSDPLinear"):
+        with assert_raises(
+            accel.errors.ConfigError, problem="another library's", expected="Plus in front", got="FSDPLinear"
+        ):
             remove_mixin([module], Plus)
         return isinstance(module, Plus)
 

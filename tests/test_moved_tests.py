@@ -17,15 +17,19 @@ NAMES = st.builds(
 )
 
 
-@given(st.dictionaries(NAMES, st.floats(0, 3)))
-def test_a_function_spends_its_seconds_and_a_file_keeps_its_shortest_test(seconds: dict[str, float]) -> None:
-    found = moved_tests.over_budget("default", seconds)
+@pytest.mark.parametrize(("run", "end"), [("default", "["), ("slow", "::")])
+@given(data=st.data())
+def test_a_function_or_a_file_spends_its_seconds_and_a_file_keeps_its_shortest_test(
+    run: str, end: str, data: st.DataObject
+) -> None:
+    seconds = data.draw(st.dictionaries(NAMES, st.floats(0, 3 if run == "default" else 12)))
+    found = moved_tests.over_budget(run, seconds)
     left = {name: taken for name, taken in seconds.items() if name not in found}
     assert {name.split("::")[0] for name in left} == {name.split("::")[0] for name in seconds}
     assert all(taken > moved_tests.FREE for taken in found.values())
-    for function in {name.split("[")[0] for name in left}:
-        paid = [taken for name, taken in left.items() if name.split("[")[0] == function and taken > moved_tests.FREE]
-        assert len(paid) == 1 or sum(paid) <= moved_tests.BUDGETS["default"] + 1e-9
+    for payer in {name.split(end)[0] for name in left}:
+        paid = [taken for name, taken in left.items() if name.split(end)[0] == payer and taken > moved_tests.FREE]
+        assert len(paid) == 1 or sum(paid) <= moved_tests.BUDGETS[run] + 1e-9
 
 
 def test_moved_tests_are_written_in_order_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,6 +39,9 @@ def test_moved_tests_are_written_in_order_and_read_again(tmp_path: Path, monkeyp
     _ = second.write_text("1 0.010 tests/test_a.py::test_y\n")
     assert moved_tests.move("default", moved_tests.recorded([first, second])) == ["tests/test_a.py::test_x[b c]"]
     assert moved_tests.read() == {"tests/test_a.py::test_x[b c]": ("slow", 0.3)}
+
+
+MOVED = {"a::f[1]": ("slow", 2.0), "a::g[0]": ("slow", 2.0), "a::l[0]": ("nightly", 9.0)}
 
 
 class Item:
@@ -53,7 +60,7 @@ class Item:
 
 
 def test_ci_runs_a_case_of_each_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moved_tests, "read", lambda: {"a::f[1]": ("slow", 2.0), "a::g[0]": ("slow", 2.0)})
+    monkeypatch.setattr(moved_tests, "read", lambda: MOVED)
     slow = pytest.mark.slow
     items: list[Any] = [
         Item("a::f[0]"),
@@ -66,10 +73,15 @@ def test_ci_runs_a_case_of_each_function(monkeypatch: pytest.MonkeyPatch) -> Non
         Item("a::j[0]", slow, pytest.mark.kept("slow")),
         Item("a::j[1]", slow, pytest.mark.kept("slow")),
         Item("a::k[0]", slow, pytest.mark.nightly),
+        Item("a::l[0]", slow),  # moved out of CI
+        Item("a::l[1]", slow),
     ]
     moved_tests.mark(items)
     runs = [moved_tests.run_of(each) for each in items]
-    assert runs == ["default", "nightly", "slow", "slow", "nightly", "default", "slow", "slow", "slow", "nightly"]
+    assert runs == [
+        *("default", "nightly", "slow", "slow", "nightly", "default", "slow", "slow", "slow", "nightly"),
+        *("nightly", "nightly"),
+    ]
 
 
 def test_each_line_names_a_test_that_is_there() -> None:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from catching import caught
+from catching import assert_raises, caught
 from hypothesis import given, settings, strategies as st
 from profiles import share
 
@@ -35,7 +35,7 @@ def test_any_rank_is_any(ranks, flags, seed):
 
 def test_a_flag_that_is_neither_is_an_error_on_all(ranks):
     def rank(ctx):
-        with pytest.raises(PeerError, match="rank 1: RuntimeError: Boolean value of Tensor"):
+        with assert_raises(PeerError, problem="rank 1: RuntimeError: Boolean value of Tensor"):
             accel.any_rank(ctx, torch.ones(2) if ctx.rank == 1 else True)
         return accel.any_rank(ctx, torch.tensor(ctx.rank == 0))
 

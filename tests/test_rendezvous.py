@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from catching import assert_raises
 from processes import free_port, patience, script_ranks
 
 import accel
@@ -28,12 +29,13 @@ for turn in range(3):
 ABSENT = """
 import os, sys, time, accel
 if os.environ["RANK"] == "1":
-    time.sleep(60)
+    time.sleep(600)
+timeout_s = float(sys.argv[1])
 try:
-    with accel.session(device="cpu", timeout_s=2):
+    with accel.session(device="cpu", timeout_s=timeout_s):
         pass
 except accel.errors.PeerError as error:
-    assert "did not reach the collective within 2 s" in str(error), error
+    assert f"did not reach the collective within {timeout_s:g} s" in str(error), error
     assert "2 ranks at 127.0.0.1" in str(error), error
     sys.exit(7)
 """
@@ -41,7 +43,7 @@ except accel.errors.PeerError as error:
 
 MISSING = """
 import os, signal, sys, time, torch, accel
-how, who, most_gathered = sys.argv[1:]
+how, who, most_gathered, most_s = sys.argv[1:]
 with accel.session(device="cpu", timeout_s=2) as ctx:
     ctx.comm.most_gathered = int(most_gathered)  # in a large group, messages go between pairs
     accel.gather(ctx, torch.ones(1))
@@ -56,7 +58,7 @@ with accel.session(device="cpu", timeout_s=2) as ctx:
         accel.gather(ctx, torch.ones(1))
     except accel.errors.PeerError as error:
         assert f"rank {ctx.rank}, gather at missing.py:15 in <module>" in str(error), error
-        assert time.monotonic() - began < 2 + 10, error
+        assert time.monotonic() - began < float(most_s), error
         print("SAID", error, flush=True)
 """
 
@@ -73,7 +75,7 @@ def test_one_session_after_another(tmp_path: Path, launcher: list[str]) -> None:
 def test_a_rank_that_does_not_come_is_told_of(tmp_path: Path) -> None:
     script = tmp_path / "absent.py"
     script.write_text(ABSENT)
-    command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", "2", str(script)]
+    command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", "2", str(script), str(patience(2))]
     assert subprocess.run(command, capture_output=True, timeout=patience(120), check=False).returncode == 7
 
 
@@ -102,7 +104,7 @@ def test_a_missing_rank_is_named_by_all_others(
     port = free_port()
     common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environs = [common | {"RANK": str(rank)} for rank in range(3)]
-    with script_ranks(script, environs, how, who, most_gathered, folder=tmp_path) as ranks:
+    with script_ranks(script, environs, how, who, most_gathered, patience(12), folder=tmp_path) as ranks:
         for rank, process in enumerate(ranks):
             if rank != who:
                 assert process.wait(60) == 0, process.said()
@@ -180,8 +182,11 @@ def test_ranks_meet_where_the_script_says(tmp_path: Path, kind: str) -> None:
 
 def test_a_file_to_meet_in_is_of_a_folder_that_is_there() -> None:
     environ = {"RANK": "1", "WORLD_SIZE": "2"}
-    with pytest.raises(
-        accel.errors.PeerError, match=r"rank 1 cannot open the address.* /missing/store, got no folder /missing"
+    with assert_raises(
+        accel.errors.PeerError,
+        problem="rank 1 cannot open the address",
+        expected="/missing/store",
+        got="no folder /missing",
     ):
         accel.from_env(environ, init_method="file:///missing/store", device="cpu")
 
@@ -207,7 +212,7 @@ def test_what_can_be_no_name_is_refused_at_once() -> None:
 
 def test_a_name_that_is_not_known_yet_is_waited_for_aloud(capfd: pytest.CaptureFixture[str]) -> None:
     environ = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "no-such-host.invalid"}
-    with pytest.raises(accel.errors.PeerError, match=r"rank 1 cannot reach .* no-such-host\.invalid:29500"):
+    with assert_raises(accel.errors.PeerError, problem="rank 1 cannot reach", expected=r"no-such-host\.invalid:29500"):
         accel.from_env({**environ, "MASTER_PORT": "29500"}, device="cpu", timeout_s=2.5)
     said = capfd.readouterr().err
     assert said.startswith("accel: rank 1 waits for rank 0 at no-such-host.invalid:29500, up to 2.5 s: ")

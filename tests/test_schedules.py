@@ -9,6 +9,7 @@ import math
 import msgspec
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, PolynomialLR
@@ -82,7 +83,7 @@ def test_joined_pieces_meet_or_are_refused(pieces):
     if meets:
         Joined(tuple(pieces))
     else:
-        with pytest.raises(ConfigError, match="the factor jumps between two pieces"):
+        with assert_raises(ConfigError, problem="the factor jumps between two pieces"):
             Joined(tuple(pieces))
 
 

@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from processes import patience
 
 HERE = Path(__file__).parent
 QUERIES = HERE / "search_queries.txt"
@@ -47,7 +48,12 @@ def test_the_first_hit_answers_the_query(site: Path) -> None:
         pytest.skip("there is no node on this machine")
     table = accepted()
     done = subprocess.run(
-        ["node", WORKER, site], input=json.dumps([*table]), capture_output=True, text=True, timeout=120, check=True
+        ["node", WORKER, site],
+        input=json.dumps([*table]),
+        capture_output=True,
+        text=True,
+        timeout=patience(120),
+        check=True,
     )
     found = json.loads(done.stdout)
     wrong = {query: found[query][:2] for query, pages in table.items() if not {*found[query][:1]} & {*pages}}

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any, get_args
 
 import pytest
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 
@@ -154,7 +155,7 @@ def test_maps_keep_every_limit_and_refusals_name_the_smallest_that_works(case: C
     check_laws(case)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(max_examples=share(16))
 @given(cases())
 def test_the_laws_hold_of_many_models(case: Case) -> None:
@@ -251,7 +252,7 @@ def test_no_way_that_can_be_named_has_fewer_bytes_in_files(case: Case) -> None:
     check_choice(case)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(max_examples=share(24))
 @given(cases())
 def test_no_way_has_fewer_bytes_in_files_of_many_models(case: Case) -> None:
@@ -374,13 +375,13 @@ def test_limits_that_mean_nothing_or_fit_nothing_are_refused(limits: Any, option
 
 
 def test_a_model_is_described_first() -> None:
-    with pytest.raises(accel.errors.ConfigError, match=r"not a skeleton.*accel.bigmodel.describe\(model\)"):
+    with assert_raises(accel.errors.ConfigError, problem="not a skeleton", fix=r"accel.bigmodel.describe\(model\)"):
         infer_device_map(object(), {0: 1})  # type: ignore[arg-type]
 
 
 def test_bandwidths_and_segments_of_a_pass_are_checked() -> None:
     found = infer_device_map(layers(8), {0: 16 * UNIT, "disk": None})
-    with pytest.raises(accel.errors.ConfigError, match="no such segment: got 'layer'"):
+    with assert_raises(accel.errors.ConfigError, problem="no such segment", got="'layer'"):
         pass_seconds(found, {"layer": 1.0}, 1.0)
     for bandwidth in (0.0, {"cpu": 1.0}):
         with pytest.raises(accel.errors.ConfigError, match="no bandwidth"):

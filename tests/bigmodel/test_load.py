@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from safetensors.torch import save_file
 from torch import nn
 
@@ -105,7 +106,9 @@ def test_values_are_cast_and_integers_are_not(ctx: accel.DistContext, tmp_path: 
     half = Two().half()
     load_checkpoint_in_model(ctx, half, tmp_path)
     assert torch.equal(half.a, weights["a"].half())
-    with pytest.raises(ConfigError, match=r"another dtype.*expected torch\.float16, got torch\.bfloat16.*dtype=, a"):
+    with assert_raises(
+        ConfigError, problem="another dtype", expected=r"torch\.float16", got=r"torch\.bfloat16", where="dtype=, a"
+    ):
         load_checkpoint_in_model(ctx, half, tmp_path, dtype=torch.bfloat16)
 
 
@@ -153,7 +156,9 @@ def test_a_tied_tensor_with_two_values_is_refused(ctx: accel.DistContext, tmp_pa
     weights["head.weight"][3] += 1
     save_file(weights, tmp_path / "model.safetensors")
     model = empty()
-    with pytest.raises(CheckpointError, match=r"two different tensors for one that the model ties.*'embed\.weight'"):
+    with assert_raises(
+        CheckpointError, problem="two different tensors for one that the model ties", got=r"'embed\.weight'"
+    ):
         load_checkpoint_in_model(ctx, model, tmp_path)
     assert model.embed.weight.is_meta
     untied = empty(tied=False)
@@ -189,10 +194,10 @@ def test_files_that_are_no_weights_tell_how_to_get_them(
     with pytest.raises(CheckpointError, match=rf"ends before its tensors do: expected {len(whole)} bytes.*again"):
         load_checkpoint_in_model(ctx, empty(), path)
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1000\n")
-    with pytest.raises(CheckpointError, match=r"a Git LFS pointer.*git lfs pull"):
+    with assert_raises(CheckpointError, problem="a Git LFS pointer", fix="git lfs pull"):
         load_checkpoint_in_model(ctx, empty(), tmp_path)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"no weights.*snapshot_download\('some/model-1.5b'\)"):
+    with assert_raises(ConfigError, problem="no weights", fix=r"snapshot_download\('some/model-1.5b'\)"):
         load_checkpoint_in_model(ctx, empty(), "some/model-1.5b")
 
 
@@ -224,7 +229,7 @@ def test_files_of_torch_save_run_no_code(tmp_path: Path, ctx: accel.DistContext)
 def test_checkpoints_of_several_modules_name_the_one_that_is_meant(ctx: accel.DistContext, tmp_path: Path) -> None:
     items = {"first": nn.Linear(2, 2), "second": nn.Linear(2, 2)}
     accel.save_state(ctx, tmp_path, items, step=1)
-    with pytest.raises(ConfigError, match=r"which module of the checkpoint is meant.*got first, second"):
+    with assert_raises(ConfigError, problem="which module of the checkpoint is meant", got="first, second"):
         load_checkpoint_in_model(ctx, nn.Linear(2, 2), tmp_path)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from safetensors.torch import load_file, save_file
 from streamed import streamed_map
 from torch import nn
@@ -149,7 +150,7 @@ def test_a_streamed_buffer_that_is_replaced_is_kept_or_refused(tmp_path: Path) -
     with wide("disk", tmp_path) as run:
         before = run.model(x)
         run.model[0].change = replace
-        with torch.no_grad(), pytest.raises(accel.errors.StreamError, match="changed its own weights or buffers"):
+        with torch.no_grad(), assert_raises(accel.errors.StreamError, problem="changed its own weights or buffers"):
             run.model(x)
         run.model[0].change = lambda layer, x: None
         with torch.no_grad():

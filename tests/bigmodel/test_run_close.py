@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from catching import assert_raises
 from safetensors.torch import save_file
 from streamed import DEVICE, Net, make_net, streamed_map, token_ids
 from torch import nn
@@ -111,7 +112,7 @@ def test_a_value_in_place_of_a_mapped_file_has_the_dtype_of_the_map(tmp_path: Pa
 def test_a_mapped_file_of_another_dtype_is_refused(tmp_path: Path) -> None:
     save_file(make_net().state_dict(), tmp_path / "net.safetensors")
     net = accel.init_empty_weights(make_net)
-    with pytest.raises(accel.errors.ConfigError, match=r"another dtype.*expected F64, got F32") as caught:
+    with assert_raises(accel.errors.ConfigError, problem="another dtype", expected="F64", got="F32") as caught:
         accel.dispatch_model(net, _wider_map(net, "mmap"), source=tmp_path)
     assert "home 'cpu'" in str(caught.value)
 
@@ -196,8 +197,11 @@ def test_embeddings_that_cut_their_rows_stay_on_their_device() -> None:
     assert {"table.weight", "blocks.1.bag.weight"} <= fixed
     away = {segment.name: "cpu" for segment in skeleton.segments}
     runs = dict.fromkeys(away, "cpu:0")
-    with pytest.raises(
-        accel.errors.ConfigError, match=r"a segment that cannot move.*at DeviceMap\.home\['table'\].*max_norm="
+    with assert_raises(
+        accel.errors.ConfigError,
+        problem="a segment that cannot move",
+        where=r"DeviceMap\.home\['table'\]",
+        fix="max_norm=",
     ):
         accel.bigmodel.DeviceMap(skeleton=skeleton, home=away, runs=runs)
     homes = {each.name: "cpu" if each.movable else "cpu:0" for each in skeleton.segments}

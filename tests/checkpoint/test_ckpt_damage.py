@@ -387,7 +387,7 @@ def test_a_manifest_mutated_by_hypothesis_is_refused_with_a_typed_error_or_loads
     check_mutation(sealed, change)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(max_examples=share(4), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(change=mutations())
 def test_many_mutated_manifests(sealed: tuple[Path, bytes, Any], change: Callable[[Any], Any]) -> None:

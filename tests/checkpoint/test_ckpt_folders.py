@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from ckpt_helpers import CPU
 
 from accel import latest_checkpoint, load_state, save_state
@@ -262,7 +263,7 @@ def test_two_writers_at_once_never_mix_and_readers_never_notice(tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["step-00000001", "step-00000001.old-abc"])
 def test_a_runs_folder_with_the_name_of_a_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=r"Pass the folder above it, or rename it") as caught:
+    with assert_raises(ConfigError, fix="Pass the folder above it, or rename it") as caught:
         save_state(CPU, tmp_path / name, {"value": 1}, step=1)
     assert caught.value.where == "save_state, out="
     assert not (tmp_path / name).exists()

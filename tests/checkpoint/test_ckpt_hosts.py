@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from ckpt_helpers import CPU, equal
 from ckpt_meshes import Layout, build, state, step
 from hypothesis import given, strategies as st
@@ -120,7 +121,9 @@ def test_the_folders_of_all_hosts_copied_together_are_a_whole_checkpoint(ranks: 
     model, optimizer = build(PLAIN, seed=7)
     items = {"model": model, "optimizer": optimizer, "number": 0, "of_rank": None}
     first, second = (tmp_path / f"host-{host}/run/step-00000000" for host in (0, 1))
-    with pytest.raises(CheckpointError, match=r"tensors-0000[23]-of-00004.safetensors: in the folder of node 1 \(.+\)"):
+    with assert_raises(
+        CheckpointError, problem=r"tensors-0000[23]-of-00004.safetensors: in the folder of node 1 \(.+\)"
+    ):
         _ = accel.load_state(CPU, first, items)
     for file in second.glob("*.safetensors"):
         shutil.copy(file, first)
@@ -131,7 +134,7 @@ def test_the_folders_of_all_hosts_copied_together_are_a_whole_checkpoint(ranks: 
 def test_ranks_on_other_hosts_than_those_that_saved_are_told_whose_part_is_missing(ranks: Any, tmp_path: Path) -> None:
     trainer = Trainer(ranks, tmp_path, FSDP)
     _ = trainer.save([0])
-    with pytest.raises(CheckpointError, match=r"in the folder of node [01] \(.+\), not in this host's"):
+    with assert_raises(CheckpointError, got=r"in the folder of node [01] \(.+\), not in this host's"):
         _ = trainer.load(hosts=(1, 1, 0, 0))
 
 
@@ -200,19 +203,19 @@ def test_a_host_that_lacks_its_part_is_named(ranks: Any, tmp_path: Path) -> None
     tensors.write_bytes(tensors.read_bytes()[:-1] + bytes([tensors.read_bytes()[-1] ^ 1]))
     assert {name for _, _, name in trainer.load()} == {"step-00000000"}, "damage on one host takes the checkpoint out"
     shutil.rmtree(tmp_path / "host-1/run/step-00000000")
-    with pytest.raises(CheckpointError, match=r"no checkpoint of this run can be loaded.*damaged"):
+    with assert_raises(CheckpointError, problem="no checkpoint of this run can be loaded", got="damaged"):
         _ = trainer.load()
     shutil.rmtree(tmp_path / "host-1")
     for at in ("", "step-00000001"):
-        with pytest.raises(CheckpointError, match=r"got node 0 \(.+\): step-00000001.*; node 1 \(.+\): none"):
+        with assert_raises(CheckpointError, got=r"node 0 \(.+\): step-00000001.*; node 1 \(.+\): none"):
             _ = trainer.load(at=at)
 
 
 def test_what_hosts_cannot_do_is_refused(tmp_path: Path) -> None:
     place = accel.checkpoint.HostFolder(tmp_path)
-    with pytest.raises(ConfigError, match="in the background into a folder of each host"):
+    with assert_raises(ConfigError, problem="in the background into a folder of each host"):
         _ = accel.save_state(CPU, place, {"a": 1}, step=0, mode="async")
-    with pytest.raises(ConfigError, match="a URL as a folder of each host"):
+    with assert_raises(ConfigError, problem="a URL as a folder of each host"):
         _ = accel.save_state(CPU, accel.checkpoint.HostFolder("memory://bucket/run"), {"a": 1}, step=0)
     path = accel.save_state(CPU, place, {"a": 1}, step=0)
     assert accel.load_state(CPU, place, {"a": 0})["a"] == 1
@@ -221,7 +224,7 @@ def test_what_hosts_cannot_do_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", [3, None, b"run", ""])
 def test_a_host_folder_needs_a_path(path: Any) -> None:
-    with pytest.raises(ConfigError, match=r"expected the path of a folder, got .* - at HostFolder"):
+    with assert_raises(ConfigError, expected="the path of a folder", where="HostFolder"):
         accel.checkpoint.HostFolder(path)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from catching import assert_raises
 from ckpt_helpers import CPU
 from torch import nn
 
@@ -118,7 +119,7 @@ def test_a_run_of_damaged_checkpoints_is_an_error_that_lists_them_and_changes_no
     damage(tmp_path / "step-00000001")
     (tmp_path / "step-00000002" / "manifest.json").write_text("{}")
     torch.nn.init.zeros_(model.weight)
-    with pytest.raises(CheckpointError, match="no checkpoint of this run can be loaded") as caught:
+    with assert_raises(CheckpointError, problem="no checkpoint of this run can be loaded") as caught:
         load_state(CPU, tmp_path, {"model": model})
     assert "step-00000001: " in caught.value.got
     assert "step-00000002: " in caught.value.got
@@ -238,7 +239,7 @@ def test_a_reader_beside_a_writer_always_loads(
     assert not failures
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_thousand_loads_beside_a_writer_all_succeed(keep: int, world: int, tmp_path: Path) -> None:

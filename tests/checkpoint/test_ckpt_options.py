@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from catching import assert_raises
 from ckpt_helpers import CPU, Cursor, Run, equal, network
 from steps import begin_batch
 from torch import nn
@@ -35,7 +36,7 @@ def test_what_fits_is_loaded_and_what_does_not_is_told(tmp_path: Path, caplog: p
     sgd = torch.optim.SGD(other.model.parameters(), lr=0.3)
     items = {"model": other.model, "optimizer": sgd, "cursor": 7, "more": Cursor(3)}
     before = [each.clone() for each in other.model[4].parameters()]
-    with pytest.raises(CheckpointError, match="strict=False to load what fits"):
+    with assert_raises(CheckpointError, fix="strict=False to load what fits"):
         accel.load_state(CPU, path, items)
     with caplog.at_level(logging.WARNING, "accel.checkpoint"):
         loaded = accel.load_state(CPU, path, items, strict=False)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from catching import assert_raises
 from torch import nn
 from torch.optim import Optimizer
 
@@ -269,8 +270,8 @@ def test_a_form_of_its_own_is_refused_for_sharded_parameters(tmp_path: Path) -> 
     def run(ctx: accel.DistContext) -> str:
         ctx = accel.replace(ctx, strategy="fsdp")
         model = accel.prepare(ctx, nn.Linear(4, 2))
-        with pytest.raises(
-            CheckpointError, match=r"not in torch's form.*got sharded parameters.*strategy=\"ddp\""
+        with assert_raises(
+            CheckpointError, problem="not in torch's form", got="sharded parameters", fix=r"strategy=\"ddp\""
         ) as caught:
             accel.save_state(
                 ctx, tmp_path / "run", {"model": model, "o": Lookahead(model.parameters(), lr=0.1)}, step=1
@@ -344,7 +345,9 @@ def test_an_object_of_an_unknown_class_is_refused_by_name(tmp_path: Path, monkey
     before = copy.deepcopy(optimizer.state_dict())
     for broken in (None, Slotted, type("Closing", (), {"__del__": lambda _: None})):
         monkeypatch.setattr(sys.modules[__name__], "Basis", broken)
-        with pytest.raises(CheckpointError, match=r"a class that is not known.*a class Basis in the module"):
+        with assert_raises(
+            CheckpointError, problem="a class that is not known", expected="a class Basis in the module"
+        ):
             accel.load_state(ctx, path, {"model": model, "optimizer": optimizer})
     assert _plain(optimizer.state_dict()) == _plain(before)
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from catching import assert_raises
 from ckpt_helpers import CPU, Window
 from hypothesis import given, strategies as st
 
@@ -148,7 +149,7 @@ def test_a_train_state_is_saved_after_a_step_at_any_depth(tmp_path: Path) -> Non
 
 def test_a_record_in_a_value_without_a_live_one_of_its_class_is_refused_with_what_to_pass(tmp_path: Path) -> None:
     path = accel.save_state(CPU, tmp_path, {"runs": {"a": [accel.train_state(CPU)]}, "count": 1}, step=1)
-    with pytest.raises(CheckpointError, match="a live TrainState in its place or as an item") as caught:
+    with assert_raises(CheckpointError, problem="a live TrainState in its place or as an item") as caught:
         accel.load_state(CPU, path, {"runs": {}, "count": 0})
     assert "runs.a[0]" in str(caught.value)
     assert "count" not in caught.value.problem

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 
@@ -64,7 +65,9 @@ def test_a_divided_state_loads_on_any_number_of_ranks(
 def test_what_no_rank_loads_and_what_is_not_stored_are_named(tmp_path: Path) -> None:
     ctx = accel.single()
     path = accel.save_state(ctx, tmp_path, {"named": accel.items.Part(Named(range(3)))}, step=1)
-    with pytest.raises(accel.errors.CheckpointError, match=r"in no rank's part:\n  named.s.2\n  named.t.2"):
+    with assert_raises(accel.errors.CheckpointError, problem=r"in no rank's part:\n  named.s.2\n  named.t.2"):
         accel.load_state(ctx, path, {"named": accel.items.Part(Named(range(2)))})
-    with pytest.raises(accel.errors.CheckpointError, match=r"missing in the checkpoint:\n    named.s.3\n    named.t.3"):
+    with assert_raises(
+        accel.errors.CheckpointError, problem=r"missing in the checkpoint:\n    named.s.3\n    named.t.3"
+    ):
         accel.load_state(ctx, path, {"named": accel.items.Part(Named(range(4)))})

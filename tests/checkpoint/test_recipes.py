@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 
@@ -114,7 +115,7 @@ def test_unequal_parts_of_a_concat_must_be_told_as_the_way_back_divides_them() -
     tensors = {name: torch.arange(rows * 2).reshape(rows, 2) for name, rows in (("q", 4), ("k", 2), ("v", 2))}
     parts = ("q", "k", "v")
     for sizes in ((), (2, 4, 2)):
-        with pytest.raises(CheckpointError, match=r"sources of sizes \[4, 2, 2\] along 0 need sizes=\(4, 2, 2\)"):
+        with assert_raises(CheckpointError, problem=r"sources of sizes \[4, 2, 2\] along 0 need sizes=\(4, 2, 2\)"):
             apply_recipes(stored(tensors), [Recipe("concat", parts, "qkv", sizes=sizes)], "here")
     recipes = [Recipe("concat", parts, "qkv", sizes=(4, 2, 2))]
     made = apply_recipes(stored(tensors), recipes, "here")

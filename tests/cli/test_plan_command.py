@@ -111,7 +111,7 @@ def test_the_stages_of_the_first_mesh_with_pp_are_shown(folder: Path, capsys: py
     assert "Stages of" not in asked(capsys, ".", "--ranks", "8", "--memory", "80GB", "--top", "1")[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_stages_are_those_of_a_record(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     words = (".", "--ranks", "16", "--memory", "80GB", "--batch", "256", "--link", "20GB,1GB", "--host", "2", "--json")

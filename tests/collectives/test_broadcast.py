@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 
@@ -44,7 +45,7 @@ def test_an_empty_tensor_of_any_strides_is_sent_beside_a_large_one(ranks):
 
 def test_a_source_without_a_rank_is_refused_on_every_rank(ranks):
     def rank(ctx):
-        with pytest.raises(ConfigError, match="no such rank: expected 0 to 2, got 3 - at broadcast, src="):
+        with assert_raises(ConfigError, problem="no such rank", expected="0 to 2", got="3", where="broadcast, src="):
             accel.broadcast(ctx, torch.ones(1), src=3 if ctx.rank == 1 else 0)
         return True
 

@@ -7,6 +7,7 @@ from collections import UserDict, deque
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 
@@ -80,7 +81,7 @@ def test_a_failing_container_on_one_rank_is_an_error_on_all(ranks):
 def test_another_class_than_the_old_one_is_refused():
     lossy = Container(UserDict, take_apart=dict, put_together=lambda old, children: children)
     ctx = accel.replace(accel.single(), containers=[lossy])
-    with pytest.raises(TreeError, match=r"expected UserDict, got dict - at \$\.x.*put_together for UserDict"):
+    with assert_raises(TreeError, expected="UserDict", got="dict", where=r"\$\.x", fix="put_together for UserDict"):
         accel.gather(ctx, {"x": UserDict(a=torch.ones(1))})
 
 

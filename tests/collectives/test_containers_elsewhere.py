@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
+from catching import assert_raises
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -49,7 +50,7 @@ def test_batches_hold_them_and_their_metrics_are_gathered(ranks):
         return sorted(torch.cat([each["ids"] for each in found]).tolist())
 
     assert ranks.run(lambda ctx: rank(ctx, KNOWN), 2) == [list(range(5))] * 2
-    with pytest.raises(TreeError, match="got Encoding"):
+    with assert_raises(TreeError, got="Encoding"):
         rank(accel.single(), [])
 
 
@@ -74,7 +75,7 @@ def test_batches_of_streams_hold_them(ranks, whole):
     assert ranks.run(lambda ctx: rank(ctx, KNOWN), 2) == [[([0, 1], 2), ([2], 1)]] * 2
     if whole:
         return  # torch's loader has made a dict of what it could not call with one
-    with pytest.raises(TreeError, match="got Encoding"):
+    with assert_raises(TreeError, got="Encoding"):
         rank(accel.single(), [])
 
 
@@ -82,7 +83,7 @@ def test_they_move_to_a_device():
     moved = to_device([Encoding(x=torch.ones(2))], torch.device("meta"), KNOWN)
     assert type(moved[0]) is Encoding
     assert moved[0]["x"].device.type == "meta"
-    with pytest.raises(TreeError, match=r"got Encoding - at \$\[0\]"):
+    with assert_raises(TreeError, got="Encoding", where=r"\$\[0\]"):
         to_device([Encoding(x=torch.ones(2))], torch.device("meta"))
 
 

@@ -57,7 +57,7 @@ class Terminal:
 
     def wait_for(self, text: str) -> None:
         """Read until a text has come since the last time."""
-        end = time.monotonic() + 10
+        end = time.monotonic() + patience(10)
         fresh = ""
         while text not in fresh:
             assert select.select([self.fd], [], [], max(0, end - time.monotonic()))[0], f"{text!r} not in {fresh!r}"

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
@@ -310,11 +311,11 @@ def test_iterating_what_is_not_meant_to_be_is_refused_with_the_way_out():
     loader = accel.prepare_loader(ctx, DataLoader(DATA))
     with pytest.raises(DataError, match=r"accel.batches"):
         iter(loader)
-    with pytest.raises(DataError, match=r"got DataLoader.*prepare_loader"):
+    with assert_raises(DataError, got="DataLoader", fix="prepare_loader"):
         next(accel.batches(ctx, DataLoader(DATA), Cursor()))
     with pytest.raises(DataError, match=r"rank 1 of 2.*rank 0 of 1"):
         next(accel.batches(_context(1, 2), loader, Cursor()))
-    with pytest.raises(DataError, match=r"not a cursor: expected accel.Cursor\(seed=, epoch=\).*got 3"):
+    with assert_raises(DataError, problem="not a cursor", expected=r"accel.Cursor\(seed=, epoch=\)", got="3"):
         next(accel.batches(ctx, loader, 3))
     with pytest.raises(DataError, match="10 consumed"):
         next(accel.batches(ctx, loader, Cursor(consumed=10)))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from torch.utils.data import DataLoader, IterableDataset
@@ -61,7 +62,9 @@ def test_every_sample_once_and_the_rest_after_a_resume(ranks, mode, workers, shu
 
 def test_fewer_sources_than_ranks_are_refused(ranks):
     def rank(ctx):
-        with pytest.raises(DataError, match=r"fewer source shards than ranks: expected at least 3, got num_shards=2"):
+        with assert_raises(
+            DataError, problem="fewer source shards than ranks", expected="at least 3", got="num_shards=2"
+        ):
             accel.prepare_loader(ctx, DataLoader(_stream(2)), stream="shards")
         return True
 

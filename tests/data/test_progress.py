@@ -10,6 +10,7 @@ import re
 
 import pytest
 import torch
+from catching import assert_raises
 from torch.utils.data import DataLoader
 
 import accel
@@ -140,5 +141,7 @@ def test_a_value_that_is_no_number_is_named(value, got):
 
 def test_other_things_than_batches_are_refused():
     ctx = accel.single()
-    with pytest.raises(accel.errors.ConfigError, match=r"expected accel\.batches.*got int - at progress.*tqdm\(things"):
+    with assert_raises(
+        accel.errors.ConfigError, expected=r"accel\.batches", got="int", where="progress", fix=r"tqdm\(things"
+    ):
         list(accel.data.progress(ctx, range(3), file=io.StringIO()))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 import pytest
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from stream_helpers import Stateful, Stream, make_loader, on_nodes, seen
@@ -338,7 +339,7 @@ def test_a_cursor_of_a_stream_fits_no_data_with_positions():
     ctx = accel.single()
     cursor = _run(ctx, Cursor())[0].next
     loader = accel.prepare_loader(ctx, DataLoader(range(23), batch_size=2))
-    with pytest.raises(DataError, match="got a stream"):
+    with assert_raises(DataError, got="a stream"):
         next(accel.batches(ctx, loader, cursor))
 
 
@@ -352,7 +353,7 @@ def test_a_state_that_cannot_be_stored_is_named_when_it_is_saved(ranks, tmp_path
 
     def rank(ctx):
         cursor = _run(ctx, Cursor(), Odd, mode="shards")[0].next
-        with pytest.raises(CheckpointError, match=r"cannot be stored.*cursor\.stream.*state\.seen"):
+        with assert_raises(CheckpointError, problem="cannot be stored", where=r"cursor\.stream.*state\.seen"):
             accel.save_state(ctx, tmp_path, {"cursor": cursor}, step=1)
         return accel.latest_checkpoint(tmp_path) is None
 

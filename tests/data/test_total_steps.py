@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, strategies as st
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -50,19 +51,23 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         accel.total_steps(loader, accumulation=0)
     with pytest.raises(accel.errors.ConfigError, match=r"at total_steps\(epochs=\)"):
         accel.total_steps(loader, epochs=1.5)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(accel.errors.ConfigError, match=r"expected total_steps\(loader, ctx=ctx, \.\.\.\)"):
+    with assert_raises(accel.errors.ConfigError, expected=r"total_steps\(loader, ctx=ctx, \.\.\.\)"):
         accel.total_steps(plain)
-    with pytest.raises(accel.errors.ConfigError, match=r"not a context.*got int - at total_steps\(ctx=\)"):
+    with assert_raises(accel.errors.ConfigError, problem="not a context", got="int", where=r"total_steps\(ctx=\)"):
         accel.total_steps(plain, ctx=5)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(accel.errors.ConfigError, match=r"cut already.*got ctx=, global_batch=.*Leave them out"):
+    with assert_raises(
+        accel.errors.ConfigError, problem="cut already", got="ctx=, global_batch=", fix="Leave them out"
+    ):
         accel.total_steps(loader, ctx=accel.single(), global_batch=4)
-    with pytest.raises(accel.errors.DataError, match=r"expected steps=.*accel\.total_steps\(loader, steps=1000"):
+    with assert_raises(accel.errors.DataError, expected="steps=", fix=r"accel\.total_steps\(loader, steps=1000"):
         accel.total_steps(DataLoader(Endless()), ctx=accel.single())
-    with pytest.raises(accel.errors.ConfigError, match=r"knows its steps.*expected 4 batches.*got steps=5.*Leave"):
+    with assert_raises(
+        accel.errors.ConfigError, problem="knows its steps", expected="4 batches", got="steps=5", fix="Leave"
+    ):
         accel.total_steps(loader, steps=5)
     with pytest.raises(accel.errors.ConfigError, match=r"at total_steps\(steps=\)"):
         accel.total_steps(loader, steps=0)
-    with pytest.raises(accel.errors.DataError, match=r"from accel\.prepare_loader, or torch's DataLoader"):
+    with assert_raises(accel.errors.DataError, expected=r"from accel\.prepare_loader, or torch's DataLoader"):
         accel.total_steps([1, 2])  # pyright: ignore[reportArgumentType]
 
 

@@ -98,6 +98,7 @@ class TestRun:
         assert "gradient_accumulation_steps: 4" in found["4"]
         assert "gradient_accumulation_steps: 4" in found["4 in a context of 2"]
 
+    @pytest.mark.nightly
     def test_killed_runs_go_on_with_the_same_bits_and_on_one_process(self, run: Any) -> None:
         with ThreadPoolExecutor() as pool:
             pair, alone = pool.map(lambda processes: launch(processes, "resumed", run[1], status=0), (2, 1))
@@ -128,7 +129,7 @@ def test_what_is_used_beside_documented_calls_is_there() -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 def test_the_trainable_part_alone_goes_on_at_every_stage(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
@@ -148,7 +149,7 @@ def test_whole_weights_are_the_live_ones_however_deepspeed_arranges_them(tmp_pat
 
 
 @pytest.mark.engine
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 def test_optimizers_of_several_groups_are_saved_and_go_on_at_every_stage(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")

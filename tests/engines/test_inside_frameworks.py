@@ -44,6 +44,7 @@ def test_a_script_runs_on_two_processes(name: str, tmp_path: Path, monkeypatch: 
     assert not re.search(PRINTED[name], said[1], flags=re.M), said[1]
 
 
+@pytest.mark.nightly
 def test_ray_train_opens_the_group(tmp_path: Path) -> None:
     pytest.importorskip(NEEDS["raytrain"])
     script = tmp_path / "raytrain.py"

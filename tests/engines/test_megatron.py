@@ -83,6 +83,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been_killed(runs: Path, layout: s
         assert torch.equal(tensor, other[name]), name
 
 
+@pytest.mark.nightly
 def test_momentum_goes_on(tmp_path: Path) -> None:
     done = launch("sgd", tmp_path, 1)
     assert done.returncode == 0, done.stderr

@@ -92,6 +92,7 @@ def test_a_stop_request_reaches_all_ranks_at_one_step(cluster: Any, tmp_path: Pa
     assert heard == [signal.SIGTERM]
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("default")
 @tried_again
 def test_the_example_trains_and_tries_again(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

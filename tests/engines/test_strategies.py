@@ -41,7 +41,7 @@ def check(figures: dict[str, Any], strategies: str) -> None:
         assert curve == pytest.approx(figures["after"][f"{first} {first}"], rel=LOSSES), pair
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.engine
 @pytest.mark.multiprocess
 def test_strategies_train_alike_and_load_each_others_checkpoints(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from hypothesis.strategies import DataObject
 from profiles import share
@@ -84,11 +85,11 @@ def test_a_model_of_the_local_cache_is_found_by_name(cache: Path, capsys: pytest
     for environ in ({"HF_HUB_CACHE": str(cache)}, {"HF_HOME": str(cache.parent)}):
         assert _estimate(capsys, "org/tiny", environ=environ)["parameters"] == 16
     assert _estimate(capsys, "org/tiny@abc", environ={"HF_HOME": str(cache.parent)})["parameters"] == 16
-    with pytest.raises(ConfigError, match=r"nor such a model.*Did you mean `org/tiny`"):
+    with assert_raises(ConfigError, problem="nor such a model", fix="Did you mean `org/tiny`"):
         run(["org/tinny"], {"HF_HUB_CACHE": str(cache)})
-    with pytest.raises(ConfigError, match=r"hf download else/where config\.json"):
+    with assert_raises(ConfigError, fix=r"hf download else/where config\.json"):
         run(["else/where"], {"HOME": str(cache)})
-    with pytest.raises(ConfigError, match=r"no such revision.*expected main, got 'v2'"):
+    with assert_raises(ConfigError, problem="no such revision", expected="main", got="'v2'"):
         run(["org/tiny@v2"], {"HF_HUB_CACHE": str(cache)})
 
 
@@ -202,11 +203,11 @@ def test_absurd_values_of_a_configuration_are_typed_errors_in_little_time(
     part[name] = data.draw(st.sampled_from(_ABSURD))
     path = tmp_path_factory.getbasetemp() / "config.json"
     path.write_text(json.dumps(fields))
-    began = time.monotonic()
+    began = time.thread_time()
     with pytest.MonkeyPatch.context() as patched, suppress(AccelError):
         patched.setattr(_build, "find_spec", lambda _: None)  # no fallback to transformers
         assert from_config(path).count > 0
-    assert time.monotonic() - began < 5
+    assert time.thread_time() - began < 5  # CPU seconds; a hundredth of them as measured
 
 
 @pytest.mark.parametrize("value", [-5, 0, 10**6, 10**20, 2.0])

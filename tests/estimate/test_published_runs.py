@@ -271,7 +271,7 @@ def test_the_memory_of_a_published_run_is_that_of_a_fake_rank(name: str, monkeyp
         assert estimate == pytest.approx(peak, rel=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_so_it_is_with_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     run = RUNS["mpt 7b, 2048 tokens"]
     estimate, peak = on_fake_ranks(monkeypatch, run, run.step, run.model.layers)

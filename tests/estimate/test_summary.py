@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from torch import nn
@@ -69,7 +70,7 @@ def _all_of(net: Net) -> dict[str, Any]:
     return {"tensors": tensors, "values": values, "modules": modules, "grads": grads, "seen": net.seen, "at": net.cache}
 
 
-@settings(deadline=None, max_examples=share(0.5))
+@settings(deadline=None, max_examples=share(0.3))
 @given(net=nets(), rows=st.integers(2, 4), depth=st.none() | st.integers(0, 3))
 def test_it_counts_each_tensor_once_and_changes_nothing(net: Net, rows: int, depth: int | None) -> None:
     called: list[str] = []
@@ -94,7 +95,7 @@ def test_it_counts_each_tensor_once_and_changes_nothing(net: Net, rows: int, dep
     assert random.getstate() == streams[1]
 
 
-@settings(deadline=None, max_examples=share(0.3))
+@settings(deadline=None, max_examples=share(0.2))
 @given(net=nets(), rows=st.integers(2, 4))
 def test_activations_are_those_of_the_estimate_and_add_up(net: Net, rows: int) -> None:
     ids = Input((rows, 7), "int64")
@@ -136,8 +137,8 @@ def test_the_table_folds_equal_blocks_and_shows_columns_that_matter() -> None:
 
 def test_lazy_modules_take_their_shapes_from_inputs_and_stay_lazy() -> None:
     net = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
-    with pytest.raises(
-        ConfigError, match=r"LazyLinear without a call - at summary, 0.weight.*summary\(model, inputs\)"
+    with assert_raises(
+        ConfigError, got="LazyLinear without a call", where="summary, 0.weight", fix=r"summary\(model, inputs\)"
     ):
         summary(net)
     found = summary(net, torch.zeros(4, 3))

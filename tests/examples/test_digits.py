@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from processes import job, patience, script_ranks, wait_for
 
 import accel
@@ -162,12 +163,14 @@ def test_a_missing_package_is_named_before_training(
     digits: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(accel.errors.MissingExtraError, match=r"scikit-learn.*pip install 'accel-torch\[examples\]'"):
+    with assert_raises(
+        accel.errors.MissingExtraError, problem="scikit-learn", fix=r"pip install 'accel-torch\[examples\]'"
+    ):
         digits.main(accel.single(), digits.Settings(out=str(tmp_path)))
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 def test_two_processes_reach_97_percent(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", "2"]
@@ -182,7 +185,7 @@ def test_two_processes_reach_97_percent(tmp_path: Path) -> None:
     assert "[rank 1]" not in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 def test_a_run_killed_in_an_epoch_ends_as_one_never_killed(digits: ModuleType, tmp_path: Path) -> None:
     flags = ("--epochs", 3, "--save-every", 5, "--out")

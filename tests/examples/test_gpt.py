@@ -139,7 +139,7 @@ ON_MESHES = [(MODELS[(at + later) % 5], *mesh) for at, mesh in enumerate(MESHES)
 OF_EXPERTS = (("mixtral", Axes(tp=2, ep=2), "ddp"), ("mixtral", Axes(dp=2, tp=2, ep=4), "fsdp"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "axes", "strategy"), [*ON_MESHES, *OF_EXPERTS], ids=str)
 def test_models_train_alike_on_every_mesh(losses: Losses, name: str, axes: Axes, strategy: str) -> None:

@@ -1,9 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors as values, so that a test compares those of several ranks."""
+"""Errors as values, so that a test compares those of several ranks; and errors by their fields."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import pytest
+
+from accel.errors import AccelError
+
+Raised = TypeVar("Raised", bound=AccelError)
 
 
 def caught(function: Callable[..., object], *args: object) -> BaseException | None:
@@ -13,3 +22,12 @@ def caught(function: Callable[..., object], *args: object) -> BaseException | No
     except Exception as error:
         return error
     return None
+
+
+@contextmanager
+def assert_raises(kind: type[Raised], **fields: str) -> Generator[pytest.ExceptionInfo[Raised]]:
+    """Expect an error in the block; its fields `problem`, `expected`, `got`, `where` and `fix` match these patterns."""
+    with pytest.raises(kind) as info:
+        yield info
+    found = {name: str(getattr(info.value, name)) for name in fields}
+    assert not [name for name in fields if not re.search(fields[name], found[name])], f"of {fields}, got {found}"

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many examples Hypothesis draws: the default tests few, CI's slow tests more, the nightly run ten times those."""
+"""How many examples Hypothesis draws: the default tests few, CI's slow tests some more, the nightly run 500."""
 
 from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 
-COUNTS = {"quick": 25, "ci": 50, "nightly": 500}
+COUNTS = {"quick": 20, "ci": 25, "nightly": 500}
 
 
 def load() -> None:

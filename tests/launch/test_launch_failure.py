@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from launching import HERE, Workspace, alive
-from processes import wait_for
+from processes import patience, wait_for
 
 from accel.launching.local._children import Children
 from accel.launching.local._launch_plan import LaunchPlan, ProcessPlan
@@ -42,7 +42,7 @@ def test_the_last_output_is_the_culprits_report_once(workspace: Workspace, n: st
     *_, raised, last = done.stderr.splitlines()
     assert raised == "ValueError: bad batch"
     told = re.escape(f"exit status 1: ValueError: bad batch - at {script}:4")
-    assert re.fullmatch(rf"accel: rank {rank} failed after 0:00:\d\d, {told}", last)
+    assert re.fullmatch(rf"accel: rank {rank} failed after 0:\d\d:\d\d, {told}", last)
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.count("ValueError: bad batch") == 3  # first, in the traceback, and last
     assert "_worker" not in done.stderr
@@ -138,7 +138,7 @@ time.sleep(60)
 """)
     began = time.monotonic()
     done = workspace.accel("launch", "--nproc-per-node", "2", script)
-    assert time.monotonic() - began < 10  # 3 where nothing else computes
+    assert time.monotonic() - began < patience(10)  # 3 where nothing else computes
     assert done.returncode == 1
     assert done.stderr.startswith("accel: rank 0 failed: ValueError: first")
     wait_for(lambda: not any(map(alive, workspace.pids(3))), seconds=2)
@@ -182,7 +182,7 @@ def test_a_clean_end_is_one_line_where_there_is_something_to_say(
     assert re.sub(r"\d:\d\d:\d\d", "TIME", done.stderr) == last
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_last_line_names_the_newest_checkpoint_that_was_written_or_resumed(workspace: Workspace) -> None:
     script = workspace.write("""
         import sys, accel

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from launching import Workspace, alive
 from processes import patience, wait_for
 
@@ -155,9 +156,9 @@ assert "torch" not in sys.modules
 
 
 def test_settings_without_effect_are_refused() -> None:
-    with pytest.raises(accel.errors.ConfigError, match="launched on this machine: expected nnodes=1"):
+    with assert_raises(accel.errors.ConfigError, problem="launched on this machine", expected="nnodes=1"):
         accel.launch(total, config=LaunchConfig(nnodes=2, rdzv_endpoint="a:1"))
-    with pytest.raises(accel.errors.ConfigError, match="start once: expected max_restarts=0"):
+    with assert_raises(accel.errors.ConfigError, problem="start once", expected="max_restarts=0"):
         launch_placed(
             total, (), nproc=1, config=LaunchConfig(max_restarts=1), place=lambda _config, _call: nullcontext()
         )
@@ -172,11 +173,13 @@ def test_ranks_that_start_again_leave_nothing_of_the_last_time(tmp_path: Path) -
 
 
 def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:
-    with pytest.raises(accel.errors.ConfigError, match=r"nothing to launch: expected a function, got 'train.py'"):
+    with assert_raises(accel.errors.ConfigError, problem="nothing to launch", expected="a function", got="'train.py'"):
         _ = accel.launch("train.py", nproc=2)  # type: ignore[arg-type]
     with pytest.raises(accel.errors.ConfigError, match=r"Write \(3,\) for one argument"):
         _ = accel.launch(print, 3, nproc=2)  # type: ignore[arg-type]
-    with pytest.raises(accel.errors.ConfigError, match=r"cannot be pickled: got tuple.*the function to launch"):
+    with assert_raises(
+        accel.errors.ConfigError, problem="cannot be pickled", got="tuple", where="the function to launch"
+    ):
         accel.debug_launcher(total, (threading.Lock(),))
 
 

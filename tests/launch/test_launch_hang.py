@@ -227,7 +227,7 @@ def load():
     while time.monotonic() < end:
         time.sleep(0.1)
 print("begins", flush=True)
-end = time.monotonic() + 2.5
+end = time.monotonic() + {patience(2.5)}
 load()
 print("ends", flush=True)
 """)
@@ -270,7 +270,7 @@ def test_who_waits_in_which_collective_is_told_with_the_last_one_of_who_does_not
             accel.wait_for_everyone(ctx)
             print("begins", flush=True)
             if ctx.rank == 1:
-                time.sleep(4)
+                time.sleep({patience(4)})
             {call}
     """)
     done = workspace.accel("launch", "--cpu", "--nproc-per-node", "2", "--hang-timeout-s", "1.5", script)

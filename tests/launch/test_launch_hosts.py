@@ -61,7 +61,7 @@ def words(*flags: object, endpoint: str = "h0:29400") -> list[object]:
 
 
 def ended(popen: subprocess.Popen[str], seconds: float = 240) -> tuple[int, str, str]:
-    out, err = popen.communicate(timeout=seconds)
+    out, err = popen.communicate(timeout=patience(seconds))
     return popen.returncode, out, err
 
 
@@ -158,7 +158,7 @@ def test_hosts_that_were_told_different_things_are_named_before_anything_starts(
     assert not (workspace.folder / "ran").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_late_host_that_does_not_fit_is_refused_and_the_others_go_on(workspace: Workspace) -> None:
     script, changed = workspace.write(STEPPING), workspace.write(STEPPING + "# changed\n", "changed.py")
     elastic = ("--nnodes", "1:2", "--rdzv-last-call-s", 2, "--max-restarts", 3)
@@ -200,13 +200,14 @@ def test_a_port_that_something_else_has_is_told(workspace: Workspace) -> None:
 def test_a_signal_while_hosts_are_awaited_ends_the_launch(workspace: Workspace) -> None:
     flags = words("--nnodes", 2, endpoint=here())[len(ACCEL) :]
     launcher = workspace.start(*map(str, flags), workspace.write(""))
-    time.sleep(4)
+    assert launcher.stderr is not None
+    assert any(line.startswith("accel: waiting for other hosts") for line in launcher.stderr)
     launcher.terminate()
     status, _, err = ended(launcher, 10)
     assert (status, err.splitlines()[-1]) == (143, "accel: stopped by SIGTERM")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("leaves", "named"),
     [
@@ -252,7 +253,7 @@ def test_a_signal_that_comes_before_the_agent_waits_for_hosts_is_not_lost(worksp
     assert (done.returncode, done.stderr) == (143, "accel: stopped by SIGTERM\n")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_example_trains_across_two_hosts(hosts: Hosts, workspace: Workspace) -> None:
     command = words("--nnodes", 2, *ONE_CORE, DIGITS, "--epochs", 1, "--out", "run")
     launchers = [hosts.start(at, command, folder=workspace.folder) for at in range(2)]
@@ -274,7 +275,7 @@ def test_a_host_that_is_cut_off_is_reported_in_time_on_both_sides(hosts: Hosts, 
     for launcher in launchers:
         status, _, err = ended(launcher, 90)
         assert status == 1
-        last = r"accel: rank \d failed after 0:00:\d\d, exit status 1: accel\.errors\.PeerError: .+"
+        last = r"accel: rank \d failed after 0:\d\d:\d\d, exit status 1: accel\.errors\.PeerError: .+"
         assert re.fullmatch(last, err.splitlines()[-1]), err
         assert re.search(r"^accel: rank \d on h\d failed: accel\.errors\.PeerError: ", err, re.M), err
         assert "accel: ranks 0 on h" in err, err
@@ -284,7 +285,7 @@ def test_a_host_that_is_cut_off_is_reported_in_time_on_both_sides(hosts: Hosts, 
         r"accel: rank \d on h0 failed: "
     )
     assert re.search(missing, errors[0], re.M), errors[0]  # the other launcher cannot reach the store
-    assert time.monotonic() - cut < 8 + 5 + 4 * slow_s  # nearly 5 where nothing else computes
+    assert time.monotonic() - cut < patience(8 + 5) + 4 * slow_s  # nearly 5 where nothing else computes
 
 
 @pytest.mark.slow
@@ -304,7 +305,7 @@ def test_training_goes_on_from_the_last_checkpoint_on_the_hosts_that_are_left(
     assert (workspace.folder / "run" / "step-00000184").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_host_that_comes_back_is_taken_in_again(hosts: Hosts, workspace: Workspace) -> None:
     elastic = ("--nnodes", "1:2", "--rdzv-last-call-s", 3, "--max-restarts", 3)  # a late host is taken in, too

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+from catching import assert_raises
 from hypothesis import given, strategies as st
 
 from accel.config import LaunchConfig
@@ -38,10 +39,10 @@ def test_two_hosts_that_want_one_place_are_named_whatever_the_order(notes: list[
 
 def test_what_hosts_were_told_differently_is_named_with_the_hosts() -> None:
     notes = [note("h0", precision="bf16", torch="2.13"), note("h1", precision="auto", torch="2.13")]
-    with pytest.raises(LaunchError, match=r"agree on precision: got bf16 on h0; auto on h1"):
+    with assert_raises(LaunchError, problem="agree on precision", got="bf16 on h0; auto on h1"):
         assign_node_ranks(notes)
     many = [note(f"h{at}", torch="2.6" if at else "2.7") for at in range(9)]
-    with pytest.raises(LaunchError, match=r"2\.7 on h0; 2\.6 on h1, h2, h3, h4 and 4 more"):
+    with assert_raises(LaunchError, got=r"2\.7 on h0; 2\.6 on h1, h2, h3, h4 and 4 more"):
         assign_node_ranks(many)
 
 
@@ -149,9 +150,9 @@ def test_a_rendezvous_belongs_to_the_job_that_came_first() -> None:
     config = LaunchConfig(rdzv_id="job-7", rdzv_endpoint="h0:29400")
     for _ in range(2):
         claim(store, config)
-    with pytest.raises(
-        LaunchError, match="another job uses this rendezvous: expected rdzv_id=job-8, got rdzv_id=job-7"
+    with assert_raises(
+        LaunchError, problem="another job uses this rendezvous", expected="rdzv_id=job-8", got="rdzv_id=job-7"
     ):
         claim(store, LaunchConfig(rdzv_id="job-8", rdzv_endpoint="h0:29400"))
-    with pytest.raises(LaunchError, match="expected rdzv_id=, got rdzv_id=job-7"):
+    with assert_raises(LaunchError, expected="rdzv_id=", got="rdzv_id=job-7"):
         claim(store, LaunchConfig(rdzv_endpoint="h0:29400"))

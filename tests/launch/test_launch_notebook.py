@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from catching import assert_raises
 
 import accel
 from accel.config import LaunchConfig
@@ -58,7 +59,7 @@ def test_a_tpu_is_taken_where_nobody_chose_a_device(chips: SimpleNamespace) -> N
     assert choose_device(LaunchConfig(nproc_per_node=8), tpu, {}).device == "xla"
     chips.tpu_chips = 0
     assert choose_device(AUTO, tpu, {}).device == "xla"
-    with pytest.raises(accel.errors.LaunchError, match="expected nproc=1, got nproc=8 - at Kaggle, a TPU"):
+    with assert_raises(accel.errors.LaunchError, expected="nproc=1", got="nproc=8", where="Kaggle, a TPU"):
         choose_device(LaunchConfig(nproc_per_node=8), tpu, {})
 
 
@@ -74,15 +75,15 @@ def test_a_tpu_that_cannot_be_used_is_refused_before_anything_starts(
 ) -> None:
     used: Any = ModuleType("torch_xla")
     used._XLAC = SimpleNamespace(_xla_runtime_is_initialized=lambda: True)
-    with pytest.raises(
-        accel.errors.LaunchError, match=r"this process holds the TPU.*Colab, v5e-1\. Restart the kernel"
+    with assert_raises(
+        accel.errors.LaunchError, problem="this process holds the TPU", where="Colab, v5e-1", fix="Restart the kernel"
     ):
         choose_device(AUTO, read_hosted(COLAB_TPU), {"torch_xla": used})
     with pytest.raises(accel.errors.LaunchError, match="behind the network"):
         choose_device(AUTO, read_hosted(COLAB | {"COLAB_TPU_ADDR": "10.0.0.2:8470"}), {})
     monkeypatch.setattr(_function, "find_spec", lambda _: None)
-    with pytest.raises(
-        accel.errors.MissingExtraError, match=r"only torch_xla drives.*torch_xla\[tpu\].*device=\"cpu\""
+    with assert_raises(
+        accel.errors.MissingExtraError, problem="only torch_xla drives", fix=r"torch_xla\[tpu\].*device=\"cpu\""
     ):
         accel.launch(print, environ=COLAB_TPU, config=AUTO)
 

@@ -99,7 +99,7 @@ def test_a_stopped_run_leaves_a_checkpoint_of_its_last_step(workspace: Workspace
     stop_at(workspace, 2, signal.SIGUSR1, 0.1, one_rank=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("n", "trial"), [(1, 0), (2, 2), (2, 3)])
 def test_at_any_moment(workspace: Workspace, n: int, trial: int) -> None:
     """Within 5 s and the milliseconds that a save takes here."""
@@ -120,7 +120,7 @@ def test_a_second_signal_ends_at_once(workspace: Workspace) -> None:
     assert "killed because still running: rank 0, 1" in err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_second_signal_at_a_rank_ends_it_without_the_launchers_help(workspace: Workspace) -> None:
     script = workspace.write(TRAINING.replace("here()\n", f"here()\n                {REST}\n"))
     launcher, (pid,) = training(workspace, 1, script)

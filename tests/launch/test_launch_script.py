@@ -146,7 +146,7 @@ def test_a_reader_that_goes_away_ends_the_run(workspace: Workspace) -> None:
     launcher.stdout.close()
     assert launcher.stderr is not None
     err = launcher.stderr.read()
-    assert launcher.wait(5) == 1
+    assert launcher.wait(patience(5)) == 1
     assert "failed: BrokenPipeError" in err
 
 

@@ -22,6 +22,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
     made.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("flags", "last", "summary"),
     [

@@ -203,7 +203,7 @@ def test_a_launcher_whose_output_nobody_reads_ends_when_it_is_asked_to(
     assert time.monotonic() - asked_s < patience(6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_launcher_ends_ranks_whose_output_nobody_reads_when_it_is_asked_to(workspace: Workspace) -> None:
     launcher = workspace.start(
         "launch", "--nproc-per-node", "2", workspace.write(f"{HERE}\nhere()\nwhile True: print('x' * 999)")

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import patience
 
 import accel
 from accel.migrate import FileResult, find_scripts, migrate_bytes, migrate_file, read_shared
@@ -126,7 +127,12 @@ def test_a_trainer_over_two_files_trains(written: dict[str, FileResult], tmp_pat
         text = written[name].new.decode().replace("# accel: decide", "# once: ")
         (tmp_path / Path(name).name).write_text(text)
     done = subprocess.run(
-        [sys.executable, "regression.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "regression.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=patience(120),
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("eval")]

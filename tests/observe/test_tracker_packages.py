@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from catching import assert_raises
 from processes import patience, same_path
 
 import accel
@@ -436,7 +437,7 @@ def test_variables_of_mlflow_name_the_experiment_and_add_tags(monkeypatch: pytes
     ]
     for wrong in ("team=vision", '{"rank": 1}', "[]"):
         monkeypatch.setenv("MLFLOW_TAGS", wrong)
-        with pytest.raises(accel.errors.ConfigError, match=r"a JSON object of texts.*at MLFLOW_TAGS"):
+        with assert_raises(accel.errors.ConfigError, expected="a JSON object of texts", where="MLFLOW_TAGS"):
             _ = accel.init_trackers(accel.single(), "demo", to=[tracker], dir=tmp_path)
 
 

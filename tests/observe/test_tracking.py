@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from catching import caught
+from catching import assert_raises, caught
 from processes import patience, same_path
 
 import accel
@@ -172,7 +172,7 @@ def test_a_run_stores_how_the_code_differs_from_its_commit_and_says_where_it_can
     assert run(tmp_path, stored=True).startswith("not stored: ")
     assert not (out / "code.diff").exists()
     assert "the changes of the code are not stored" in caplog.text
-    with pytest.raises(accel.errors.ConfigError, match="Name the folder of the run"):
+    with assert_raises(accel.errors.ConfigError, fix="Name the folder of the run"):
         _ = accel.init_trackers(accel.single(), "p", to=[jsonl()], code=True)
 
 
@@ -504,7 +504,7 @@ def test_the_console_refuses_a_format_that_no_float_has(specification: Any) -> N
 
 
 def test_the_console_refuses_a_text_as_names() -> None:
-    with pytest.raises(accel.errors.ConfigError, match="a text is no list of names") as caught:
+    with assert_raises(accel.errors.ConfigError, problem="a text is no list of names") as caught:
         accel.trackers.console(names="loss")
     assert eval(f"accel.trackers.console({caught.value.fix})", {"accel": accel}).name == "console"
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from catching import caught
+from catching import assert_raises, caught
 from hypothesis import example, given, settings, strategies as st
 from processes import patience, same_path
 from profiles import share
@@ -285,7 +285,7 @@ def test_a_run_of_another_project_is_refused() -> None:
     with accel.tracking(ctx, "first", to=[]) as trackers:
         state = trackers.state_dict()
     with accel.tracking(ctx, "second", to=[]) as trackers:
-        with pytest.raises(accel.errors.CheckpointError, match="another project: expected 'first', got 'second'"):
+        with assert_raises(accel.errors.CheckpointError, problem="another project", expected="'first'", got="'second'"):
             trackers.load_state_dict(state)
         with pytest.raises(accel.errors.CheckpointError, match="not a run of trackers"):
             trackers.load_state_dict({"id": 3})
@@ -301,7 +301,7 @@ here.train(accel.single(), Path(sys.argv[1]), steps=100, to=here.local())
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_run_that_goes_on_writes_the_same_bytes(tmp_path: Path) -> None:
     code = KILLED.format(tests=os.path.dirname(__file__))
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from catching import assert_raises
 from processes import job, script_ranks
 from steps import begin_batch
 from torch import nn
@@ -173,7 +174,7 @@ def test_options_change_no_gradient(ranks: Simulator, options: dict[str, Any]) -
 
 def test_a_static_graph_exchanges_gradients_in_every_backward(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> torch.Tensor:
-        with pytest.raises(PrepareError, match=r"Leave static_graph out, or use .*sync_each_batch=True"):
+        with assert_raises(PrepareError, fix="Leave static_graph out, or use.*sync_each_batch=True"):
             gradients(ctx, static_graph=True)
         return gradients(ctx, 2, sync_each_batch=True, static_graph=True)
 
@@ -230,7 +231,7 @@ def test_options_that_come_too_late_are_refused(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
         model = accel.prepare_model(ctx, make(), bucket_cap_mb=1)
         assert accel.prepare(ctx, model) is model
-        with pytest.raises(PrepareError, match=r"would change nothing.*Pass them to the first prepare_model"):
+        with assert_raises(PrepareError, problem="would change nothing", fix="Pass them to the first prepare_model"):
             accel.prepare_model(ctx, model, comm_hook="fp16")
 
     ranks.run(rank, 2)

@@ -45,6 +45,7 @@ def _own_graphs() -> Iterator[None]:
     torch.compiler.reset()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_plans_take_the_steps_of_one_process(ranks: Simulator, name: str) -> None:
     case = CASES[name]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from processes import job, run_ranks
 from steps import ByState
 from torch import Tensor, nn
@@ -227,7 +228,7 @@ def test_a_mesh_whose_ep_is_a_dimension_of_its_own_is_refused():
     def run(ctx: accel.DistContext) -> None:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
         ctx = accel.replace(ctx, mesh=mesh)
-        with pytest.raises(accel.errors.PrepareError, match="got dimensions dp, ep"):
+        with assert_raises(accel.errors.PrepareError, got="dimensions dp, ep"):
             _ = accel.prepare_model(ctx, mixture(), plan=accel.parallel.Plan(experts=NAMED))
 
     _ = simulate(run, 2, default_group=True)
@@ -237,7 +238,7 @@ def test_local_experts_beside_tp_are_refused():
     def run(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="tp=2,ep=2")
         plan = accel.parallel.Plan(experts=dict.fromkeys(NAMED, "local"))
-        with pytest.raises(accel.errors.PrepareError, match="each would dispatch all of them"):
+        with assert_raises(accel.errors.PrepareError, got="each would dispatch all of them"):
             _ = accel.prepare_model(ctx, mixture(), plan=plan)
 
     _ = simulate(run, 2, default_group=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from steps import two_steps
 from torch import Tensor, nn
 from torch.nn import functional
@@ -118,7 +119,7 @@ def test_what_mixes_tokens_is_refused(wrong: str, said: str) -> None:
 
 
 def test_tokens_that_ranks_cannot_share_are_refused() -> None:
-    with pytest.raises(PrepareError, match="the sequence cannot be divided among the ranks"):
+    with assert_raises(PrepareError, got="the sequence cannot be divided among the ranks"):
         _ = _styles(tokens=7)
 
 

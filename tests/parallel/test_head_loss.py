@@ -8,6 +8,7 @@ from typing import Any
 import language_models as lm
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, strategies as st
 from live_bytes import LiveBytes
 from recorded_ranks import Steps, recorded
@@ -422,7 +423,7 @@ def test_a_weight_that_fsdp_holds_apart_is_refused_with_the_line_to_write(ranks:
         model: Any = accel.prepare_model(ctx, Model(ctx), plan=plan)
         (hidden, _, _), target = drawn()
         assert model(hidden, target).isfinite()
-        with pytest.raises(ConfigError, match="in the forward of the model"):
+        with assert_raises(ConfigError, fix="in the forward of the model"):
             linear_cross_entropy(ctx, hidden, accel.unwrap_model(model).head.weight, target)
 
     ranks.run(lambda ctx: rank(ctx, "dp=2"), 2, default_group=True)

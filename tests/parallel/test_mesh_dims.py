@@ -9,6 +9,7 @@ from typing import get_args
 import msgspec
 import pytest
 import torch
+from catching import assert_raises
 from torch import nn
 from torch.optim import SGD
 
@@ -67,8 +68,12 @@ def test_a_dimension_of_one_rank_is_no_dimension(ranks: Simulator, name: str) ->
 
 
 def test_what_is_no_plan_is_refused() -> None:
-    with pytest.raises(
-        accel.errors.ConfigError, match=r"not a plan: expected an accel\.parallel\.Plan, or None, got dict - at plan="
+    with assert_raises(
+        accel.errors.ConfigError,
+        problem="not a plan",
+        expected=r"an accel\.parallel\.Plan, or None",
+        got="dict",
+        where="plan=",
     ):
         accel.prepare(accel.single(), nn.Linear(2, 2), plan={"sequence": True})  # type: ignore[call-overload]
 
@@ -87,7 +92,7 @@ def test_refusals_of_several_dimensions_and_of_the_model_are_reported_together(
         model = nn.ModuleDict({"on": nn.Linear(2, 2, device="meta"), "off": nn.Embedding(2, 2, sparse=True)})
         model["off"].weight.data = model["off"].weight.data.clone()
         ctx = accel.replace(ctx, precision=accel.precision.Precision(params="bf16", master_weights="fp32"))
-        with pytest.raises(PrepareError, match="the model is refused for several reasons") as caught:
+        with assert_raises(PrepareError, problem="the model is refused for several reasons") as caught:
             accel.prepare_model(ctx, model)
         return caught.value.got
 

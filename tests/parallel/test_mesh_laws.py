@@ -106,7 +106,7 @@ def test_training_on_any_larger_mesh(ranks: Simulator, axes: accel.parallel.Axes
     _law(ranks, axes, **case)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(deadline=None, max_examples=share(0.06))
 @given(
     others=st.sampled_from(
@@ -128,7 +128,7 @@ def test_training_by_any_schedule_beside_other_axes(
     _law(ranks, msgspec.structs.replace(others, pp=2), depth=4, tied=tied, **case)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(deadline=None, max_examples=share(0.06))
 @given(axes=meshes_of_experts(8), method=st.sampled_from(["gather", "ring", "heads"]), **LAW)
 def test_training_with_experts_on_any_mesh(
@@ -138,7 +138,7 @@ def test_training_with_experts_on_any_mesh(
     _law(ranks, axes, experts=4, **case)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_four_dimensions_at_once(ranks: Simulator) -> None:
     axes = accel.parallel.Axes(pp=2, dp=2, cp=2, tp=2)
     plan = accel.parallel.Plan(tensor=STYLES, context="ring")

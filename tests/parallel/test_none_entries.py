@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from torch import nn
 
 import accel
@@ -179,5 +180,5 @@ def test_experts_that_are_none_are_refused_along_ep(ranks: Simulator) -> None:
         ctx = accel.replace(ctx, mesh="dp_shard=2,ep=2", strategy="fsdp")
         accel.prepare(ctx, Experts(), plan=Plan(experts={"experts": "dispatch"}))
 
-    with pytest.raises(PrepareError, match="experts: has None in the place of experts"):
+    with assert_raises(PrepareError, got="experts: has None in the place of experts"):
         ranks.run(rank, 2, default_group=True)

@@ -274,7 +274,7 @@ def pinned(model: nn.Module) -> int:
     return next(notes_of(each)["offload"].by.pool.held for each in model.modules() if "offload" in notes_of(each))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_blocks_train_as_without_and_recomputation_saves(expected: list[Tensor]) -> None:
     """Recomputed blocks pin their inputs alone, compiled or not, whatever was called first."""
     held: dict[tuple[bool, bool], int] = {}

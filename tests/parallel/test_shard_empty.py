@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from steps import ByState
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -139,9 +140,11 @@ def test_a_forward_before_the_values_came_is_refused_on_every_rank(ranks: Simula
 def test_what_could_never_be_filled_is_refused(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
         sharded = accel.replace(ctx, strategy="fsdp")
-        with pytest.raises(PrepareError, match="the rank that others take their values from"):
+        with assert_raises(PrepareError, problem="the rank that others take their values from"):
             accel.prepare_model(sharded, _net(empty=ctx.rank == 0))
-        with pytest.raises(PrepareError, match=r"no checkpoint holds.*scale on the meta device.*init_empty_weights"):
+        with assert_raises(
+            PrepareError, problem="no checkpoint holds", got="scale on the meta device", fix="init_empty_weights"
+        ):
             accel.prepare_model(sharded, _net(empty=True))
 
     ranks.run(rank, 2, default_group=True)
@@ -153,5 +156,5 @@ def test_one_rank_is_told_of_a_buffer_that_no_load_fills() -> None:
     with torch.no_grad():
         for each in [*model.parameters(), *(each for name, each in model.named_buffers() if name != "scale")]:
             each.zero_()
-    with pytest.raises(PrepareError, match=r"No checkpoint holds scale\. Build the model by accel\.init_empty_weights"):
+    with assert_raises(PrepareError, fix=r"No checkpoint holds scale.*Build the model by accel\.init_empty_weights"):
         model(torch.ones(2, 4))

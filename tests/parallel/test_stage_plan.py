@@ -11,7 +11,7 @@ from typing import Any, cast, get_args, get_type_hints
 import pytest
 import torch
 from blocks import Stack
-from catching import caught
+from catching import assert_raises, caught
 from handwritten import Handwritten, named
 from hypothesis import given, settings, strategies as st
 from profiles import share
@@ -168,7 +168,7 @@ def test_all_problems_of_stages_are_told_at_once() -> None:
 
 @pytest.mark.parametrize("stages", [[["wte"], ["wte"]], [["inner.h.1"], ["inner.h.0"]], [["wte"], ["drop"]]])
 def test_stages_begin_in_the_order_of_their_modules(stages: list[list[str]]) -> None:
-    with pytest.raises(PrepareError, match="does not call the modules of the stages in their order"):
+    with assert_raises(PrepareError, problem="does not call the modules of the stages in their order"):
         planned(without_memory(Gpt(), torch.device("cpu")), None, stages)
 
 

@@ -84,7 +84,7 @@ def test_a_checkpoint_goes_on_on_another_mesh(ranks, tmp_path, saved, loaded):
     _check_pair(ranks, saved, loaded, tmp_path, fused=False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(max_examples=share(0.16), deadline=None)
 @given(layouts=st.permutations(sorted(LAYOUTS)), fused=st.booleans())
 def test_all_pairs_of_meshes_go_on(ranks, tmp_path_factory, layouts, fused):

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from live_bytes import LiveBytes
 from torch import Tensor
@@ -132,7 +133,7 @@ def test_16_bits_are_scored_in_32_and_no_class_is_nan() -> None:
 
 def test_slips_are_errors() -> None:
     logits, ids = torch.zeros(1, 4, 5), torch.zeros(1, 4, dtype=torch.int64)
-    with pytest.raises(ConfigError, match="logits and targets do not fit") as caught:
+    with assert_raises(ConfigError, problem="logits and targets do not fit") as caught:
         _ = post.token_logprobs(ONE, logits, ids[:, 1:])
     assert "token_logprobs(ctx, logits[:, :-1], ids[:, 1:])" in str(caught.value)
     assert post.token_logprobs(ONE, logits[:, :-1], ids[:, 1:]).shape == (1, 3)

@@ -20,6 +20,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
+from processes import patience
 from profiles import share
 from sample_runs import START_S, write_launch, write_metrics, write_run
 
@@ -484,7 +485,7 @@ def test_the_command_prints_the_url_serves_a_folder_that_comes_later_and_ends_at
 
     assert "Nothing of a run is in" in page()
     started.send_signal(signal.SIGINT)
-    _, err = started.communicate(timeout=60)
+    _, err = started.communicate(timeout=patience(60))
     assert (started.returncode, err) == (0, "")
 
 

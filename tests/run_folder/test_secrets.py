@@ -453,9 +453,9 @@ def test_a_long_word_keeps_its_beginning_and_says_how_much_is_missing() -> None:
 @rows("piece", BAD)
 def test_no_text_of_the_bounded_length_takes_long(piece: str) -> None:
     text = (piece * (MOST_TEXT // len(piece) + 1))[:MOST_TEXT]
-    began_s = time.process_time()
+    began_s = time.thread_time()
     _ = hide(text)
-    assert time.process_time() - began_s < 1.0  # the pattern of before took 10 s and more for the first of them
+    assert time.thread_time() - began_s < 5.0  # at most 0.13 as measured; 10 and more where a pattern goes back
 
 
 BODY = "MIIEvQIBADANBgkqhkiG9w0BAQEFAASCBKcwggSjAgEAAoIBAQC7VJTUt9Us8cKj"

@@ -57,7 +57,7 @@ def _run_all(run: Callable[..., object], times: int, fns: list[Callable[..., obj
             run(fn, 2 + number % 3, seed=number)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_thousands_of_runs():
     fns = [_well, _deadlocks, _raises, _leaves_open]
     threads = set(threading.enumerate())
@@ -97,7 +97,7 @@ def _functional_raises(group):
     raise ValueError("asked for")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_runs_with_default_groups():
     fns = [_mesh, _mesh_deadlocks, _functional_deadlocks, _functional_raises]
     threads = set(threading.enumerate())

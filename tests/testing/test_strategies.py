@@ -18,7 +18,7 @@ from accel.testing import Deadlock, Fault, Simulator, WriteFault, strategies as 
 from accel.testing.strategies import Pair, Point, Record, World
 from accel.tree._walk import leaves, structure, tensors
 
-shrinking = settings(max_examples=share(40), deadline=None, database=None, phases=(Phase.generate, Phase.shrink))
+shrinking = settings(max_examples=share(50), deadline=None, database=None, phases=(Phase.generate, Phase.shrink))
 
 
 def shapes(trees: list[object]) -> list[list[tuple[torch.dtype, tuple[int, ...]]]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from steps import begin_batch
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -251,7 +252,7 @@ def test_shards_and_loss_scales_are_refused(ranks: Simulator, strategy: Any, pre
         model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan)
         state = accel.train_state(ctx)
         batch = next(accel.batches(ctx, accel.prepare_loader(ctx, DataLoader(data(), batch_size=6)), state))
-        with pytest.raises(ConfigError, match="one optimizer of parameters that each rank holds in full") as error:
+        with assert_raises(ConfigError, problem="one optimizer of parameters that each rank holds in full") as error:
             accel.optimizer_step(ctx, optimizer, state.next(batch), closure=lambda: model(batch.data[0]).mean())
         scope = {"accel": accel, "ctx": ctx}
         exec(error.value.fix.removeprefix("Before prepare: "), scope)
@@ -324,7 +325,7 @@ def test_a_batch_whose_backward_an_unprepared_lbfgs_dropped_leads_to_the_closure
     ctx = accel.single()
     model, _, state, loss_of = begun(ctx)
     _raw(ctx, torch.optim.LBFGS(model.parameters(), max_iter=1), state, loss_of)
-    with pytest.raises(StepError, match=r"as LBFGS does: state = accel.optimizer_step.*closure=closure"):
+    with assert_raises(StepError, fix="as LBFGS does: state = accel.optimizer_step.*closure=closure"):
         state.check_pass()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from steps import begin_batch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -505,7 +506,7 @@ def test_windows_around_a_position_and_padding_are_those_of_the_models_masks(ran
             model(part["ids"], position_ids=at, decoder_input_ids=part["goal"])
         given = {"position_ids": at, "decoder_position_ids": at, "use_cache": False}
         one = model(part["ids"], decoder_input_ids=part["goal"], **given).logits
-        with pytest.raises(ConfigError, match="a mask of the padding among the tokens"):
+        with assert_raises(ConfigError, got="a mask of the padding among the tokens"):
             model(part["ids"], decoder_input_ids=part["padded"], **given)
         two = model(part["ids"], decoder_input_ids=part["padded"], decoder_attention_mask=part["seen"], **given).logits
         seen = part["seen"][..., None]
@@ -547,7 +548,7 @@ def test_an_attention_has_the_order_of_its_models_mask(ranks: Simulator, changes
         ctx = accel.replace(ctx, mesh="cp=2")
         part = accel.parallel.split_sequence(ctx, {"ids": IDS[0], "out": expected})
         model = accel.unwrap_model(accel.prepare_model(ctx, copy.deepcopy(refused)))
-        with pytest.raises(ConfigError, match="is_causal=False of GemmaAttention, and a mask that is causal"):
+        with assert_raises(ConfigError, got="is_causal=False of GemmaAttention, and a mask that is causal"):
             model(part["ids"], position_ids=part["position_ids"])
         model = accel.unwrap_model(accel.prepare_model(ctx, copy.deepcopy(made)))
         found = model(part["ids"], position_ids=part["position_ids"]).logits

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from steps import WAYS, ByState
@@ -143,7 +144,7 @@ def test_a_load_raises_first_changes_nothing_and_then_loads(ranks: Simulator, tm
         _ = accel.save_state(ctx, tmp_path, items | {"state": loop.state}, step=0)
         loop.run(2, (1, 0), math.nan, nonfinite="defer")
         state, before = loop.state, values(loop.model, loop.optimizer)
-        with pytest.raises(NonFiniteError, match="a gradient of step 1 is not finite"):
+        with assert_raises(NonFiniteError, problem="a gradient of step 1 is not finite"):
             _ = LOADS[load](ctx, tmp_path, items, state)
         assert all(map(torch.equal, before, values(loop.model, loop.optimizer)))
         _ = LOADS[load](ctx, tmp_path, items, state)
@@ -255,7 +256,7 @@ def test_the_end_of_the_session_raises(scope: Callable[[], Any]) -> None:
             if spoils:
                 raise KeyError("of the user's own")
 
-    with pytest.raises(NonFiniteError, match="a gradient of step 0 is not finite"):
+    with assert_raises(NonFiniteError, problem="a gradient of step 0 is not finite"):
         train(spoils=False)
     with pytest.raises(KeyError):
         train(spoils=True)
@@ -350,7 +351,7 @@ def test_no_average_follows_deferred_steps(told: bool) -> None:
         if policy != "defer":
             ema.update_(model, *step)
             continue
-        with pytest.raises(ConfigError, match="an average of weights whose latest step may have been left out"):
+        with assert_raises(ConfigError, problem="an average of weights whose latest step may have been left out"):
             ema.update_(model, *step)
     assert (int(ema.updates), int(another.updates)) == (2, 3)
 
@@ -365,5 +366,5 @@ def test_a_weight_that_is_none_takes_no_step_and_is_told_by_the_next_look() -> N
     run.state = msgspec.structs.replace(run.state, accum=accum)
     run.step(optimizer, nonfinite="defer")
     assert model.weight.equal(before)
-    with pytest.raises(ConfigError, match="a weight is not a finite number from 0"):
+    with assert_raises(ConfigError, problem="a weight is not a finite number from 0"):
         run.ctx.comm.settle()

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from steps import begin_batch
@@ -117,7 +118,9 @@ def test_an_autocast_around_sees_the_average_in_the_block_and_the_weights_after_
 def test_a_model_whose_weights_are_empty_between_passes_has_no_average():
     early = Ema(model := nn.Linear(2, 2))
     note_module(model, emptied="stage 3")
-    with pytest.raises(PrepareError, match=r"between passes, where these are empty.*stage 3.*strategy='fsdp'"):
+    with assert_raises(
+        PrepareError, problem="between passes, where these are empty", got="stage 3", fix="strategy='fsdp'"
+    ):
         Ema(model)
     model.weight.data = torch.empty(0)
     with pytest.raises(PrepareError, match="stage below 3"):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from catching import assert_raises
 from steps import begin_batch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -233,7 +234,7 @@ def counted(run: Run, state: accel.TrainState) -> accel.TrainState:
 def test_an_update_comes_once_after_each_step():
     run = begun()
     state = counted(run, run.state)
-    with pytest.raises(StepError, match="got micro-batch 1 of 1"):
+    with assert_raises(StepError, got="micro-batch 1 of 1"):
         _ = run.load.update_(run.ctx, state)
     state = accel.optimizer_step(run.ctx, run.optimizer, state)
     _ = run.load.update_(run.ctx, state)
@@ -256,7 +257,7 @@ def test_a_micro_batch_that_is_not_counted_is_an_error(forgotten):
             state = counted(run, state)
         if state.sync:
             state = accel.optimizer_step(run.ctx, run.optimizer, state)
-            with pytest.raises(StepError, match="got 1 counted micro-batches of 2"):
+            with assert_raises(StepError, got="1 counted micro-batches of 2"):
                 _ = run.load.update_(run.ctx, state)
             break
 
@@ -266,7 +267,7 @@ def test_counts_that_were_not_taken_are_an_error_in_the_next_window():
     state = accel.optimizer_step(run.ctx, run.optimizer, counted(run, run.state))
     loader = accel.prepare_loader(run.ctx, DataLoader(samples(), batch_size=2))
     state = state.next(next(iter(accel.batches(run.ctx, loader, state))))
-    with pytest.raises(StepError, match="counts of the window before were not taken"):
+    with assert_raises(StepError, problem="counts of the window before were not taken"):
         _ = counted(run, state)
 
 
@@ -282,7 +283,7 @@ def test_an_abandoned_window_is_not_counted():
 
 def test_a_block_without_a_forward_and_a_state_between_windows_are_errors():
     run = begun()
-    with pytest.raises(StepError, match=r"got none of layers\.0\.experts"), run.load.counting(run.state):
+    with assert_raises(StepError, got=r"none of layers\.0\.experts"), run.load.counting(run.state):
         pass
     with (
         pytest.raises(StepError, match="a state between two windows"),
@@ -364,7 +365,7 @@ def test_a_mask_has_an_entry_for_each_token_or_each_sample():
     indices = torch.tensor([[0, 1], [1, 2], [1, 3], [0, 3]])
     assert accel.parallel.expert_counts(indices, 4, mask=torch.tensor([True, False])).tolist() == [1, 2, 1, 0]
     assert accel.parallel.expert_counts(indices, 5, mask=torch.tensor([1, 0, 0, 1])).tolist() == [2, 1, 0, 1, 0]
-    with pytest.raises(ConfigError, match=r"and 4 tokens in the mask, got .* 3 entries"):
+    with assert_raises(ConfigError, expected="and 4 tokens in the mask", got="3 entries"):
         _ = accel.parallel.expert_counts(indices, 4, mask=torch.ones(3))
 
 
@@ -388,7 +389,7 @@ def test_what_cannot_be_balanced_is_refused():
 def test_a_bias_moves_once_a_step():
     model = mixture()
     first = load_of(model)
-    with pytest.raises(PrepareError, match=r"would move twice a step.* layers\.0\.experts"):
+    with assert_raises(PrepareError, problem="would move twice a step", where=r"layers\.0\.experts"):
         _ = load_of(model)
     _ = load_of(copy.deepcopy(model))
     _ = load_of(model, speed=None)

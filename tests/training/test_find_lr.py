@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from language_models import make_objects, plan_of, rows
 from profiles import share
@@ -304,7 +305,7 @@ def test_what_it_cannot_test_is_refused_before_a_step() -> None:
         ctx = accel.replace(ctx, mesh="pp=2")
         loader = accel.prepare_loader(ctx, DataLoader(TensorDataset(INPUTS, TARGETS), batch_size=2))
         net = nn.Linear(1, 1)
-        with pytest.raises(ConfigError, match=r"no pipeline.*got pp=2.*another mesh") as caught:
+        with assert_raises(ConfigError, problem="no pipeline", got="pp=2", fix="another mesh") as caught:
             find_lr(ctx, accel.train_state(ctx), loader, net, torch.optim.SGD(net.parameters(), lr=1.0), loss_sum)
         return str(caught.value)
 
@@ -314,16 +315,16 @@ def test_what_it_cannot_test_is_refused_before_a_step() -> None:
     def found(state: Any = run.state, **options: Any) -> LrRange:
         return find_lr(run.ctx, state, run.loader, run.model, run.optimizers, loss_sum, **options)
 
-    with pytest.raises(ConfigError, match=r"0 < low < high, got low=1\.0, high=0\.1"):
+    with assert_raises(ConfigError, expected="0 < low < high", got=r"low=1\.0, high=0\.1"):
         found(low=1.0, high=0.1)
     with pytest.raises(ConfigError, match="too few steps"):
         found(steps=9)
-    with pytest.raises(ConfigError, match="not a state: expected a TrainState"):
+    with assert_raises(ConfigError, problem="not a state", expected="a TrainState"):
         found(accel.Cursor())
     with pytest.raises(StepError, match="state does not know of"):
         found(run.state.next(next(accel.batches(run.ctx, run.loader, run.state))))
     run.loader = accel.prepare_loader(run.ctx, DataLoader(TensorDataset(INPUTS, INPUTS, TARGETS), batch_size=2))
-    with pytest.raises(DataError, match=r"no pair.*3 items - at find_lr.*Pass unpack="):
+    with assert_raises(DataError, problem="no pair", got="3 items", where="find_lr", fix="Pass unpack="):
         found()
 
 

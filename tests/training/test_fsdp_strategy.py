@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from steps import begin_batch
@@ -192,7 +193,9 @@ def test_an_optimizer_of_before_that_nobody_prepared_is_refused_at_its_first_ste
         loss = model(_inputs(0, 0, 2)).square().mean() + other(_inputs(0, 0, 2)).square().mean()
         state = accel.backward(ctx, loss, begin_batch(ctx, state))
         for optimizers in (stale, [good, stale]):
-            with pytest.raises(PrepareError, match=r"no longer.*such as first\.weight.*accel.prepare\(ctx, model, opt"):
+            with assert_raises(
+                PrepareError, problem="no longer", got=r"such as first\.weight", fix=r"accel.prepare\(ctx, model, opt"
+            ):
                 state = accel.optimizer_step(ctx, optimizers, state)
         assert accel.optimizer_step(ctx, [good, accel.prepare(ctx, stale)], state).stepped
         return True

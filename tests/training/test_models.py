@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from catching import assert_raises
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -278,10 +279,12 @@ def test_weights_for_others_are_not_written_to_a_folder_named_as_a_url(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     ctx, model = accel.single(), nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match=r"local folders.*got s3://bucket/out - at save_model, folder.*upload it"):
+    with assert_raises(
+        ConfigError, problem="local folders", got="s3://bucket/out", where="save_model, folder", fix="upload it"
+    ):
         accel.save_model(ctx, model, "s3://bucket/out")
     with pytest.raises(ConfigError, match=r"local folders.*at save, path"):
         accel.save(ctx, model.state_dict(), "s3://bucket/out.safetensors")
-    with pytest.raises(ConfigError, match=r"no path: expected a local path, got Linear"):
+    with assert_raises(ConfigError, problem="no path", expected="a local path", got="Linear"):
         accel.save_model(ctx, tmp_path, model)  # pyright: ignore[reportArgumentType]
     assert os.listdir(tmp_path) == []

@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from catching import assert_raises
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -184,8 +185,8 @@ def test_a_buffer_on_another_device_is_named():
 
 def test_an_optimizer_on_another_device_is_named():
     optimizer = torch.optim.SGD(nn.Linear(2, 2, device="meta").parameters(), lr=0.1)
-    with pytest.raises(
-        DeviceError, match=r"expected cpu, got meta - at param_groups\[0\]\['params'\]\[0\], shape \[2, 2\]"
+    with assert_raises(
+        DeviceError, expected="cpu", got="meta", where=r"param_groups\[0\]\['params'\]\[0\], shape \[2, 2\]"
     ):
         accel.prepare_optimizer(accel.single(), optimizer)
     with pytest.raises(DeviceError, match="Prepare the model before"):

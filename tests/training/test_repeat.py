@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from torch.utils.data import DataLoader, IterableDataset
@@ -158,7 +159,7 @@ def test_a_dropped_state_is_an_error_at_the_second_batch() -> None:
     state = accel.train_state(run.ctx, seed=0)
     batches = accel.batches(run.ctx, run.loader, state, repeat=True)
     _ = run.batch(state, next(batches))
-    with pytest.raises(StepError, match="does not begin at the state's position"):
+    with assert_raises(StepError, problem="does not begin at the state's position"):
         run.batch(state, next(batches))
 
 
@@ -172,5 +173,5 @@ def test_a_cursor_goes_on_over_epochs_too() -> None:
 
 def test_a_missing_state_is_refused_with_the_line() -> None:
     run = _run()
-    with pytest.raises(ConfigError, match=r"Pass the state: accel.batches\(ctx, loader, state, repeat=True\)"):
+    with assert_raises(ConfigError, fix=r"Pass the state: accel.batches\(ctx, loader, state, repeat=True\)"):
         next(accel.batches(run.ctx, run.loader, repeat=True))

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from catching import assert_raises
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -88,7 +89,9 @@ def test_another_seed_is_refused_before_anything_changes(tmp_path: Path) -> None
     ctx, model = _save(tmp_path, state=accel.train_state(accel.single(), seed=5))
     other = nn.Linear(2, 1)
     before = other.weight.detach().clone()
-    with pytest.raises(accel.errors.ConfigError, match=r"another seed.*train_state\(ctx, seed=5\), got seed=0"):
+    with assert_raises(
+        accel.errors.ConfigError, problem="another seed", expected=r"train_state\(ctx, seed=5\)", got="seed=0"
+    ):
         accel.resume(ctx, tmp_path, {"model": other}, accel.train_state(ctx))
     assert torch.equal(other.weight, before)
     accel.resume(ctx, tmp_path, {"model": other}, accel.train_state(ctx, seed=5))
@@ -97,17 +100,17 @@ def test_another_seed_is_refused_before_anything_changes(tmp_path: Path) -> None
 
 def test_a_checkpoint_without_one_state_names_what_it_holds(tmp_path: Path) -> None:
     ctx, model = _save(tmp_path / "none")
-    with pytest.raises(accel.errors.CheckpointError, match=r"holds no state of a loop.*got model - at resume"):
+    with assert_raises(accel.errors.CheckpointError, problem="holds no state of a loop", got="model", where="resume"):
         accel.resume(ctx, tmp_path / "none", {"model": model}, accel.train_state(ctx))
     ctx, model = _save(tmp_path / "two", one=accel.train_state(ctx), two=accel.train_state(ctx))
-    with pytest.raises(accel.errors.CheckpointError, match=r"more than one state.*got one, two - at resume"):
+    with assert_raises(accel.errors.CheckpointError, problem="more than one state", got="one, two", where="resume"):
         accel.resume(ctx, tmp_path / "two", {"model": model}, accel.train_state(ctx))
 
 
 def test_values_that_would_be_loaded_and_not_returned_are_refused(tmp_path: Path) -> None:
     ctx = accel.single()
-    with pytest.raises(
-        accel.errors.ConfigError, match=r"resume would load and not return.*got log: dict.*accel.load_state"
+    with assert_raises(
+        accel.errors.ConfigError, problem="resume would load and not return", got="log: dict", fix="accel.load_state"
     ):
         accel.resume(ctx, tmp_path, {"log": {}}, accel.train_state(ctx))
     with pytest.raises(accel.errors.ConfigError, match="not a state to start with"):
@@ -128,7 +131,7 @@ def test_a_folder_among_the_items_is_read_back(tmp_path: Path) -> None:
 
 def test_items_without_names_are_refused(tmp_path: Path) -> None:
     ctx, items = accel.single(), [nn.Linear(1, 1)]
-    with pytest.raises(accel.errors.ConfigError, match=r"items have no names.*got list - at resume"):
+    with assert_raises(accel.errors.ConfigError, problem="items have no names", got="list", where="resume"):
         accel.resume(ctx, tmp_path, items, accel.train_state(ctx))  # pyright: ignore[reportArgumentType]
     state = accel.train_state(ctx, accumulation=2)
     assert accel.resume(ctx, tmp_path, {}, state) == state

@@ -193,7 +193,7 @@ def test_every_way_to_compile_on_every_layout(ranks, layout, way):
     check(ranks, layout, way, 3, rows=2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, which Inductor imports
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_inductor_on_every_layout(ranks, layout):

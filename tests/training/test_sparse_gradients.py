@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from processes import job, script_ranks
 from profiles import share
@@ -294,7 +295,7 @@ def test_elsewhere_they_are_refused_on_any_number_of_ranks(name: str, world: int
 @pytest.mark.parametrize("mesh", ["tp=2", "pp=2", "cp=2", "dp=2,ep=2", "dp=2,tp=2"])
 def test_meshes_refuse_them(mesh: str) -> None:
     def refused(ctx: accel.DistContext) -> None:
-        with pytest.raises(PrepareError, match="sparse=True and parameters spread along"):
+        with assert_raises(PrepareError, got="sparse=True and parameters spread along"):
             _ = accel.prepare(accel.replace(ctx, mesh=mesh), make_model())
 
     _ = simulate(refused, 4 if mesh == "dp=2,tp=2" else 2, default_group=True)

@@ -13,6 +13,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from torch import nn
@@ -160,12 +161,12 @@ def test_calls_out_of_order_name_the_line_to_write() -> None:
     ctx = accel.single()
     run = Run(ctx)
     batch = next(accel.batches(ctx, run.loader, run.start))
-    with pytest.raises(accel.errors.StepError, match=r"no batch was begun.*state = state.next\(batch\)"):
+    with assert_raises(accel.errors.StepError, problem="no batch was begun", expected=r"state = state.next\(batch\)"):
         accel.accumulate(ctx, run.start, run.model)
     with pytest.raises(accel.errors.StepError, match="no batch was begun"):
         accel.backward(ctx, run.loss(batch), run.start)
-    with pytest.raises(
-        accel.errors.StepError, match=r"no batch was begun.*optimizer_step\(ctx, \[first, second\], state\)"
+    with assert_raises(
+        accel.errors.StepError, problem="no batch was begun", fix=r"optimizer_step\(ctx, \[first, second\], state\)"
     ):
         run.step(run.start)
     begun = run.start.next(batch)
@@ -175,7 +176,9 @@ def test_calls_out_of_order_name_the_line_to_write() -> None:
     summed = accel.backward(ctx, run.loss(batch), begun)
     with pytest.raises(accel.errors.StepError, match="the window has not ended"):
         run.step(summed)
-    with pytest.raises(accel.errors.StepError, match=r"does not begin at the state's position.*epoch 0, 6 samples"):
+    with assert_raises(
+        accel.errors.StepError, problem="does not begin at the state's position", expected="epoch 0, 6 samples"
+    ):
         summed.next(batch)
     with pytest.raises(accel.errors.ConfigError, match=r"carries the full state: .*got Accumulation"):
         accel.backward(ctx, run.loss(batch), begun, begun.accum)  # pyright: ignore[reportCallIssue, reportArgumentType]
@@ -248,7 +251,7 @@ def test_an_epoch_left_within_a_window_needs_a_discard_which_drops_its_gradients
         for batch in accel.batches(ctx, run.loader, state):
             state = run.micro(state, batch)
             break
-        with pytest.raises(accel.errors.StepError, match=r"state = accel.training.discard\(state, model\)"):
+        with assert_raises(accel.errors.StepError, fix=r"state = accel.training.discard\(state, model\)"):
             next(accel.batches(ctx, run.loader, state))
         with pytest.raises(accel.errors.StepError, match="discard"):
             state.next_epoch()
@@ -263,7 +266,7 @@ def test_an_epoch_left_within_a_window_needs_a_discard_which_drops_its_gradients
 
 
 def test_discard_names_the_models_that_it_needs() -> None:
-    with pytest.raises(accel.errors.ConfigError, match=r"state = accel.training.discard\(state, model\)"):
+    with assert_raises(accel.errors.ConfigError, fix=r"state = accel.training.discard\(state, model\)"):
         accel.training.discard(accel.train_state(accel.single()))
 
 
@@ -295,7 +298,7 @@ def test_a_dropped_next_epoch_is_an_error_of_the_next_pass(ranks: int) -> None:
             if not state.sync and state.accum.micro == 0:
                 break
         kept = state.next_epoch()
-        with pytest.raises(accel.errors.StepError, match=r"expected state = state.next_epoch\(\)"):
+        with assert_raises(accel.errors.StepError, expected=r"state = state.next_epoch\(\)"):
             next(accel.batches(ctx, run.loader, state))
         for again in (kept, state.next_epoch(), msgspec.structs.replace(state)):
             assert next(accel.batches(ctx, run.loader, again)).start == again.cursor
@@ -314,7 +317,7 @@ def test_a_state_moves_to_another_position_between_windows_alone() -> None:
     begun = run.start.next(next(accel.batches(run.ctx, run.loader, run.start)))
     moved = run.start.at(begun.cursor)
     assert (moved.cursor, moved.accum, moved.scaler) == (begun.cursor, run.start.accum, run.start.scaler)
-    with pytest.raises(accel.errors.StepError, match=r"the backward of this batch.*at state\.at"):
+    with assert_raises(accel.errors.StepError, problem="the backward of this batch", where=r"state\.at"):
         begun.at(begun.cursor)
 
 
@@ -512,10 +515,10 @@ def test_a_further_backward_or_a_division_that_was_dropped_is_an_error() -> None
     batch = next(accel.batches(ctx, run.loader, run.start))
     first = accel.backward(ctx, run.loss(batch), run.start.next(batch), weight=6)
     second = accel.backward(ctx, run.loss(batch), first, weight=6)
-    with pytest.raises(accel.errors.StepError, match=r"later record.*dropped.*state = accel.backward"):
+    with assert_raises(accel.errors.StepError, problem="later record.*dropped", fix="state = accel.backward"):
         run.step(first)
     unscaled = accel.unscale_gradients(ctx, run.optimizer, second)
-    with pytest.raises(accel.errors.StepError, match=r"later record.*dropped.*state = accel.unscale_gradients"):
+    with assert_raises(accel.errors.StepError, problem="later record.*dropped", fix="state = accel.unscale_gradients"):
         run.step(second)
     assert run.step(unscaled).updates == 1
 
@@ -523,7 +526,7 @@ def test_a_further_backward_or_a_division_that_was_dropped_is_an_error() -> None
         ctx, run.loss(batch), run.start.scaler, accel.Accumulation(2).next(), weight=6
     )
     accel.training.parts.backward(ctx, run.loss(batch), run.start.scaler, accum, weight=6)
-    with pytest.raises(accel.errors.StepError, match=r"later record.*dropped.*accum = parts.backward"):
+    with assert_raises(accel.errors.StepError, problem="later record.*dropped", fix="accum = parts.backward"):
         accum.next()
 
 
@@ -575,5 +578,5 @@ def test_what_is_known_of_a_windows_losses_goes_along_with_its_copies(how: str) 
     run = Run(ctx)
     batch = next(accel.batches(ctx, run.loader, run.start))
     begun = accel.backward(ctx, run.loss(batch) * math.inf, run.start.next(batch, last=True))
-    with pytest.raises(accel.errors.NonFiniteError, match="the loss was not finite either"):
+    with assert_raises(accel.errors.NonFiniteError, got="the loss was not finite either"):
         run.step(COPIES[how](begun))

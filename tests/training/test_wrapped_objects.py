@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
@@ -119,7 +120,7 @@ def _by_accelerate() -> nn.Module:
 
 @pytest.mark.parametrize("make", [lambda: _FabricModule(nn.Linear(1, 1)), _by_accelerate])
 def test_models_that_others_have_prepared_are_refused(make: Any) -> None:
-    with pytest.raises(accel.errors.PrepareError, match="Pass the model before it is wrapped"):
+    with assert_raises(accel.errors.PrepareError, fix="Pass the model before it is wrapped"):
         _ = accel.prepare(accel.single("cpu"), make())
 
 

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError as FutureTimeout
+from contextlib import contextmanager
 from functools import partial
 from threading import Thread
 from typing import Any, Literal, Protocol, Required, TypedDict, Unpack, cast
@@ -16,7 +17,7 @@ from torch import nn
 
 from accel.comm import Call, all_reduce_flat, call_site, shared_failure
 from accel.context import DistContext, context_first
-from accel.errors import AccelError, ConfigError, ServerError
+from accel.errors import AccelError, ConfigError, DataError, ServerError
 from accel.errors._checks import check_count
 from accel.parallel._micro_batches import first_tensor
 from accel.parallel._modules import is_pipelined
@@ -130,8 +131,9 @@ def sample(
         The samples, with log-probabilities.
 
     Raises:
-        ServerError: the server is gone, or has other weights.
+        ServerError: the server is gone, has other weights, or its model's logits are not finite.
         ConfigError: an empty prompt, or arguments out of range.
+        DataError: prompts with their new tokens are longer than the model's table of positions.
 
     Examples:
         >>> class Next(nn.Module):
@@ -201,6 +203,7 @@ class PendingSamples:
                     got=str(error) or "none",
                     where="PendingSamples.result",
                 ) from error
+            _check_finite(found)
         if found.drawn_from == "model" and is_limited(self._options):
             warnings.warn(_BIAS, stacklevel=2)  # once for each line that asks, by Python's own filter
         return found
@@ -262,6 +265,19 @@ def _begin(
     return PendingSamples(ctx, call, found, options)
 
 
+def _check_finite(found: Samples) -> None:
+    """Raise `ServerError` for log-probabilities that are inf or NaN: the tokens are then drawn from nothing."""
+    if found.logprobs is not None and not bool(found.logprobs.isfinite().all()):
+        wrong = sorted({found.prompts[at] for at in integers((~found.logprobs.isfinite()).nonzero()[:, 0])})
+        raise ServerError(
+            "log-probabilities of samples are not finite",
+            expected="finite logits of the server's model",
+            got=f"inf or NaN in samples of prompts {wrong}",
+            where="sample",
+            fix="Begin again from a checkpoint of finite weights, and publish them to the server.",
+        )
+
+
 def _as_server_error(error: Exception) -> ServerError:
     got = f"{type(error).__name__}: {error}"
     found = ServerError("a server has not drawn the samples", expected="samples", got=got, where="sample")
@@ -317,12 +333,30 @@ def draw_samples(
     drawn: dict[tuple[int, int], SampleRow] = {}
     with evaluating(model), torch.no_grad():
         for batch in batches:
-            for row in _Batch(ctx, model, batch, options, cached, vocab_parallel).run(together=together):
-                drawn[row.prompt, row.sample] = row
+            with _rows_fit(batch, options):
+                for row in _Batch(ctx, model, batch, options, cached, vocab_parallel).run(together=together):
+                    drawn[row.prompt, row.sample] = row
     rows = [drawn[each.prompt, each.sample] for each in requests]
     if not rows:
         return empty_samples(version)
     return Samples.of(rows, drawn_from="sampler" if is_limited(options) else "model", version=version)
+
+
+@contextmanager
+def _rows_fit(requests: Sequence[SampleRequest], options: SampleOptions) -> Generator[None]:
+    """Raise `DataError` for rows whose tokens or positions a model's tables do not have."""
+    try:
+        yield
+    except IndexError as error:
+        longest = max(len(each.ids) for each in requests)
+        raise DataError(
+            "the model has not so many positions, or not these tokens",
+            expected="prompts and new tokens within the model's context, and tokens within its vocabulary",
+            got=f"prompts of up to {longest} tokens with {options.max_new_tokens} new ones, and tokens up to"
+            f" {max(max(each.ids) for each in requests)}: {error}",
+            where="sample",
+            fix="Shorten the prompts, or lower max_new_tokens.",
+        ) from error
 
 
 def score_row(ctx: DistContext, model: nn.Module, ids: Sequence[int], first: int) -> list[float]:

@@ -73,17 +73,13 @@ def group_samples(samples: Samples, rewards: Tensor | None = None) -> dict[int, 
     }
 
 
-class FinishedPrompt(msgspec.Struct, frozen=True, eq=False):
+class FinishedPrompt(StartedPrompt, frozen=True, eq=False):
     """A prompt whose samples wait for a step.
 
     Attributes:
-        prompt: its number.
-        update: number of updates behind the weights that drew its samples.
         group: the samples.
     """
 
-    prompt: int
-    update: int
     group: RolloutGroup
 
 

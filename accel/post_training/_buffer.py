@@ -15,7 +15,7 @@ from torch import Tensor
 
 from accel.errors import DataError
 from accel.errors._checks import check_count
-from accel.post_training._samples import Samples
+from accel.post_training._samples import Samples, check_rewards
 
 PromptStatus = Literal["waiting", "in flight", "finished", "used or discarded"]
 _WHERE = "RolloutBuffer"
@@ -53,7 +53,7 @@ def group_samples(samples: Samples, rewards: Tensor | None = None) -> dict[int, 
         rewards: reward of each row, shape [rows]; None if they are computed later.
 
     Raises:
-        DataError: another number of rewards than of rows.
+        DataError: another number of rewards than of rows, or rewards that are inf or NaN.
     """
     if rewards is not None and rewards.shape != (len(samples.prompts),):
         raise DataError(
@@ -62,6 +62,8 @@ def group_samples(samples: Samples, rewards: Tensor | None = None) -> dict[int, 
             got=f"shape {list(rewards.shape)}",
             where="group_samples(rewards)",
         )
+    if rewards is not None:
+        check_rewards(rewards, "group_samples(rewards)")
     rows: dict[int, list[int]] = {}
     for at, prompt in enumerate(samples.prompts):
         rows.setdefault(prompt, []).append(at)
@@ -71,17 +73,13 @@ def group_samples(samples: Samples, rewards: Tensor | None = None) -> dict[int, 
     }
 
 
-class FinishedPrompt(msgspec.Struct, frozen=True, eq=False):
+class FinishedPrompt(StartedPrompt, frozen=True, eq=False):
     """A prompt whose samples wait for a step.
 
     Attributes:
-        prompt: its number.
-        update: number of updates behind the weights that drew its samples.
         group: the samples.
     """
 
-    prompt: int
-    update: int
     group: RolloutGroup
 
 

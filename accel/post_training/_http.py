@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import msgspec
 from safetensors.torch import load, save
@@ -24,9 +24,8 @@ from accel.endpoints import post
 from accel.errors import AccelError, ConfigError, ServerError
 from accel.errors._base import ErrorRecord, describe
 from accel.post_training._local import Check, Layout, LocalServer
-from accel.post_training._sample import Place, SampleOptions, SampleRequest, empty_samples
-from accel.post_training._samples import Drawn, FinishReason, SampleRow, Samples, Version
-from accel.tensors import integers
+from accel.post_training._sample import DrawnTokens, Place, SampleOptions, SampleRequest, check_finite, samples_of
+from accel.post_training._samples import Samples, Version
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -43,19 +42,9 @@ class _Asked(msgspec.Struct, frozen=True):
     options: SampleOptions
 
 
-class _Row(msgspec.Struct, frozen=True):
-    ids: list[int]
-    prompt_length: int
-    logprobs: list[float]
-    prompt: int
-    sample: int
-    finish_reason: FinishReason
-
-
 class _Drawn(msgspec.Struct, frozen=True):
-    rows: list[_Row]
-    drawn_from: Drawn | None
-    version: Version | None
+    rows: list[DrawnTokens]
+    version: Version
 
 
 class HttpServer:
@@ -90,28 +79,25 @@ class HttpServer:
             answer = self._ask(url, "sample", msgspec.json.encode(_Asked(asked, options)))
             with understood(url):
                 drawn = msgspec.json.decode(answer, type=_Drawn)
-                expected = [(each.prompt, each.sample) for each in asked]
-                if [(row.prompt, row.sample) for row in drawn.rows] != expected:
-                    raise ValueError("other samples than were asked for")
+                if len(drawn.rows) != len(asked):
+                    raise ValueError(f"{len(drawn.rows)} samples for {len(asked)} requests")
+                if any(len(row.tokens) != len(row.logprobs) for row in drawn.rows):
+                    raise ValueError("a log-probability is missing")
                 return drawn
 
         found = in_threads(ask, parts.items())
-        if not found:
-            return empty_samples(options.version)
-        if len({each.version for each in found}) > 1:
+        versions = {url: each.version for url, each in zip(parts, found, strict=True)}
+        if len({*versions.values()}) > 1:
             raise ServerError(
                 "servers have different weights",
                 expected="one version",
-                got=", ".join(f"{url}: {each.version}" for url, each in zip(parts, found, strict=True)),
+                got=", ".join(f"{url}: {each}" for url, each in versions.items()),
                 where="sample",
                 fix="Publish the weights again, or name the version: sample(version=...).",
             )
-        rows = {
-            (row.prompt, row.sample): SampleRow(**msgspec.structs.asdict(row)) for each in found for row in each.rows
-        }
-        first = found[0]
-        ordered = [rows[each.prompt, each.sample] for each in requests]
-        return Samples.of(ordered, drawn_from=first.drawn_from or "model", version=first.version)
+        rows = [found[at % count].rows[at // count] for at in range(len(requests))]
+        version = found[0].version if found else options.version
+        return samples_of(requests, rows, version, limited=options.is_limited)
 
     def _send_all(self, verb: str, body: bytes) -> None:
         _ = in_threads(lambda url: self._ask(url, verb, body), self._urls)
@@ -290,7 +276,9 @@ class _Handler(BaseHTTPRequestHandler):
             return to.commit(sent.digest, sent.count)
         if verb == "sample":
             asked = msgspec.json.decode(body, type=_Asked)
-            return _as_sent(to.sample(self.server.ctx, asked.requests, asked.options))
+            rows = to.draw(self.server.ctx, asked.requests, asked.options)
+            check_finite(samples_of(asked.requests, rows, to.version, limited=False))  # JSON has no NaN
+            return _Drawn(rows, to.version)
         raise ServerError("no such request", expected="begin, load, commit or sample", got=verb, where="serve")
 
     def _answer(self, status: int, value: object) -> None:
@@ -302,16 +290,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Print nothing for each request."""
-
-
-def _as_sent(samples: Samples) -> _Drawn:
-    assert samples.logprobs is not None  # a local server's have them
-    values = cast("list[list[float]]", samples.logprobs.tolist())  # pyright: ignore[reportUnknownMemberType]
-    rows: list[_Row] = []
-    for at, (start, end) in enumerate(zip(integers(samples.prompt_lengths), integers(samples.lengths), strict=True)):
-        facts = (samples.prompts[at], samples.samples[at], samples.finish_reasons[at])
-        rows.append(_Row(integers(samples.ids[at, :end]), start, values[at][start:end], *facts))
-    return _Drawn(rows, samples.drawn_from, samples.version)
 
 
 def _failure(problem: str, **fields: str) -> ErrorRecord:

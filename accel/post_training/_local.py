@@ -18,7 +18,15 @@ from accel.checkpoint._live_tensors import checksums
 from accel.context import DistContext
 from accel.errors import ServerError
 from accel.items._whole import live_tensors
-from accel.post_training._sample import Place, SampleOptions, SampleRequest, draw_samples, is_spread
+from accel.post_training._sample import (
+    DrawnTokens,
+    Place,
+    SampleOptions,
+    SampleRequest,
+    draw_tokens,
+    is_spread,
+    samples_of,
+)
 from accel.post_training._samples import Samples, Version
 from accel.tensors import is_dtensor
 
@@ -129,11 +137,13 @@ class LocalServer:
 
     def sample(self, ctx: DistContext, requests: Sequence[SampleRequest], options: SampleOptions) -> Samples:
         """Draw samples; see `SampleServer`. A collective if the model is spread over ranks."""
+        return samples_of(requests, self.draw(ctx, requests, options), self.version, limited=options.is_limited)
+
+    def draw(self, ctx: DistContext, requests: Sequence[SampleRequest], options: SampleOptions) -> list[DrawnTokens]:
+        """Draw the tokens of each request, as `sample` does."""
         self.check_version(options.version)
         rows, vocab_parallel = self._most_rows, self._vocab_parallel
-        return draw_samples(
-            ctx, self.model, requests, options, most_rows=rows, vocab_parallel=vocab_parallel, version=self.version
-        )
+        return draw_tokens(ctx, self.model, requests, options, most_rows=rows, vocab_parallel=vocab_parallel)
 
     def _begun(self, call: str) -> Version:
         """Return the version that is on its way; a chunk that comes too late must not change the weights."""

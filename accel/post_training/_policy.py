@@ -13,6 +13,7 @@ from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice
 from accel.post_training._losses import Average, LossSum, masked, mean_of, sequence_totals, token_weights
+from accel.post_training._samples import check_rewards
 
 
 class PolicyLoss(LossSum, frozen=True):
@@ -208,6 +209,7 @@ def group_advantages(
 
     Raises:
         ConfigError: rewards that are no whole groups, or another `scale`.
+        DataError: rewards on the CPU that are inf or NaN.
     """
     check_choice(scale, ("group", "batch", "none"), "unknown scale of advantages", where="group_advantages(scale=)")
     if size < 2 or rewards.ndim != 1 or rewards.shape[0] % size:
@@ -216,7 +218,10 @@ def group_advantages(
             expected="shape [prompts * size], and size of at least 2",
             got=f"shape {list(rewards.shape)} and size {size}",
             where="group_advantages",
+            fix="Draw several answers to each prompt: sample(..., n=size), with a size of at least 2.",
         )
+    if rewards.is_cpu:  # others would wait for the device
+        check_rewards(rewards, "group_advantages")
     rewards = rewards.detach().to(torch.promote_types(rewards.dtype, torch.float32))
     groups = rewards.view(-1, size)
     found = groups - groups.mean(1, keepdim=True)

@@ -24,7 +24,7 @@ from accel.parallel._engines import whole_model
 from accel.parallel._modules import unwrap_model
 from accel.post_training._local import Digest, Layout, WeightServer
 from accel.post_training._sample import SampleOptions, SampleRequest, SampleServer, score_row
-from accel.post_training._samples import SampleRow, Samples, Version
+from accel.post_training._samples import Version
 from accel.random import Key
 from accel.tensors import integers
 
@@ -50,20 +50,6 @@ class Published(msgspec.Struct, frozen=True):
     count: int
     nbytes: int
     mismatch: float | None = None
-
-
-class _Wishes(msgspec.Struct, frozen=True):
-    """Settings of the server of rank 0, for all ranks."""
-
-    layout: Layout
-    compares: bool
-
-
-class _Probe(msgspec.Struct, frozen=True):
-    """A sample of the server of rank 0."""
-
-    ids: list[int]
-    logprobs: list[float]
 
 
 @context_first
@@ -132,14 +118,15 @@ def publish(
         if hasattr(inner, "peft_config"):
             kept, whole = _adapted(inner, kept, whole, adapters)
         compares = server is not None and "digest" not in server.checks
-        mine = _Wishes(layout or (server.layout if server is not None else "model"), compares)
-    wishes = broadcast_value(ctx.comm, Call("publish", "\n".join(facts(kept)), site), mine, _Wishes)
+        mine = (layout or (server.layout if server is not None else "model"), compares)
+    wishes = broadcast_value(ctx.comm, Call("publish", "\n".join(facts(kept)), site), mine, tuple[Layout, bool])
+    layout, compares = wishes  # those of the server of rank 0
     sending = _Sending(server, version, chunk_bytes)
     for name in kept:
-        sending.add(_named(inner, name, _cast(whole(name), dtype), wishes.layout))
+        sending.add(_named(inner, name, _cast(whole(name), dtype), layout))
     with agreed(ctx.comm, Call("publish: committing", site=site)):
         sending.end()
-    mismatch = _compare(ctx, server, model, version, tolerance, site) if wishes.compares else None
+    mismatch = _compare(ctx, server, model, version, tolerance, site) if compares else None
     return Published(version, sending.digest.value, sending.digest.count, sending.nbytes, mismatch)
 
 
@@ -149,17 +136,17 @@ def _compare(
     """Return the mean distance of log-probabilities of the server of rank 0 and of the model. A collective."""
     call = Call("publish: comparing", site=site)
     with shared_failure(ctx.comm, call):
-        drawn = Samples.of([SampleRow([0], 1, logprobs=[])])
+        mine: tuple[list[int], list[float]] = ([], [])
         if ctx.is_main_process:
             asked = SampleOptions(key=Key(0), max_new_tokens=_PROBE_TOKENS, version=version)
             drawn = cast(SampleServer, server).sample(ctx, [SampleRequest(0, 0, _PROBE)], asked)
-        assert drawn.logprobs is not None
-        values = cast("list[float]", drawn.logprobs[0].tolist())  # pyright: ignore[reportUnknownMemberType]
-        mine = _Probe(integers(drawn.ids[0]), values)
-    probe = broadcast_value(ctx.comm, call, mine, _Probe)
+            assert drawn.logprobs is not None
+            values = cast("list[float]", drawn.logprobs[0].tolist())  # pyright: ignore[reportUnknownMemberType]
+            mine = (integers(drawn.ids[0]), values)
+    ids, logprobs = broadcast_value(ctx.comm, call, mine, tuple[list[int], list[float]])
     first = len(_PROBE)
-    right = score_row(ctx, model, probe.ids, first)
-    distances = [abs(one - other) for one, other in zip(right, probe.logprobs[first:], strict=True)]
+    right = score_row(ctx, model, ids, first)
+    distances = [abs(one - other) for one, other in zip(right, logprobs[first:], strict=True)]
     mismatch = sum(distances) / max(1, len(distances))
     with agreed(ctx.comm, call):
         if ctx.is_main_process and not mismatch <= tolerance:

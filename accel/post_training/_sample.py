@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError as FutureTimeout
+from contextlib import contextmanager
 from functools import partial
 from threading import Thread
 from typing import Any, Literal, Protocol, Required, TypedDict, Unpack, cast
@@ -16,7 +17,7 @@ from torch import nn
 
 from accel.comm import Call, all_reduce_flat, call_site, shared_failure
 from accel.context import DistContext, context_first
-from accel.errors import AccelError, ConfigError, ServerError
+from accel.errors import AccelError, ConfigError, DataError, ServerError
 from accel.errors._checks import check_count
 from accel.parallel._micro_batches import first_tensor
 from accel.parallel._modules import is_pipelined
@@ -60,16 +61,33 @@ class SampleRequest(msgspec.Struct, frozen=True):
     ids: tuple[int, ...]
 
 
-class SampleOptions(msgspec.Struct, frozen=True, kw_only=True):
+class SampleOptions(Sampling, frozen=True, kw_only=True):
     """Options of a draw; see `sample`."""
 
     key: Key
     max_new_tokens: int
     temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
     stop: tuple[int, ...] = ()
     version: Version | None = None
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether a draw leaves out tokens."""
+        return self.top_k is not None or self.top_p is not None
+
+
+class DrawnTokens(msgspec.Struct, frozen=True):
+    """What a server has drawn for a request.
+
+    Attributes:
+        tokens: the new tokens.
+        logprobs: log-probability of each.
+        finish_reason: why the last one is the last.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
 
 
 class SampleServer(Protocol):
@@ -130,8 +148,9 @@ def sample(
         The samples, with log-probabilities.
 
     Raises:
-        ServerError: the server is gone, or has other weights.
+        ServerError: the server is gone, has other weights, or its model's logits are not finite.
         ConfigError: an empty prompt, or arguments out of range.
+        DataError: prompts with their new tokens are longer than the model's table of positions.
 
     Examples:
         >>> class Next(nn.Module):
@@ -142,20 +161,21 @@ def sample(
         >>> found.ids.tolist(), found.prompts, found.finish_reasons
         ([[3, 4, 0]], (7,), ('stop',))
     """
-    call = Call("sample", site=call_site())
-    with shared_failure(ctx.comm, call):
-        requests, options = _asked(
-            prompts,
-            key=key,
-            max_new_tokens=max_new_tokens,
-            n=n,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            stop=stop,
-            version=version,
-        )
-    return _begin(ctx, call, server, requests, options).result()
+    pending = _begin(
+        ctx,
+        "sample",
+        server,
+        prompts,
+        key=key,
+        max_new_tokens=max_new_tokens,
+        n=n,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop=stop,
+        version=version,
+    )
+    return pending.result()
 
 
 class _SampleKeywords(TypedDict, total=False):
@@ -201,7 +221,8 @@ class PendingSamples:
                     got=str(error) or "none",
                     where="PendingSamples.result",
                 ) from error
-        if found.drawn_from == "model" and is_limited(self._options):
+            check_finite(found)
+        if found.drawn_from == "model" and self._options.is_limited:
             warnings.warn(_BIAS, stacklevel=2)  # once for each line that asks, by Python's own filter
         return found
 
@@ -234,15 +255,19 @@ def sample_later(
         >>> later.result().ids.tolist()
         [[3, 4, 0]]
     """
-    call = Call("sample_later", site=call_site())
-    with shared_failure(ctx.comm, call):
-        requests, asked = _asked(prompts, **options)
-    return _begin(ctx, call, server, requests, asked)
+    return _begin(ctx, "sample_later", server, prompts, **options)
 
 
 def _begin(
-    ctx: DistContext, call: Call, server: SampleServer, requests: Sequence[SampleRequest], options: SampleOptions
+    ctx: DistContext,
+    name: str,
+    server: SampleServer,
+    prompts: Mapping[int, Sequence[int]],
+    **keywords: Unpack[_SampleKeywords],
 ) -> PendingSamples:
+    call = Call(name, site=call_site())
+    with shared_failure(ctx.comm, call):
+        requests, options = _asked(prompts, **keywords)
     found: Future[Samples] = Future()
 
     def draw() -> None:
@@ -262,6 +287,19 @@ def _begin(
     return PendingSamples(ctx, call, found, options)
 
 
+def check_finite(found: Samples) -> None:
+    """Raise `ServerError` for log-probabilities that are inf or NaN: the tokens are then drawn from nothing."""
+    if found.logprobs is not None and not bool(found.logprobs.isfinite().all()):
+        wrong = sorted({found.prompts[at] for at in integers((~found.logprobs.isfinite()).nonzero()[:, 0])})
+        raise ServerError(
+            "log-probabilities of samples are not finite",
+            expected="finite logits of the server's model",
+            got=f"inf or NaN in samples of prompts {wrong}",
+            where="sample",
+            fix="Begin again from a checkpoint of finite weights, and publish them to the server.",
+        )
+
+
 def _as_server_error(error: Exception) -> ServerError:
     got = f"{type(error).__name__}: {error}"
     found = ServerError("a server has not drawn the samples", expected="samples", got=got, where="sample")
@@ -276,7 +314,7 @@ def _asked(
     check_count(n, "not a number of samples", where="sample(n=)")
     asked = SampleOptions(stop=(stop,) if isinstance(stop, int) else tuple(stop), **options)
     check_count(asked.max_new_tokens, "not a number of tokens", where="sample(max_new_tokens=)")
-    rule_of(asked).check(has_key=asked.temperature > 0)
+    asked.check(has_key=asked.temperature > 0)
     if empty := [number for number, ids in prompts.items() if not len(ids)]:
         problem = "a prompt without tokens"
         raise ConfigError(problem, expected="a token at least", got=f"prompts {empty}", where="sample")
@@ -284,17 +322,34 @@ def _asked(
     return [SampleRequest(number, at, each) for number, each in ids.items() for at in range(n)], asked
 
 
-def rule_of(options: SampleOptions) -> Sampling:
-    """Return the rule of a draw."""
-    return Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+def samples_of(
+    requests: Sequence[SampleRequest], drawn: Sequence[DrawnTokens], version: Version | None, *, limited: bool
+) -> Samples:
+    """Return what was drawn for requests; no row for none.
+
+    Args:
+        requests: the requests, in the order of the rows.
+        drawn: tokens of each.
+        version: the weights that drew them.
+        limited: whether log-probabilities are those of a distribution that leaves out tokens.
+    """
+    rows = [
+        SampleRow(
+            ids=[*asked.ids, *found.tokens],
+            prompt_length=len(asked.ids),
+            logprobs=found.logprobs,
+            prompt=asked.prompt,
+            sample=asked.sample,
+            finish_reason=found.finish_reason,
+        )
+        for asked, found in zip(requests, drawn, strict=True)
+    ]
+    nothing = SampleRow([0], 1, logprobs=[])
+    found = Samples.of(rows or [nothing], drawn_from="sampler" if limited else "model", version=version)
+    return found if rows else found.rows([])
 
 
-def is_limited(options: SampleOptions) -> bool:
-    """Return whether a draw leaves out tokens."""
-    return options.top_k is not None or options.top_p is not None
-
-
-def draw_samples(
+def draw_tokens(
     ctx: DistContext,
     model: nn.Module,
     requests: Sequence[SampleRequest],
@@ -302,9 +357,8 @@ def draw_samples(
     *,
     most_rows: int,
     vocab_parallel: bool,
-    version: Version,
-) -> Samples:
-    """Draw samples from a model of this process, in batches of rows. A collective if the model is spread over ranks,
+) -> list[DrawnTokens]:
+    """Draw tokens from a model of this process, in batches of rows. A collective if the model is spread over ranks,
     of all ranks alike: those with fewer rows run one of their own again."""
     cached = takes_cache(model)
     batches = _batches(requests, most_rows, alike=not cached)
@@ -314,15 +368,30 @@ def draw_samples(
         most = int(all_reduce_flat(ctx.comm, count, "max"))
         filling = [SampleRequest(-1, 0, requests[0].ids if requests else (0,))]
         batches += [filling] * (most - len(batches))
-    drawn: dict[tuple[int, int], SampleRow] = {}
+    drawn: dict[tuple[int, int], DrawnTokens] = {}
     with evaluating(model), torch.no_grad():
         for batch in batches:
-            for row in _Batch(ctx, model, batch, options, cached, vocab_parallel).run(together=together):
-                drawn[row.prompt, row.sample] = row
-    rows = [drawn[each.prompt, each.sample] for each in requests]
-    if not rows:
-        return empty_samples(version)
-    return Samples.of(rows, drawn_from="sampler" if is_limited(options) else "model", version=version)
+            with _rows_fit(batch, options):
+                rows = _Batch(ctx, model, batch, options, cached, vocab_parallel).run(together=together)
+            drawn |= {(each.prompt, each.sample): row for each, row in zip(batch, rows, strict=True)}
+    return [drawn[each.prompt, each.sample] for each in requests]
+
+
+@contextmanager
+def _rows_fit(requests: Sequence[SampleRequest], options: SampleOptions) -> Generator[None]:
+    """Raise `DataError` for rows whose tokens or positions a model's tables do not have."""
+    try:
+        yield
+    except IndexError as error:
+        longest = max(len(each.ids) for each in requests)
+        raise DataError(
+            "the model has not so many positions, or not these tokens",
+            expected="prompts and new tokens within the model's context, and tokens within its vocabulary",
+            got=f"prompts of up to {longest} tokens with {options.max_new_tokens} new ones, and tokens up to"
+            f" {max(max(each.ids) for each in requests)}: {error}",
+            where="sample",
+            fix="Shorten the prompts, or lower max_new_tokens.",
+        ) from error
 
 
 def score_row(ctx: DistContext, model: nn.Module, ids: Sequence[int], first: int) -> list[float]:
@@ -344,12 +413,6 @@ def score_row(ctx: DistContext, model: nn.Module, ids: Sequence[int], first: int
 def is_spread(model: nn.Module) -> bool:
     """Return whether a forward of a model needs other ranks."""
     return is_sharded(model) or is_pipelined(model)
-
-
-def empty_samples(version: Version | None = None) -> Samples:
-    """Return samples without a row, of a rank without prompts."""
-    one = Samples.of([SampleRow([0], 1, logprobs=[])], version=version)
-    return one.rows([])
 
 
 def _batches(requests: Sequence[SampleRequest], most: int, *, alike: bool) -> list[list[SampleRequest]]:
@@ -374,7 +437,6 @@ class _Batch:
     ) -> None:
         self._ctx, self._model, self._options = ctx, model, options
         self._vocab_parallel = vocab_parallel
-        self._rule = rule_of(options)
         self._requests = requests
         self._tokens: list[list[int]] = [[] for _ in requests]
         self._logprobs: list[list[float]] = [[] for _ in requests]
@@ -393,7 +455,7 @@ class _Batch:
         else:
             self._decoder = WholeSequences(ctx, model, widest + options.max_new_tokens - 1, lambda ids: ids, select)
 
-    def run(self, *, together: bool) -> list[SampleRow]:
+    def run(self, *, together: bool) -> list[DrawnTokens]:
         """Draw until all rows have ended, `together` those of all ranks."""
         for step in range(self._options.max_new_tokens):
             self._step(step)
@@ -403,19 +465,7 @@ class _Batch:
                     break
             elif self._ended.issuperset(self._live):
                 break
-        return [
-            SampleRow(
-                ids=[*request.ids, *tokens],
-                prompt_length=len(request.ids),
-                logprobs=logprobs,
-                prompt=request.prompt,
-                sample=request.sample,
-                finish_reason=reason,
-            )
-            for request, tokens, logprobs, reason in zip(
-                self._requests, self._tokens, self._logprobs, self._reasons, strict=True
-            )
-        ]
+        return [DrawnTokens(*row) for row in zip(self._tokens, self._logprobs, self._reasons, strict=True)]
 
     def _step(self, step: int) -> None:
         """Add a token to each row; drop those that have ended, but for one that keeps the ranks in step."""
@@ -424,9 +474,9 @@ class _Batch:
         drawn = torch.zeros(2 * len(self._live), dtype=torch.float64, device=self._ids.device)
         if logits is not None:
             logits = whole_rows(self._ctx, logits) if self._vocab_parallel else logits
-            chances = log_chances(logits, self._rule)
+            chances = log_chances(logits, self._options)
             numbers = torch.tensor([self._numbers[at][step] for at in self._live], dtype=torch.float64)
-            chosen = tokens_at(chances, numbers) if self._rule.temperature else chances.argmax(-1)
+            chosen = tokens_at(chances, numbers) if self._options.temperature else chances.argmax(-1)
             drawn = torch.cat([chosen.double(), chances.gather(-1, chosen[:, None])[:, 0]])
         share_tokens(self._ctx, self._model, drawn)
         tokens = drawn[: len(self._live)].to(self._ids.dtype)

@@ -216,6 +216,19 @@ def join_samples(parts: Sequence[Samples], *, pad_id: int = 0, width: int | None
     )
 
 
+def check_rewards(rewards: Tensor, where: str) -> None:
+    """Raise `DataError` for rewards that are inf or NaN, as one of them makes every advantage of its group NaN."""
+    wrong = (~rewards.isfinite()).nonzero()[:, 0]
+    if len(wrong):
+        raise DataError(
+            "rewards are not finite",
+            expected="a finite reward of each row",
+            got=f"{rewards[wrong[0]].item()} in row {wrong[0].item()}, and {len(wrong) - 1} others",
+            where=where,
+            fix="rewards = torch.nan_to_num(rewards, nan=0.0, posinf=0.0, neginf=0.0), or correct the reward function.",
+        )
+
+
 def _check(rows: Sequence[SampleRow]) -> None:
     problem = expected = got = ""
     if not rows:

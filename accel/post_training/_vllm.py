@@ -21,8 +21,8 @@ from accel.context import DistContext
 from accel.errors import ConfigError, ServerError
 from accel.post_training._http import as_safetensors, in_threads, request, understood
 from accel.post_training._local import Check, Layout, check_held, check_newer
-from accel.post_training._sample import Place, SampleOptions, SampleRequest, empty_samples, is_limited
-from accel.post_training._samples import FinishReason, SampleRow, Samples, Version
+from accel.post_training._sample import DrawnTokens, Place, SampleOptions, SampleRequest, samples_of
+from accel.post_training._samples import FinishReason, Samples, Version
 
 _STATE, _STAGE, _INDEX = "accel-version.json", ".accel-coming", "model.safetensors.index.json"
 
@@ -109,12 +109,9 @@ class VllmServer:
                 fix='Start it with --logprobs-mode processed_logprobs, and pass vllm(..., logprobs="processed").',
             )
         rows = in_threads(lambda each: self._draw(each, options, state.version), requests)
-        if not rows:
-            return empty_samples(state.version)
-        of_sampler = self._is_processed and is_limited(options)
-        return Samples.of(rows, drawn_from="sampler" if of_sampler else "model", version=state.version)
+        return samples_of(requests, rows, state.version, limited=self._is_processed and options.is_limited)
 
-    def _draw(self, asked: SampleRequest, options: SampleOptions, version: Version) -> SampleRow:
+    def _draw(self, asked: SampleRequest, options: SampleOptions, version: Version) -> DrawnTokens:
         body = {
             "model": self._model if self._adapter is None else _name(version),
             "prompt": asked.ids,
@@ -138,14 +135,7 @@ class VllmServer:
             if len(found.token_ids) != len(found.logprobs.token_logprobs):
                 raise ValueError("a log-probability is missing")
         reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
-        return SampleRow(
-            [*asked.ids, *found.token_ids],
-            len(asked.ids),
-            logprobs=found.logprobs.token_logprobs,
-            prompt=asked.prompt,
-            sample=asked.sample,
-            finish_reason=reasons.get(found.finish_reason, "abort"),
-        )
+        return DrawnTokens(found.token_ids, found.logprobs.token_logprobs, reasons.get(found.finish_reason, "abort"))
 
     def _reload(self) -> None:
         """Put the new files beside the old ones, and change the index, which is whole at any moment, while the server

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import contextlib
 import functools
 import importlib.util
 import json
@@ -26,6 +27,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Generator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -223,24 +225,42 @@ def test_the_gallery_draws_a_run_and_sees_whether_it_learned(tmp_path: Path) -> 
     assert GALLERY.check(easier, tmp_path, tmp_path) == ("loss 1, expected <= 1", True)
 
 
+@contextlib.contextmanager
+def sample_server(port: int, folder: Path) -> Generator[None]:
+    """Run the server of samples of `grpo.py` in a second process; it ends by SIGKILL."""
+    folder.mkdir()
+    arguments = ("--serve", port, "--size", 16)
+    with script_ranks(EXAMPLES / "grpo.py", [{"OMP_NUM_THREADS": "1"}], *arguments, folder=folder) as [server]:
+        wait_for(lambda: "http://" in server.said(), 60)
+        yield
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_grpo_draws_the_same_samples_from_a_server_in_a_second_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_grpo_resumes_behind_the_death_of_a_server_in_a_second_process(count: int, tmp_path: Path) -> None:
+    """One of `count` servers dies; a run that is started again with a new one ends as one without servers."""
     recipe = RECIPES["grpo"]
     if recipe.missing:
         pytest.skip(f"needs {', '.join(recipe.missing)}")
-    port, script, ctx = free_port(), load("grpo"), accel.single()
-    arguments = ("--serve", port, "--size", 16)
-    with script_ranks(EXAMPLES / "grpo.py", [{"OMP_NUM_THREADS": "1"}], *arguments, folder=tmp_path) as [server]:
-        wait_for(lambda: "http://" in server.said(), 60)
-        script.main(ctx, steps=4, size=16, out=str(tmp_path / "server"), server=f"http://127.0.0.1:{port}")
-    script.main(ctx, steps=4, size=16, out=str(tmp_path / "alone"))
+    ports, script, ctx = [free_port() for _ in range(count)], load("grpo"), accel.single()
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    main = functools.partial(script.main, ctx, size=16, out=str(tmp_path / "server"), server=urls)
+    with contextlib.ExitStack() as others:
+        for port in ports[1:]:
+            others.enter_context(sample_server(port, tmp_path / f"{port}"))
+        with sample_server(ports[0], tmp_path / "first"):
+            main(steps=4)
+        with pytest.raises(accel.errors.ServerError, match="does not answer") as caught:
+            main(steps=8)
+        assert caught.value.where.startswith(urls[0])
+        with sample_server(ports[0], tmp_path / "again"):
+            main(steps=8)
+    script.main(ctx, steps=8, size=16, out=str(tmp_path / "alone"))
     rows = [GALLERY.read_metrics(tmp_path / each / recipe.metrics) for each in ("server", "alone")]
-    assert len(rows[0]) == 4
+    assert [len(each) for each in rows] == [8, 8]
     for mine, theirs in zip(*rows, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-9, abs=1e-12)
-    with pytest.raises(accel.errors.ServerError, match="does not answer"):  # it has ended
-        script.main(ctx, steps=5, size=16, out=str(tmp_path / "server"), server=f"http://127.0.0.1:{port}")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -262,17 +263,82 @@ def test_a_transformer_of_torch_trains_and_evaluates(ranks):
         torch.testing.assert_close(got, expected, **TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_adapters_that_cannot_be_divided_are_refused(ranks):
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (
+            {"target_modules": ["q_proj", "embed_tokens"]},
+            "embed_tokens: an adapter of a layer of style embedding_rowwise",
+        ),
+        pytest.param(
+            {"target_modules": ["q_proj"], "use_dora": True},
+            "q_proj: an adapter with lora_magnitude_vector",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            {"target_modules": ["o_proj"], "use_dora": True},
+            "o_proj: an adapter with lora_magnitude_vector",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_adapters_that_cannot_be_divided_are_refused_with_two_ways_that_train(ranks, config, problem):
+    """Each line of the error's fix is executed, and the model trains as in one process."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], use_dora=False)
-    model = peft.get_peft_model(_llama(), config)
+
+    def made(config: Any) -> Any:
+        model = _seeded(lambda: peft.get_peft_model(_llama(), config))
+        for at, each in enumerate(parameter for parameter in model.parameters() if parameter.requires_grad):
+            torch.nn.init.normal_(each, std=0.1, generator=torch.Generator().manual_seed(at))
+        return model
+
+    def trained(ctx: accel.DistContext, config: Any) -> Any:
+        model = made(config)
+        optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.5)
+        model, optimizer = accel.prepare(ctx, model, optimizer)
+        return [norm for _, norm in two_steps(ctx, model, optimizer, lambda: _language_loss(model))]
+
+    refused = peft.LoraConfig(r=2, **config)
+    divided = peft.LoraConfig(r=2, target_modules="all-linear", use_dora=False)
+    alone = [trained(accel.single(), each) for each in (refused, divided)]
 
     def rank(ctx: accel.DistContext) -> None:
-        with pytest.raises(PrepareError, match="embed_tokens: an adapter of a layer of style embedding_rowwise"):
-            accel.prepare(accel.replace(ctx, mesh="tp=2"), model)
+        on_tp = accel.replace(ctx, mesh="tp=2")
+        with pytest.raises(PrepareError, match=problem) as caught:
+            trained(on_tp, refused)
+        assert 'peft.LoraConfig(target_modules="all-linear", use_dora=False)' in caught.value.fix
+        scope = {"ctx": on_tp, "accel": accel}
+        exec(caught.value.fix.rstrip(".").partition("tp: ")[2], scope)
+        found = [trained(scope["ctx"], refused), trained(on_tp, divided)]
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-10)
 
     ranks.run(rank, 2, default_group=True)
+
+
+class _Gated(nn.Module):
+    """Two layers that its own class calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def test_a_plan_reads_the_source_of_a_class_as_often_for_any_number_of_blocks(monkeypatch) -> None:
+    read: list[str] = []
+    source = inspect.getsource
+    monkeypatch.setattr(inspect, "getsource", lambda kind: read.append(kind.__name__) or source(kind))
+    counts: list[int] = []
+    for blocks in (2, 7):
+        read.clear()
+        divided = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        assert accel.parallel.tensor_plan(nn.Sequential(divided, *(_Gated() for _ in range(blocks))))
+        counts.append(read.count("_Gated"))
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -14,7 +14,15 @@ from profiles import share
 
 import accel
 from accel.errors import DataError
-from accel.post_training import RolloutBuffer, RolloutGroup, SampleRow, Samples, Version, group_samples
+from accel.post_training import (
+    RolloutBuffer,
+    RolloutGroup,
+    SampleRow,
+    Samples,
+    Version,
+    group_advantages,
+    group_samples,
+)
 from accel.testing import simulate
 
 EVENTS = st.lists(
@@ -95,6 +103,24 @@ def test_samples_are_grouped_by_prompt_in_any_order(order: list[int]) -> None:
     for wrong in (rewards[:3], rewards[:, None]):
         with pytest.raises(DataError, match="one for each row"):
             group_samples(Samples.of(rows), wrong)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("at", [0, 3])
+def test_rewards_that_are_not_finite_are_refused_before_they_wait(bad: float, at: int) -> None:
+    rows = Samples.of([SampleRow([7, each], 1, prompt=each // 2, sample=each % 2) for each in range(4)])
+    rewards = torch.arange(4.0)
+    rewards[at] = bad
+    calls: tuple[Any, ...] = (
+        lambda given: group_samples(rows, given),
+        lambda given: group_advantages(accel.single("cpu"), given, 2),
+    )
+    for call in calls:
+        with pytest.raises(DataError, match=f"in row {at}") as caught:
+            call(rewards)
+        fixed = {"torch": torch, "rewards": rewards}
+        exec(str(caught.value.fix).split(", or correct")[0], fixed)
+        _ = call(fixed["rewards"])
 
 
 @settings(max_examples=share(4))

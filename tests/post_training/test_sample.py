@@ -167,3 +167,47 @@ def test_slips_are_refused() -> None:
             call()
         assert got in str(caught.value)
     assert sample(ctx, server, PROMPTS, key=KEY, max_new_tokens=1, version=Version("a", 1)).version == Version("a", 1)
+
+
+class Positions(Recurrent):
+    """A causal model with a table of 8 positions."""
+
+    def __init__(self, bad: float = 0.0) -> None:
+        super().__init__()
+        self.places = nn.Embedding(8, WORDS, dtype=torch.float64)
+        self.bad = bad
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) + self.places(torch.arange(ids.shape[1])) + self.bad
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "fits"), [([1] * 3, 6, True), ([1] * 4, 6, False), ([1] * 9, 1, False), ([WORDS], 1, False)]
+)
+def test_rows_beyond_the_model_s_tables_are_one_error_on_every_rank(prompt: list[int], new: int, fits: bool) -> None:
+    def rank(ctx: accel.DistContext) -> str:
+        try:
+            _ = drawn(ctx, Positions(), {0: prompt if ctx.rank else [1]}, n=1, max_new_tokens=new, stop=())
+            accel.wait_for_everyone(ctx)
+        except AccelError as error:
+            return str(error)
+        return ""
+
+    for said in simulate(rank, 2):
+        assert ("Shorten the prompts" in said, f"up to {len(prompt)} tokens with {new} new" in said) == (not fits,) * 2
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_draw_nothing(bad: float, temperature: float) -> None:
+    def rank(ctx: accel.DistContext) -> str:
+        try:
+            _ = drawn(
+                ctx, Positions(bad * ctx.rank if ctx.rank else 0.0), {3 + ctx.rank: [1]}, n=1, temperature=temperature
+            )
+            accel.wait_for_everyone(ctx)
+        except AccelError as error:
+            return str(error)
+        return ""
+
+    assert all("inf or NaN in samples of prompts [4]" in said for said in simulate(rank, 2))

@@ -260,6 +260,18 @@ def test_one_of_several_servers_that_fails_is_the_error() -> None:
         assert torch.equal(sample(accel.single(), both, PROMPTS, **OPTIONS).ids, expected(PROMPTS).ids)
 
 
+def test_a_server_with_logits_that_are_not_finite_is_an_error_by_that_name() -> None:
+    broken = Digits()
+    _ = broken.table.data.fill_(float("nan"))
+    with served(broken) as url:
+        client = servers.http(url, token=TOKEN, timeout_s=patience(30))
+        with pytest.raises(ServerError, match="not finite") as caught:
+            sample(accel.single(), client, PROMPTS, **OPTIONS)
+        assert caught.value.where.startswith(url)
+        publish(accel.single(), client, Digits(), version=Version("a", 1))  # the line of the fix
+        assert torch.equal(sample(accel.single(), client, PROMPTS, **OPTIONS).ids, expected(PROMPTS).ids)
+
+
 def test_a_chunk_that_comes_too_late_changes_nothing() -> None:
     model = Digits(9)
     with served(model) as url:

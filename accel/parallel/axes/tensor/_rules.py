@@ -20,6 +20,7 @@ from accel.parallel.axes.tensor._heads import heads_of, holder_of, shares_of
 from accel.parallel.axes.tensor._layers import Layer, ReadList, mixin_for
 from accel.parallel.axes.tensor._part_layers import LayerRanks, PartParameters, RegionEnd, exchanges_of
 from accel.parallel.axes.tensor._styles import (
+    ADAPTER,
     COPYING,
     STYLES,
     Regions,
@@ -253,12 +254,18 @@ def _with_attributes(
 def _refused(problems: list[str], size: int) -> PrepareError:
     listed = list(dict.fromkeys(problems))
     shown = "; ".join(listed[:20]) + (f"; and {len(listed) - 20} more" if len(listed) > 20 else "")
+    fix = "Print accel.parallel.tensor_plan(model), change it, and pass it as accel.parallel.Plan(tensor=...)."
+    if all(f": {ADAPTER} " in each for each in listed):
+        fix = (
+            'Adapt linear layers alone, without DoRA: peft.LoraConfig(target_modules="all-linear", use_dora=False). Or'
+            ' shard the model in place of tp: ctx = accel.replace(ctx, mesh="", strategy="fsdp").'
+        )
     return PrepareError(
         "the model cannot be spread by this tensor-parallel plan",
         expected=f"styles of its modules that {size} ranks along tp can share",
         got=shown,
         where=WHERE,
-        fix="Print accel.parallel.tensor_plan(model), change it, and pass it as accel.parallel.Plan(tensor=...).",
+        fix=fix,
     )
 
 

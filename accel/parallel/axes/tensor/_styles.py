@@ -349,10 +349,13 @@ def _parts(module: nn.Module, style: str) -> Iterator[tuple[str, str]]:
             yield f"{name}.{key}", of_each
 
 
+ADAPTER = "an adapter"  # as problems of adapters begin
+
+
 def _problems(module: nn.Module, style: str) -> Iterator[str]:
     if style not in COLWISE | ROWWISE:
-        yield f"an adapter of a layer of style {style}"
+        yield f"{ADAPTER} of a layer of style {style}"
     for name in _UNKNOWN:
         part = getattr(module, name, None)
         if isinstance(part, nn.Module) and any(True for _ in part.parameters()):
-            yield f"an adapter with {name}"
+            yield f"{ADAPTER} with {name}"

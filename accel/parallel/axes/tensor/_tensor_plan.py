@@ -363,16 +363,22 @@ def _read(model: nn.Module) -> dict[str, TensorStyle]:
     """Styles of layers whose weights the class around them reads, by its source; a plan that is declared or known
     passes over them."""
     found: dict[str, TensorStyle] = {}
+    sources: dict[type[nn.Module], str] = {}  # each takes 10 ms, and a model has many modules of a class
     for path, module in named_modules(model):
+        kind = type(module)
         for name, child in module.named_children():
-            if isinstance(child, nn.Linear | nn.Conv1d) and _reads(type(module), name):
+            if not isinstance(child, nn.Linear | nn.Conv1d):
+                continue
+            if kind not in sources:
+                sources[kind] = _source(kind)
+            if _reads(sources[kind], name):
                 found[f"{path}.{name}" if path else name] = "replicated_local"
     return found
 
 
-def _reads(kind: type[nn.Module], name: str) -> bool:
+def _reads(source: str, name: str) -> bool:
     """Whether the source of a class has the weight of a layer somewhere else than on the left of `=`."""
-    return re.search(rf"\.{re.escape(name)}\.weight\b(?! *=[^=])", _source(kind)) is not None
+    return re.search(rf"\.{re.escape(name)}\.weight\b(?! *=[^=])", source) is not None
 
 
 def _source(kind: type[nn.Module]) -> str:

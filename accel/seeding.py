@@ -25,10 +25,7 @@ from accel.tensors import integers
 from accel.topology import AXIS_NAMES, DATA_DIMS, data_dimension
 
 __all__ = ["Key", "deterministic", "draw_seed", "rank_key", "seeded", "set_seed", "synchronize_rng"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 @context_first

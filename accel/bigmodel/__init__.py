@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models bigger than memory: plans of plain values, loads at the disk's speed, runs while the next block travels.
+"""Models bigger than memory: plans of plain values, loads at the disk's speed, runs while the next block is copied.
 
 Begin with `_describe.py`: a model becomes a skeleton. `plan/` maps it to homes and computing devices, `load/` reads a
 checkpoint into a model made without values (`_empty.py`), `run/` computes with weights that are elsewhere.

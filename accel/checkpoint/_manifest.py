@@ -22,7 +22,7 @@ MANIFEST = "manifest.json"
 FORMAT = 4
 FORMAT_OF_HOSTS = 5  # of folders that each host has of its own
 LARGEST_MANIFEST = 256 * 2**20  # bytes; about a million pieces
-RANKS = "$rng"  # the tensor with a row of each rank; "$" keeps it apart from any item's name
+RANKS = "$rng"  # the tensor with a row of each rank; no item's name begins with "$"
 
 ItemKind = Literal["module", "optimizer", "stateful", "record", "value"]
 Size = Annotated[int, msgspec.Meta(ge=0)]

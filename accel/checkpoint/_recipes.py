@@ -299,7 +299,7 @@ def apply_recipes(tensors: Mapping[str, Strided], recipes: Sequence[Recipe], whe
     for recipe in recipes:
         taken, made = _step(found, recipe, where)
         kept = {name: tensor for name, tensor in found.items() if name not in taken}
-        # one of the two would be lost without a word
+        # one of the two would be lost silently
         if twice := sorted(kept.keys() & made.keys()):
             raise _refusal(recipe, f"the name {twice[0]!r} is taken", where)
         found = kept | made
@@ -354,7 +354,7 @@ def _make(recipe: Recipe, tensors: Sequence[Strided], fields: dict[str, str], wh
         raise _refusal(recipe, f"sources differ: {', '.join(str(list(each.shape)) for each in tensors[:5])}", where)
     match recipe.operation:
         case "concat":
-            # a later save must take the tensor apart as it was
+            # a later save must split the tensor as it was
             _check_parts(recipe, tuple(each.shape[dim] for each in tensors), where)
             results = [concat(tensors, dim)]
         case "stack":

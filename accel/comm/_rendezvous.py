@@ -194,7 +194,7 @@ def _introduce(store: Store, env: LaunchEnv, timeout_s: float) -> None:
         )
     else:
         return
-    # the error before the sign that all may go on: whoever sees the sign finds the error
+    # the error before the sign that all may continue: whoever sees the sign finds the error
     _ = store.compare_set(_TROUBLE, "", msgspec.json.encode(describe(error)).decode())
     store.set(_SETTLED, "")
 

@@ -54,7 +54,7 @@ def check_movable(data: Any, containers: Sequence[Container] = ()) -> None:
 
 
 def pin(data: Any) -> Any:
-    """Return a batch in pinned memory, as far as it can be taken apart or pins itself."""
+    """Return a batch in pinned memory, as far as it can be flattened or pins itself."""
     try:
         return map_leaves(lambda leaf: leaf.pin_memory() if _pins(leaf) else leaf, data, is_leaf=_pins)
     except TreeError:

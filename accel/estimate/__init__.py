@@ -5,7 +5,7 @@ Begin with `_model.py`: one description of a model's tensors, which every estima
 code (`_build.py`), a configuration (`_configs.py`) or headers. `_step.py` has the step and the parameters that a rank
 holds, `_kept.py` the activations; `_memory.py` adds that up moment by moment, `_cost.py` finds messages and time by the
 speeds of `_efficiencies.py`, `_choices.py` compares meshes by both.
-`_summary.py` is apart: the table of a model that exists, with a forward on fake tensors. The others are pure,
+`_summary.py` is separate: the table of a model that exists, with a forward on fake tensors. The others are pure,
 but for `_build.py` and `_sources.py`. Names resolve on first use: headers and arithmetic do without torch.
 """
 

@@ -128,7 +128,7 @@ def encode_optimizer(
     kept: Kept | None = None,
 ) -> OptimizerValue:
     """Encode an optimizer's state by names of parameters, or positions where `names` has none. Tensors and records go
-    to `tensors` and `kept`; to `loose` those in objects, and of no parameter, which ranks may have drawn apart."""
+    to `tensors` and `kept`; to `loose` those in objects, and of no parameter, which may differ between ranks."""
     listed = named_parameters(optimizer, names)
     packed = flatten_objects(_state_of(optimizer, item), classes_of(optimizer))
     order = list(listed)

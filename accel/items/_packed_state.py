@@ -189,7 +189,7 @@ def flatten_objects(value: Any, classes: Classes) -> Any:
 
 
 def objects_together(value: Any, classes: Classes, path: str) -> Any:
-    """Return a state with the objects that `flatten_objects` took apart, made without a call of their constructor."""
+    """Return a state with the objects that `flatten_objects` flattened, made without a call of their constructor."""
     kind = cast("type[Any]", type(value))
     if kind in _SEQUENCES:
         return kind(objects_together(each, classes, path) for each in value)
@@ -213,7 +213,7 @@ def objects_together(value: Any, classes: Classes, path: str) -> Any:
 
 
 def objects_in(value: object, keys: Set[object] = frozenset({_OBJECT})) -> list[object]:
-    """Return the objects taken apart in a state, or in an encoded one; or dicts with one of other keys."""
+    """Return the objects flattened in a state, or in an encoded one; or dicts with one of other keys."""
     if isinstance(value, dict):
         held = cast("dict[object, object]", value)
         return [value] if keys & held.keys() else [found for each in held.values() for found in objects_in(each, keys)]

@@ -391,7 +391,7 @@ class ItemHandler(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kind: name of the kind in a manifest.
-        stored_type: name in a manifest in place of the class's; "" for the class's. Tells kinds of one name apart.
+        stored_type: name in a manifest in place of the class's; "" for the class's. Distinguishes kinds of one name.
         takes: class of live items, or a function that takes an item; the first handler of the table that does has it.
         type_of: name of a live item's class, without wrappers.
         capture: item's name, live item, and what the save gathers: to its entry in the manifest.

@@ -81,7 +81,7 @@ def _hidden(source: str) -> str:
 
 
 def _is_open(lines: Sequence[str]) -> bool:
-    """Whether lines end within brackets, a string or a line that goes on."""
+    """Whether lines end within brackets, a string or a continued line."""
     try:
         for _ in tokenize.generate_tokens(io.StringIO("\n".join(lines)).readline):
             pass

@@ -45,7 +45,7 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class Killed(BaseException):
-    """Unwinds a rank that ends without a word; the text is the cause, for reports."""
+    """Unwinds a rank that ends silently; the text is the cause, for reports."""
 
 
 class RankSignals:

@@ -85,7 +85,7 @@ def drop_thread_caches() -> None:
 
 
 class KeptThreads:
-    """Workers whose threads go on to the next run."""
+    """Workers that keep their threads for the next run."""
 
     def __init__(self) -> None:
         self._idle: list[KeptWorker] = []
@@ -217,7 +217,7 @@ class GlobalStreams:
 
 
 class RankStreams:
-    """Swaps the global streams when another rank goes on.
+    """Swaps the global streams when another rank continues.
 
     Args:
         streams: the streams.
@@ -236,7 +236,7 @@ class RankStreams:
             self._ranks[rank] = self._streams.swap(self._ranks[following])
 
     def load(self, rank: int) -> None:
-        """Set the streams to the state of `rank`, which goes on; not for ranks that outlive their run."""
+        """Set the streams to the state of `rank`, which continues; not for ranks that outlive their run."""
         if not self._closed:
             self._streams.restore(self._ranks[rank])
 

@@ -253,7 +253,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         ignored: patterns of modules that sharding leaves alone; every rank along dp holds them whole.
         reshard_after_forward: whether the parameters of a unit are resharded after its forward; a number for the ranks
             that share the parts then; None for True in all units but the last.
-        gather_dtype: dtype in which sharded parameters travel; "auto" for that in which the context computes.
+        gather_dtype: dtype in which sharded parameters are gathered; "auto" for the context's compute dtype.
         reduce_dtype: dtype in which gradients are summed over ranks; "auto" for fp32.
         prefetch: number of units whose parameters are gathered ahead; None for torch's choice.
         offload: tensors that are in the host's memory between uses. True moves sharded parameters, gradients and

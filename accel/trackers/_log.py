@@ -318,7 +318,7 @@ def log_histogram(
         ctx: the context.
         trackers: from `tracking`.
         name: name of the histogram.
-        values: real numbers, of any shape; what is not finite is counted apart.
+        values: real numbers, of any shape; values that are not finite are counted separately.
         step: optimizer step, not below the last one logged.
         bins: number of intervals of one width between the least and the largest value.
 

@@ -18,7 +18,7 @@ _POLL_S = 0.05
 def trackio(**options: Any) -> Tracker:
     """Return the tracker that writes to Trackio, by `trackio.init`. Extra: `trackio`.
 
-    A resumed run goes on under its name. Local data are in Trackio's own folder, `TRACKIO_DIR`, and a checkpoint waits
+    A resumed run continues under its name. Local data are in Trackio's folder, `TRACKIO_DIR`, and a checkpoint waits
     until that has its steps.
 
     Args:

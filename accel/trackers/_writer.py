@@ -57,7 +57,7 @@ class Writer:
 
     Args:
         tracker: the tracker.
-        run: the run to start or to go on with.
+        run: the run to start or to resume.
         config: the run's configuration, without credentials.
         room_bytes: bytes of records that may wait; the oldest beyond it are dropped.
     """

@@ -255,7 +255,7 @@ def run(order: AgentOrder) -> int:
                 journal=journal,
                 orphans=orphans,
             )
-        # A stopped host leaves the job to the others, which may go on without it.
+        # A stopped host leaves the job to the others, which may continue without it.
         if not ending.stopped:
             rendezvous.leave(_CLOSE_S)
         return ending.status

@@ -34,7 +34,7 @@ from accel.run_folder import hide_in_words
 from accel.system import NOTICES, REPEATED, SAME_REQUEST_S, STOPPING, Helpers, not_ignored, open_streams
 
 LOOK_S = 5.0  # the longest wait between two looks at the children, as a signal may be lost
-_DEAF_S = 3.5  # a launcher that has not read a request to stop for so long, or does not go on after it, is stuck
+_DEAF_S = 3.5  # a launcher that has not read a request to stop for so long, or does not continue after it, is stuck
 _LOOK_S = 1.0
 _PAUSE_S = 0.1
 

@@ -72,7 +72,7 @@ class RankBreakdown(msgspec.Struct, frozen=True, kw_only=True):
         rank: the rank.
         steps: number of steps.
         total: time of all steps.
-        computing: computing, whether or not messages travel meanwhile.
+        computing: computing, with or without messages at the same time.
         waiting: communication without computing, spent waiting for a later rank.
         exposed: other communication without computing.
         hidden: communication during computing.

@@ -228,7 +228,7 @@ CHECKS = (
 
 
 class _Run:
-    """A small training, which goes on where it is."""
+    """A small training, which continues from its position."""
 
     def __init__(self, ctx: DistContext, dropout: float = 0.1) -> None:
         self.ctx = ctx
@@ -246,7 +246,7 @@ class _Run:
         self.state = load_state(self.ctx, path, self.items())["state"]
 
     def train(self, steps: int) -> None:
-        loader = prepare_loader(self.ctx, self.rows)  # a new one each time, as in a run that goes on
+        loader = prepare_loader(self.ctx, self.rows)  # a new one each time, as in a run that resumes
         while steps > 0:
             for batch in batches(self.ctx, loader, self.state):
                 inputs, targets = batch.data

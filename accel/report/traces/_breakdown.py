@@ -9,7 +9,7 @@ from statistics import median_low
 import msgspec
 
 from accel.report.traces._trace import Communication, Span, Trace, intersect, length, subtract, union
-from accel.terminal import show_table
+from accel.terminal import show_seconds, show_table
 
 
 class Waits(msgspec.Struct, frozen=True, eq=False):
@@ -182,14 +182,12 @@ def _row(times: RankBreakdown) -> tuple[str, ...]:
 def _notes(traces: Sequence[Trace], times: Sequence[RankBreakdown], waits: Waits) -> list[str]:
     notes: list[str] = []
     if (found := slowest(times)) is not None:
-        own, usual = found.own / 1e3, found.usual / 1e3
-        if own > _CLEAR * usual:
-            part = f"{found.part}, {found.more / 1e3:.2f} ms a step above the median"
-            notes.append(
-                f"slowest: rank {found.rank}, {own:.2f} ms a step without waiting, median {usual:.2f} ms; {part}"
-            )
+        own, usual = show_seconds(found.own / 1e6), show_seconds(found.usual / 1e6)
+        if found.own > _CLEAR * found.usual:
+            part = f"{found.part}, {show_seconds(found.more / 1e6)} a step above the median"
+            notes.append(f"slowest: rank {found.rank}, {own} a step without waiting, median {usual}; {part}")
         else:
-            notes.append(f"no rank is slow: {own:.2f} ms a step without waiting at most, median {usual:.2f} ms")
+            notes.append(f"no rank is slow: {own} a step without waiting at most, median {usual}")
     if waits.skipped:
         notes.append(
             f"{waits.skipped} of {waits.compared} collectives differ between ranks: waits in them count as exposed"

@@ -5,7 +5,6 @@ keeps its own flags of performance."""
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 import torch
 
 from accel.checkpoint._records import is_record_class
-from accel.errors import CheckpointError, MissingExtraError
+from accel.errors import CheckpointError
+from accel.errors._checks import import_extra
 from accel.items._source import Change
 from accel.optim import parameters_of
 from accel.storage import dtype_name
@@ -147,16 +147,8 @@ def _share(tensor: torch.Tensor, place: int, ranks: int, path: str) -> torch.Ten
 
 
 def _class_of(kind: str) -> Any:
-    try:
-        return getattr(importlib.import_module(PRIVATE[kind]), kind)
-    except ImportError as error:
-        raise MissingExtraError(
-            "the optimizer's state is quantized by a package that does not import",
-            expected="torchao",
-            got=str(error),
-            where="load_state",
-            fix="Run `pip install 'accel-torch[torchao]'`.",
-        ) from error
+    package = import_extra(PRIVATE[kind], "quantized optimizer state", extra="torchao", where="load_state")
+    return getattr(package, kind)
 
 
 _OBJECT = "accel.object"  # key of the class's name in the stored fields of an object

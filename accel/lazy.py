@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping
 from types import FrameType
+from typing import cast
 
 
 def declared() -> dict[str, str]:
@@ -20,7 +21,7 @@ def declared() -> dict[str, str]:
     names: object = None  # of the import that follows
     for each in dis.get_instructions(sys._getframe(1).f_code):  # pyright: ignore[reportPrivateUsage]
         if each.opname == "IMPORT_NAME" and isinstance(names, tuple):
-            found |= dict.fromkeys(names, each.argval)
+            found |= dict.fromkeys(cast("tuple[str, ...]", names), str(each.argval))
         if each.opname != "EXTENDED_ARG":
             names = each.argval
     return {name: home for name, home in found.items() if home.startswith("accel") and home != __name__}

@@ -82,7 +82,7 @@ class Metrics(msgspec.Struct, frozen=True, eq=False):
             weight = cast("float", weight.item())  # pyright: ignore
         if isinstance(weight, torch.Tensor):
             return self._with_others(weight, values)
-        if not _is_weight(weight):
+        if not isinstance(weight, int | float) or not 0 <= weight < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError("not a weight", expected="a number from 0", got=repr(weight), where="metrics.add")
         kinds = self.kinds
         numbers = self.numbers.copy()
@@ -265,7 +265,3 @@ def running_metrics(*, by_rank: Sequence[str] = (), **kinds: Kind) -> Metrics:
     for name in by_rank:
         check_choice(name, tuple(kinds), "no such metric", where="running_metrics, by_rank=")
     return Metrics(kinds, tuple(by_rank))
-
-
-def _is_weight(weight: object) -> bool:
-    return isinstance(weight, int | float) and 0 <= weight < math.inf

@@ -238,7 +238,7 @@ def init_trackers(
         for tracker in mine:
             if tracker.check is not None:
                 _ = tracker.check(new)
-        steps = {each.name: step for each in mine if (step := _first_step(each, new)) is not None}
+        steps = {each.name: step for each in mine if each.first_step and (step := each.first_step(new)) is not None}
         if samples is not None:
             check_system(new)
         return _Opening(new.id, new.name, steps, ctx.node_rank, os.getpid())
@@ -336,10 +336,6 @@ def _new_run(ctx: DistContext, project: str, run: str | None, folder: Path | Non
 
 def _writes(ctx: DistContext, ranks: Ranks) -> bool:
     return ranks == "every" or (ranks == "host" and ctx.is_local_main_process) or ctx.is_main_process
-
-
-def _first_step(tracker: Tracker, run: Run) -> int | None:
-    return None if tracker.first_step is None else tracker.first_step(run)
 
 
 def _make_folder(folder: str) -> None:

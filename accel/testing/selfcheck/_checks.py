@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import time
@@ -85,14 +84,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 def likely_cause(detail: str, default: str) -> str:
     """Return what is likely behind a failure: by its text, else the usual cause of such a check's failure."""
     return next((cause for pattern, cause in _CAUSES if re.search(pattern, detail)), default)
-
-
-def write_outcomes(path: str, outcomes: Sequence[Outcome]) -> None:
-    """Write outcomes so that a reader finds all of them or those before."""
-    partial = f"{path}.partial"
-    with open(partial, "wb") as file:
-        _ = file.write(msgspec.json.encode(outcomes))
-    os.replace(partial, path)
 
 
 Judged = tuple[str, list[str]]  # observations, and problems of this rank

@@ -26,7 +26,7 @@ The core, in the order of a script:
     save_model        save the weights of a model alone
     unwrap_model      return the plain model behind a prepared one
 
-Other subjects have modules of their own: `accel.bigmodel`, `accel.parallel`, `accel.trackers`, `accel.errors` and
+Other subjects have separate modules: `accel.bigmodel`, `accel.parallel`, `accel.trackers`, `accel.errors` and
 others. Names resolve on first use, so `import accel` loads neither torch nor anything optional.
 """
 

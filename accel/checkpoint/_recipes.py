@@ -76,7 +76,7 @@ def in_file(dtype: str, shape: Sequence[int], itemsize: int, file: str, start: i
 
 
 def cut(tensor: Strided, box: Box) -> Strided:
-    """Return a box of a tensor as a tensor of its own."""
+    """Return a box of a tensor as a separate tensor."""
     found: list[StridedPart] = []
     for part in tensor.parts:
         shared = intersect(part.box, box)

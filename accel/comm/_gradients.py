@@ -111,7 +111,7 @@ def exchanged(x: Tensor, to: Sequence[int], back: Sequence[int], group: dist.Pro
 
 
 def own_gradient(x: Tensor) -> Tensor:
-    """Return a tensor whose gradient has memory of its own. No communication."""
+    """Return a tensor whose gradient has separate memory. No communication."""
     return _through(x, _same, torch.clone)
 
 

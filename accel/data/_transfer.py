@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches to the device: on CUDA on a stream of their own, so that copying and computing overlap; else at once.
+"""Batches to the device: on CUDA on a separate stream, so that copying and computing overlap; else at once.
 
 An asynchronous copy from pinned memory is safe on CUDA only; the host waits for every other copy.
 """
@@ -109,7 +109,7 @@ class _Copy:
 
 
 class _Copier:
-    """Copies to a device on a stream of its own."""
+    """Copies to a device on a separate stream."""
 
     def __init__(self, streams: DeviceStreams, containers: Sequence[Container]) -> None:
         self._streams = streams

@@ -65,7 +65,7 @@ _RENAMED = {
     "qwen3_moe": "num_experts", "deepseek_v2": "n_routed_experts", "deepseek_v3": "n_routed_experts",
 }  # fmt: skip
 _DECODERS = ("ForCausalLM", "LMHeadModel")
-_TIED = ("gpt2",)  # unless the configuration has a size of its own
+_TIED = ("gpt2",)  # unless the configuration has another size
 
 
 def read_transformer(path: Path) -> Transformer:

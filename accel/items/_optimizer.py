@@ -478,7 +478,7 @@ def _keeps_what_it_is_given(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _lies_like(slot: object, parameter: torch.Tensor) -> bool:
-    """Return whether a state tensor is spread as its parameter, in memory of its own."""
+    """Return whether a state tensor is sharded as its parameter, in separate memory."""
     if not isinstance(slot, torch.Tensor) or slot.shape != parameter.shape or slot.device != parameter.device:
         return False
     if (mesh_of(slot), placements_of(slot)) != (mesh_of(parameter), placements_of(parameter)):

@@ -153,7 +153,7 @@ class Problems:
         self.note(TYPES, [f"{name}: expected {expected}, got {got}"])
 
     def lines(self) -> tuple[str, ...]:
-        """Return each difference as a line of its own."""
+        """Return each difference as a separate line."""
         return tuple(f"{title}: {line}" for title, line in self._sorted())
 
     def error(self, path: object) -> CheckpointError:
@@ -322,7 +322,7 @@ class CheckpointSource:
         return tensors
 
     def decode(self, path: str, value: Any, live: Mapping[str, torch.Tensor], kept: Kept) -> Any:
-        """Make a value with tensors of its own."""
+        """Make a value whose tensors nothing else shares."""
         return decode(value, f"item {path}", self.tensors(path, value, live), path, self.making(kept))
 
     def making(self, kept: Kept) -> Making:

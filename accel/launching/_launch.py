@@ -318,7 +318,7 @@ class PlacedRank:
         if not group:
             self._process.send_signal(number)
             return
-        # The rank leads a session of its own, so its pid names the group of all that it has started.
+        # The rank leads a session, so its pid names the group of all that it has started.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
 

@@ -74,7 +74,7 @@ def state_of(
     alive: Callable[[LaunchRecord | RunRecord], bool] = is_alive,
     folder: Path | None = None,
 ) -> RunState:
-    """Return the state of a run: that of its newest launch, or else of its own record.
+    """Return the state of a run: the state of its newest launch, or else of its record.
 
     Args:
         run: record of the run.

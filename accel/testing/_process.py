@@ -133,7 +133,7 @@ class _Routed:
 
 @contextmanager
 def changed_process(ranks: int) -> Generator[None]:
-    """Give so many ranks signal handlers of their own and torch one thread, for the block."""
+    """Give so many ranks separate signal handlers and torch one thread, for the block."""
     with _LOCK:
         found: object = signal.signal
         changes = found.changes if isinstance(found, _Routed) else _Changes()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads for ranks, each with global random streams of its own."""
+"""Threads for ranks, each with separate global random streams."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAME = "accel-simulated-rank"
 
 
 class Worker(Protocol):
-    """Something that does a job on a thread of its own."""
+    """Something that does a job on a separate thread."""
 
     def submit(self, job: Job) -> None:
         """Do this job; it must not raise."""

@@ -65,7 +65,7 @@ def trackio(**options: Any) -> Tracker:
 
 
 class _StoredRows:
-    """The rows of a run in Trackio's own database, which it writes in a thread of its own."""
+    """The rows of a run in Trackio's database, which it writes in a separate thread."""
 
     def __init__(self) -> None:
         self.logged = 0

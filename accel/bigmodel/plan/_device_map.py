@@ -142,7 +142,7 @@ class DeviceMap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_accelerator(place: str) -> bool:
-    """Return whether a computing device has memory of its own, as "cpu:0" has not."""
+    """Return whether a computing device has separate memory, which "cpu:0" has not."""
     return place.partition(":")[0] != HOST
 
 

@@ -342,7 +342,7 @@ class DeviceTransfer(_StreamTransfer):
 
     Weights of a smaller dtype are copied in it, each separately, and the device casts them.
 
-    The copies run on a stream of their own. They wait on the device for computation that used the slot before, and
+    The copies run on a separate stream. They wait on the device for computation that used the slot before, and
     computation waits on the device for them, so that no thread waits for the device but the one that reads.
     """
 

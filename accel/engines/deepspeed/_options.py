@@ -123,7 +123,7 @@ class DeepSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Checked(DeepSpeed, frozen=True, kw_only=True):
-    """The same fields, without a check of their own."""
+    """The same fields, unchecked."""
 
     def __post_init__(self) -> None:
         pass

@@ -79,7 +79,7 @@ def connected() -> Any:
 
 
 def initialized(model: Any, **arguments: Any) -> tuple[Any, Any, Any, Any]:
-    """Call DeepSpeed's `initialize`; a refusal of its own is a `PrepareError`. A collective."""
+    """Call DeepSpeed's `initialize`; its refusal is a `PrepareError`. A collective."""
     found = connected()
     try:
         return found.initialize(model=model, **arguments)

@@ -146,7 +146,7 @@ def from_megatron(
 ) -> DistContext:
     """Make a context on Megatron's parallel state; nothing of Megatron's is destroyed with it. No communication.
 
-    Ranks along "dp", and "ep", have samples of their own. Ranks along "tp", "cp" and "pp" share them: loaders give them
+    Ranks along "dp", and "ep", have different samples. Ranks along "tp", "cp" and "pp" share them: loaders give them
     the same batches.
 
     Args:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent of one host in a launch over several: meets the other hosts, and supervises the ranks of its own."""
+"""The agent of one host in a launch over several: meets the other hosts, and supervises the ranks of this one."""
 
 from __future__ import annotations
 

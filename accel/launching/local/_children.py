@@ -236,7 +236,7 @@ def _write_all(fd: int, data: bytes | bytearray) -> None:
 
 
 class Children:
-    """The processes of one launch, each in a session of its own."""
+    """The processes of one launch, each in a separate session."""
 
     def __init__(self) -> None:
         self._processes: list[tuple[ProcessPlan, subprocess.Popen[bytes]]] = []

@@ -177,7 +177,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Orphans:
-    """Descendants of this process without a parent of their own; the kernel gives them to this one from now on."""
+    """Descendants of this process whose parent has ended; the kernel gives them to this one from now on."""
 
     def __init__(self, grace_s: float = GRACE_S, helpers: Helpers | None = None) -> None:
         self._grace_s = grace_s

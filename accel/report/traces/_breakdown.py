@@ -134,7 +134,7 @@ class Slowest(msgspec.Struct, frozen=True):
 
 
 def slowest(times: Sequence[RankBreakdown]) -> Slowest | None:
-    """Return the slowest rank: the one with the longest step of its own; None for fewer than two ranks with steps."""
+    """Return the rank with the longest step without waiting; None for fewer than two ranks with steps."""
     known = [each for each in times if each.steps]
     if len(known) < 2:
         return None
@@ -182,7 +182,8 @@ def _row(times: RankBreakdown) -> tuple[str, ...]:
 def _notes(traces: Sequence[Trace], times: Sequence[RankBreakdown], waits: Waits) -> list[str]:
     notes: list[str] = []
     if (found := slowest(times)) is not None:
-        own, usual = show_seconds(found.own / 1e6), show_seconds(found.usual / 1e6)
+        own = show_seconds(found.own / 1e6)
+        usual = show_seconds(found.usual / 1e6)
         if found.own > _CLEAR * found.usual:
             part = f"{found.part}, {show_seconds(found.more / 1e6)} a step above the median"
             notes.append(f"slowest: rank {found.rank}, {own} a step without waiting, median {usual}; {part}")

@@ -26,7 +26,7 @@ The core, in the order of a script:
     save_model        save the weights of a model alone
     unwrap_model      return the plain model behind a prepared one
 
-Other subjects have modules of their own: `accel.bigmodel`, `accel.parallel`, `accel.trackers`, `accel.errors` and
+Other subjects have separate modules: `accel.bigmodel`, `accel.parallel`, `accel.trackers`, `accel.errors` and
 others. Names resolve on first use, so `import accel` loads neither torch nor anything optional.
 """
 
@@ -34,16 +34,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel.lazy import exports
+from accel.lazy import declared, exports
 
 if TYPE_CHECKING:
     from accel import (
         bigmodel as bigmodel,
         checkpoint as checkpoint,
+        config as config,
         data as data,
         engines as engines,
         errors as errors,
+        estimate as estimate,
         items as items,
+        launching as launching,
         metrics as metrics,
         optim as optim,
         parallel as parallel,
@@ -162,162 +165,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-_HOMES = {
-    "bigmodel._empty": ("init_empty_weights",),
-    "bigmodel.plan": ("infer_device_map",),
-    "bigmodel.run": (
-        "cpu_offload",
-        "disk_offload",
-        "dispatch_model",
-        "load_checkpoint_and_dispatch",
-    ),
-    "checkpoint._manifest": ("latest_checkpoint",),
-    "collectives": (
-        "broadcast",
-        "broadcast_from_holder",
-        "broadcast_object_list",
-        "gather",
-        "gather_object",
-        "pad_across_processes",
-        "reduce",
-    ),
-    "context": (
-        "DistContext",
-        "close",
-        "from_env",
-        "from_group",
-        "from_mesh",
-        "group_of",
-        "replace",
-        "session",
-        "single",
-    ),
-    "data._batches": (
-        "Batch",
-        "batches",
-    ),
-    "data._cursor": ("Cursor",),
-    "data._loader": (
-        "Loader",
-        "prepare_loader",
-    ),
-    "data._progress": (
-        "gather_for_metrics",
-        "skip_first_batches",
-        "total_steps",
-    ),
-    "env": (
-        "LaunchEnv",
-        "read_env",
-    ),
-    "errors._base": ("AccelError",),
-    "formats": ("Compile",),
-    "items._loading": ("load_state",),
-    "items._models": (
-        "save",
-        "save_model",
-    ),
-    "items._saving": ("save_state",),
-    "items._whole": ("get_state_dict",),
-    "launching._function": (
-        "debug_launcher",
-        "launch",
-        "notebook_launcher",
-    ),
-    "memory": (
-        "find_executable_batch_size",
-        "free_memory",
-        "is_out_of_memory",
-    ),
-    "optim._accumulation": ("Accumulation",),
-    "parallel._chunked": ("chunk_sequence",),
-    "parallel._compile": (
-        "checkpoint_activations",
-        "compile_model",
-    ),
-    "parallel._modules": ("unwrap_model",),
-    "parallel._offload": ("offload_activations",),
-    "parallel._prepare_model": ("prepare_model",),
-    "parallel._sync": (
-        "no_sync",
-        "trigger_sync_in_backward",
-    ),
-    "parallel.axes.replicate._ddp": ("join_uneven_inputs",),
-    "parallel.axes.tensor._deferred": ("defer_logits",),
-    "precision._amp": ("LossScale", "autocast", "loss_scale"),
-    "process": (
-        "any_rank",
-        "local_main_process_first",
-        "main_process_first",
-        "on_last_process",
-        "on_local_main_process",
-        "on_local_process",
-        "on_main_process",
-        "on_process",
-        "print",
-        "split_between_processes",
-        "wait_for_everyone",
-    ),
-    "trackers._log": ("log",),
-    "trackers._logger": ("get_logger",),
-    "trackers._profile": ("profile",),
-    "trackers._tracking": (
-        "end_trackers",
-        "get_tracker",
-        "init_trackers",
-        "tracking",
-    ),
-    "training._backward": (
-        "accumulate",
-        "backward",
-    ),
-    "training._clip": (
-        "clip_grad_norm_",
-        "clip_grad_value_",
-        "unscale_gradients",
-    ),
-    "training._evaluating": ("evaluating",),
-    "training._forward_backward": ("forward_backward",),
-    "training._prepare": (
-        "prepare",
-        "prepare_optimizer",
-        "prepare_scheduler",
-    ),
-    "training._resume": ("resume",),
-    "training._step": ("optimizer_step",),
-    "training._train_state": (
-        "TrainState",
-        "train_state",
-    ),
-    "training._train_step": ("train_step",),
-}
-_MODULES = {
-    name: (name,)
-    for name in (
-        "bigmodel",
-        "checkpoint",
-        "config",
-        "data",
-        "engines",
-        "errors",
-        "estimate",
-        "items",
-        "launching",
-        "metrics",
-        "optim",
-        "parallel",
-        "precision",
-        "preempt",
-        "schedules",
-        "seeding",
-        "testing",
-        "trackers",
-        "training",
-        "tree",
-    )
-}
+_HOMES = declared()
+_MODULES = [name for name, home in _HOMES.items() if home == __name__]
 
-__all__ = sorted(name for names in _HOMES.values() for name in names)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = sorted(_HOMES.keys() - _MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 _CONTEXT = "Use `with accel.session() as ctx`, and pass ctx to each function."
@@ -425,7 +276,7 @@ _MOVED = {  # names that were at the top, by the module that has them now
 }
 _PLACES = {name: f"Use accel.{module}.{name}." for module, names in _MOVED.items() for name in names.split()}
 
-__getattr__ = exports("accel", _HOMES | _MODULES, _OTHERS | _PLACES)
+__getattr__ = exports(__name__, _HOMES, _OTHERS | _PLACES)
 
 
 def __dir__() -> list[str]:

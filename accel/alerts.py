@@ -30,6 +30,7 @@ from accel.errors import ConfigError
 from accel.errors._checks import check_choice, check_count, nearest_metrics
 from accel.run_folder import append_rest, bounded, hide_in_text, read_files
 from accel.system import Helpers, run_helper
+from accel.terminal import show_seconds
 
 FOLDER = "alerts"  # of a run's folder, with a file for each process that has alerts
 AlertLevel = Literal["info", "warning", "error"]
@@ -213,7 +214,7 @@ def _slow_text(values: Mapping[str, float], factor: float) -> str:
     if not slowest > factor * median or slowest - median < _SLOW_SHARE * values.get("time/step_s", 0.0):
         return ""
     who = f"rank {int(values['time/slowest_rank'])}" if "time/slowest_rank" in values else "the slowest rank"
-    return f"{who} takes {slowest * 1e3:.1f} ms a step of its own, the median is {median * 1e3:.1f} ms"
+    return f"{who} takes {show_seconds(slowest)} a step of its own, the median is {show_seconds(median)}"
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,25 +5,41 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import FrameType
+from typing import cast
 
 
-def exports(
-    package: str, homes: Mapping[str, Sequence[str]], others: Mapping[str, str] | None = None
-) -> Callable[[str], object]:
-    """Return a package's `__getattr__`, for names by home module, inside of it or by its full name.
+def declared() -> dict[str, str]:
+    """Return the modules of the names that a package imports for type checkers alone, by name.
 
-    The home named as the name means the module. `others` maps names from elsewhere to the sentence with ours.
+    A package calls it behind `if TYPE_CHECKING:`. Those imports never run, but its compiled code has them.
+    """
+    import dis
+
+    found: dict[str, str] = {}
+    names: object = None  # of the import that follows
+    for each in dis.get_instructions(sys._getframe(1).f_code):  # pyright: ignore[reportPrivateUsage]
+        if each.opname == "IMPORT_NAME" and isinstance(names, tuple):
+            found |= dict.fromkeys(cast("tuple[str, ...]", names), str(each.argval))
+        if each.opname != "EXTENDED_ARG":
+            names = each.argval
+    return {name: home for name, home in found.items() if home.startswith("accel") and home != __name__}
+
+
+def exports(package: str, homes: Mapping[str, str], others: Mapping[str, str] | None = None) -> Callable[[str], object]:
+    """Return a package's `__getattr__`, for names with their modules, as of `declared`.
+
+    A name of the package itself is a module in it. `others` maps names from elsewhere to the sentence with ours.
     """
 
     def find(name: str) -> object:
-        for home, names in homes.items():
-            if name in names:
-                module = importlib.import_module(home if home.startswith("accel.") else f"{package}.{home}")
-                found = module if name == home else getattr(module, name)
-                setattr(sys.modules[package], name, found)  # later look-ups cost nothing
-                return found
+        if (home := homes.get(name)) is not None:
+            is_module = home == package
+            found = importlib.import_module(f"{package}.{name}" if is_module else home)
+            found = found if is_module else getattr(found, name)
+            setattr(sys.modules[package], name, found)  # later look-ups cost nothing
+            return found
         fix = (others or {}).get(name) or _nearest(name, homes)
         if fix and _is_imported(sys._getframe(1)):  # pyright: ignore[reportPrivateUsage]
             raise ImportError(f"cannot import name {name!r} from {package!r}. {fix}", name=package)
@@ -32,13 +48,13 @@ def exports(
     return find
 
 
-def _nearest(name: str, homes: Mapping[str, Sequence[str]]) -> str:
+def _nearest(name: str, homes: Mapping[str, str]) -> str:
     """Return "Did you mean `x`?" for a misspelt name; empty for a private one, which tools look up."""
     if name.startswith("_"):
         return ""
     import difflib
 
-    close = difflib.get_close_matches(name, [each for names in homes.values() for each in names], n=1, cutoff=0.75)
+    close = difflib.get_close_matches(name, homes, n=1, cutoff=0.75)
     return f"Did you mean `{close[0]}`?" if close else ""
 
 

@@ -26,10 +26,7 @@ _NUMBERS = 1 << 16  # more than there are signals
 _NONE = 1 << 62
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 class Stop(SystemExit):

@@ -20,7 +20,7 @@ import msgspec
 
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice, check_count
-from accel.lazy import exports
+from accel.lazy import declared, exports
 
 if TYPE_CHECKING:
     from accel.training._find_lr import find_lr
@@ -44,11 +44,8 @@ __all__ = [
 Schedule = Callable[[int], float]
 
 # Schedules are free of torch; the test of learning rates takes steps, and loads it on first use.
-__getattr__ = exports(__name__, {"accel.training._find_lr": ("find_lr",), "accel.training._lr_range": ("LrRange",)})
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__ = exports(__name__, declared())
+__dir__ = __all__.copy
 
 
 class Piece(msgspec.Struct, frozen=True, dict=True, tag=True):  # LambdaLR saves the __dict__ of callables

@@ -25,10 +25,7 @@ from accel.tensors import integers
 from accel.topology import AXIS_NAMES, DATA_DIMS, data_dimension
 
 __all__ = ["Key", "deterministic", "draw_seed", "rank_key", "seeded", "set_seed", "synchronize_rng"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 @context_first
@@ -43,7 +40,7 @@ def rank_key(ctx: DistContext, key: Key, *, along: Sequence[str] | None = None, 
             and `dp_shard` too. Random numbers of activations differ along the axes along which these do: ("dp", "cp")
             where ranks share positions, and "tp" beside them inside of what tensor parallelism divides.
         data_rank: index of this rank's share of the samples, from 0; by default that of `ctx.data_parallel`, which
-            gives each rank a share of its own without a mesh.
+            gives each rank another share without a mesh.
 
     Raises:
         ConfigError: an index outside of the world, an unknown axis, or `along` beside `data_rank`.

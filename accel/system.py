@@ -109,7 +109,7 @@ def run_helper(
     environ: Mapping[str, str] | None = None,
     helpers: Helpers | None = None,
 ) -> HelperEnd:
-    """Run a program in a session of its own until it ends; at the limit, kill it and what it has started.
+    """Run a program in a new session until it ends; at the limit, kill it and what it has started.
 
     It ends with its process: a child of it that still holds its pipes is not waited for.
 

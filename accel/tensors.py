@@ -2,7 +2,7 @@
 """Tensors of special classes: DTensors and what this rank holds of them, weights elsewhere, quantizers' weights, fakes.
 
 Nothing here imports torch.distributed.tensor, which takes most of a second, before there is a DTensor. A quantizer's
-weight is taken apart into plain tensors by the engine for its package, which is imported when such a weight is met.
+weight is split into plain tensors by the engine for its package, which is imported when such a weight is met.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 # Package of a weight's class: module and function, which takes a module, the name of its parameter and the parameter,
-# and returns a `Packed`; None for a weight that it does not take apart.
+# and returns a `Packed`; None for a weight that it does not split.
 FORMATS: Mapping[str, tuple[str, str]] = {
     "bitsandbytes": ("accel.engines.quantized._describe", "take_apart"),
     "torchao": ("accel.engines.quantized._describe", "take_apart"),
@@ -234,7 +234,7 @@ class Packed(NamedTuple):
 
 
 def packed(module: nn.Module, key: str, tensor: object) -> Packed | None:
-    """Return a module's parameter taken apart; None for one that is no packed weight. No communication."""
+    """Return a module's parameter as plain tensors; None if it is no packed weight. No communication."""
     kind = type(tensor)
     if kind in (torch.Tensor, nn.Parameter) or not isinstance(tensor, torch.Tensor):
         return None

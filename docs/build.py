@@ -27,7 +27,7 @@ MODULES = ROOT / "docs" / "modules.md"
 NAMES = ROOT / "tests" / "public_names.txt"
 BUILDERS = {"mkdocs": ("mkdocs", "build", "--strict"), "zensical": ("zensical", "build", "--strict")}
 BUILT = ROOT / "build" / "next-site"  # `site_dir` of mkdocs.yml
-_HOMES = ROOT / "accel" / "__init__.py"
+_TOP = ROOT / "accel" / "__init__.py"
 _GROUPS = {  # of the names in `accel`, by the packages that define them: a page, its title, the packages
     "accel-contexts": ("Contexts, launch and errors", ("context", "env", "launching", "errors")),
     "accel-data": ("Data", ("data",)),
@@ -80,9 +80,9 @@ def _first_page(groups: Mapping[str, Sequence[str]]) -> str:
 
 def _groups(names: Sequence[str]) -> dict[str, list[str]]:
     """Return the names of `accel` by the pages that have them, each in the group of the package that defines it."""
-    assigned = [node for node in ast.parse(_HOMES.read_text()).body if isinstance(node, ast.Assign)]
-    homes = next(node.value for node in assigned if ast.unparse(node.targets[0]) == "_HOMES")
-    packages = {name: home.partition(".")[0] for home, each in ast.literal_eval(homes).items() for name in each}
+    imports = [node for node in ast.walk(ast.parse(_TOP.read_text())) if isinstance(node, ast.ImportFrom)]
+    homes = {each.name: node.module or "" for node in imports for each in node.names}
+    packages = {name: home.split(".")[1] for name, home in homes.items() if home.startswith("accel.")}
     found: dict[str, list[str]] = {page: [] for page in _GROUPS}
     for name in names:
         page = next(page for page, (_, of) in _GROUPS.items() if packages[name] in of)

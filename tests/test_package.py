@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import subprocess
@@ -129,3 +130,22 @@ def test_links_lead_to_pages_and_sections(page: Path) -> None:
         inside = page.parent == ROOT or target.resolve().is_relative_to(ROOT / "docs")
         assert inside, f"{page.name}: {link} is outside of docs/"
         assert not section or section in sections(target), f"{page.name}: no section {link}"
+
+
+LAZY = sorted(path for path in (ROOT / "accel").rglob("*.py") if "exports(__name__, " in path.read_text())
+
+
+@rows("path", LAZY)
+def test_names_for_type_checkers_are_those_of_the_package(path: Path) -> None:
+    """What type checkers import from a package that loads on first use is there, and is that of its module."""
+    module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
+    [block] = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.If)]
+    imports = [each for each in block.body if isinstance(each, ast.ImportFrom)]
+    assert len(imports) == len(block.body) > 0
+    for each in imports:
+        for name in (alias.name for alias in each.names):
+            own = f"{each.module}.{name}"
+            found = getattr(module, name)
+            assert found is (sys.modules[own] if own in sys.modules else getattr(sys.modules[str(each.module)], name))
+    with pytest.raises(AttributeError):
+        _ = module.no_name_of_it

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models bigger than memory: plans of plain values, loads at the disk's speed, runs while the next block travels.
+"""Models bigger than memory: plans of plain values, loads at the disk's speed, runs while the next block is copied.
 
 Begin with `_describe.py`: a model becomes a skeleton. `plan/` maps it to homes and computing devices, `load/` reads a
 checkpoint into a model made without values (`_empty.py`), `run/` computes with weights that are elsewhere.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel.lazy import exports
+from accel.lazy import declared, exports
 
 if TYPE_CHECKING:
     from accel.bigmodel._arguments import available_memory
@@ -44,43 +44,5 @@ __all__ = [
     "swap_models",
 ]
 
-__getattr__ = exports(
-    __name__,
-    {
-        "_arguments": ("available_memory",),
-        "_describe": (
-            "describe",
-            "StoredTensor",
-            "WeightSource",
-        ),
-        "_empty": (
-            "init_on_device",
-            "initialize_weights",
-        ),
-        "load": (
-            "expert_recipes",
-            "load_checkpoint_in_model",
-            "open_weights",
-        ),
-        "plan": (
-            "DeviceMap",
-            "Segment",
-            "Skeleton",
-            "Weight",
-            "check_device_map",
-            "explain",
-            "pass_seconds",
-        ),
-        "run": (
-            "Dispatched",
-            "RunStats",
-            "SegmentStats",
-            "Swap",
-            "swap_models",
-        ),
-    },
-)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__ = exports(__name__, declared())
+__dir__ = __all__.copy

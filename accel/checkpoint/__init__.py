@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel.lazy import exports
+from accel.lazy import declared, exports
 
 if TYPE_CHECKING:
     from accel.checkpoint._background import Saving
@@ -31,20 +31,5 @@ __all__ = [
     "merge",
 ]
 
-__getattr__ = exports(
-    __name__,
-    {
-        "_background": ("Saving",),
-        "_merge": ("merge",),
-        "_recipes": ("Recipe",),
-        "_retention": ("Keep", "best_checkpoint"),
-        "accel.storage": (
-            "HostFolder",
-            "RemotePath",
-        ),
-    },
-)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__ = exports(__name__, declared())
+__dir__ = __all__.copy

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving while training goes on: a copy in host memory, written and committed by a thread of each rank."""
+"""Saving while training continues: a copy in host memory, written and committed by a thread of each rank."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _name(stage: Stage, rank: int) -> str:
 
 
 class Saving:
-    """A checkpoint that is being written while training goes on.
+    """A checkpoint that is being written while training continues.
 
     Attributes:
         path: the folder after the commit.
@@ -120,7 +120,7 @@ class Saving:
         self._outcome: Exception | Path | RemotePath | None = None
         # context variables of the caller, such as `AFTER_WRITE`, hold in the thread too
         work = contextvars.copy_context()
-        # not a daemon: a program that ends without a word waits for its last checkpoint
+        # not a daemon: a program that simply ends waits for its last checkpoint
         self._thread = threading.Thread(target=work.run, args=(self._work, snapshot), name=f"accel-save-{target.name}")
         self._thread.start()
         # the next save and the end of the session wait for it

@@ -215,7 +215,7 @@ def _take(tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> 
     check_tensor(tensor, path)
     if path in tensors:
         raise CheckpointError("two tensors have the same path", where=path, fix="Rename one of the keys.")
-    # live memory, not a copy: it is written before the caller goes on
+    # live memory, not a copy: it is written before the caller continues
     tensors[path] = tensor.detach()
     return path
 

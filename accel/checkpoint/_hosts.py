@@ -67,7 +67,7 @@ class HostNote(msgspec.Struct, frozen=True):
 
 
 class HostWrites(NamedTuple):
-    """The writing, where hosts have folders of their own.
+    """The writing, where each host has a separate folder.
 
     Attributes:
         ranks: boxes that each rank writes, on its host.

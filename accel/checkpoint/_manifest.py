@@ -20,9 +20,9 @@ from accel.storage import Digest, FileEntry, OpenDirectory, Place, RemotePath, a
 
 MANIFEST = "manifest.json"
 FORMAT = 4
-FORMAT_OF_HOSTS = 5  # of folders that each host has of its own
+FORMAT_OF_HOSTS = 5  # of a separate folder on each host
 LARGEST_MANIFEST = 256 * 2**20  # bytes; about a million pieces
-RANKS = "$rng"  # the tensor with a row of each rank; "$" keeps it apart from any item's name
+RANKS = "$rng"  # the tensor with a row of each rank; no item's name begins with "$"
 
 ItemKind = Literal["module", "optimizer", "stateful", "record", "value"]
 Size = Annotated[int, msgspec.Meta(ge=0)]
@@ -81,7 +81,7 @@ class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HostPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One host's part of a checkpoint, where each host has a folder of its own.
+    """One host's part of a checkpoint, where each host has a separate folder.
 
     Attributes:
         save: number of the save in hex, the same on all hosts.

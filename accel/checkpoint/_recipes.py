@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, cast
 
 import msgspec
@@ -76,7 +76,7 @@ def in_file(dtype: str, shape: Sequence[int], itemsize: int, file: str, start: i
 
 
 def cut(tensor: Strided, box: Box) -> Strided:
-    """Return a box of a tensor as a tensor of its own."""
+    """Return a box of a tensor as a separate tensor."""
     found: list[StridedPart] = []
     for part in tensor.parts:
         shared = intersect(part.box, box)
@@ -172,36 +172,29 @@ def _moved(box: Box, shift: Sequence[int], sign: int) -> Box:
 
 
 def _permuted(tensor: Strided, order: Sequence[int]) -> Strided:
-    def pick(values: Sequence[int]) -> tuple[int, ...]:
-        return tuple(values[at] for at in order)
-
-    parts = (
-        StridedPart(part.file, part.start, Box(pick(part.box.offset), pick(part.box.shape)), pick(part.strides))
-        for part in tensor.parts
-    )
-    return Strided(tensor.dtype, pick(tensor.shape), tuple(parts))
+    return _reshaped(tensor, lambda values, _: tuple(values[at] for at in order))
 
 
 def _with_dim(tensor: Strided, dim: int) -> Strided:
-    def put(values: Sequence[int], value: int) -> tuple[int, ...]:
-        return (*values[:dim], value, *values[dim:])
-
-    parts = (
-        StridedPart(part.file, part.start, Box(put(part.box.offset, 0), put(part.box.shape, 1)), put(part.strides, 0))
-        for part in tensor.parts
-    )
-    return Strided(tensor.dtype, put(tensor.shape, 1), tuple(parts))
+    return _reshaped(tensor, lambda values, added: (*values[:dim], added, *values[dim:]))
 
 
 def _without_dim(tensor: Strided, dim: int) -> Strided:
-    def drop(values: Sequence[int]) -> tuple[int, ...]:
-        return (*values[:dim], *values[dim + 1 :])
+    return _reshaped(tensor, lambda values, _: (*values[:dim], *values[dim + 1 :]))
 
+
+def _reshaped(tensor: Strided, change: Callable[[Sequence[int], int], tuple[int, ...]]) -> Strided:
+    """Change the dimensions of a tensor and its parts: `change` takes a value for each, and that of an added one."""
     parts = (
-        StridedPart(part.file, part.start, Box(drop(part.box.offset), drop(part.box.shape)), drop(part.strides))
+        StridedPart(
+            part.file,
+            part.start,
+            Box(change(part.box.offset, 0), change(part.box.shape, 1)),
+            change(part.strides, 0),
+        )
         for part in tensor.parts
     )
-    return Strided(tensor.dtype, drop(tensor.shape), tuple(parts))
+    return Strided(tensor.dtype, change(tensor.shape, 1), tuple(parts))
 
 
 Operation = Literal["rename", "concat", "split", "stack", "unstack", "transpose"]
@@ -299,7 +292,7 @@ def apply_recipes(tensors: Mapping[str, Strided], recipes: Sequence[Recipe], whe
     for recipe in recipes:
         taken, made = _step(found, recipe, where)
         kept = {name: tensor for name, tensor in found.items() if name not in taken}
-        # one of the two would be lost without a word
+        # one of the two would be lost silently
         if twice := sorted(kept.keys() & made.keys()):
             raise _refusal(recipe, f"the name {twice[0]!r} is taken", where)
         found = kept | made
@@ -354,7 +347,7 @@ def _make(recipe: Recipe, tensors: Sequence[Strided], fields: dict[str, str], wh
         raise _refusal(recipe, f"sources differ: {', '.join(str(list(each.shape)) for each in tensors[:5])}", where)
     match recipe.operation:
         case "concat":
-            # a later save must take the tensor apart as it was
+            # a later save must split the tensor as it was
             _check_parts(recipe, tuple(each.shape[dim] for each in tensors), where)
             results = [concat(tensors, dim)]
         case "stack":

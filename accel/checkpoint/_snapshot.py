@@ -141,9 +141,9 @@ def make_offer(content: Content, world_size: int) -> Offer:
         statement=Statement(
             row_bytes=len(content.row),
             divided=content.divided,
-            # a digest: the lines travel only if some rank's differ
+            # a digest: the lines are sent only if some rank's differ
             facts=hashlib.sha256(facts.encode()).digest(),
-            # one pass over memory, to find copies that drifted apart
+            # one pass over memory, to find copies that differ
             checksum=checksum(shared) if world_size > 1 else 0,
             held=list(_held(sharded).values()),
             own=_own(content),

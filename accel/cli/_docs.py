@@ -86,13 +86,17 @@ def names() -> list[str]:
 
 
 def _pages() -> Path:
+    return shipped_folder("pages", "docs", "index.md")
+
+
+def shipped_folder(name: str, here: str, known: str) -> Path:
+    """Return a folder of the package, or the one of the repository whose copy it is; both have the file `known`."""
     package = Path(accel.__path__[0])
-    for folder in (package / "pages", package.parent / "docs"):
-        if (folder / "index.md").is_file():
+    for folder in (package / name, package.parent / here):
+        if (folder / known).is_file():
             return folder
-    raise ConfigError(
-        "the pages are missing", expected=f"files in {package / 'pages'}", fix="Install accel-torch again."
-    )
+    expected = f"files in {package / name}"
+    raise ConfigError(f"the {name} are missing", expected=expected, fix="Install accel-torch again.")
 
 
 def _entries(folder: Path) -> Iterator[DocsEntry]:

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import accel
+from accel.cli._docs import shipped_folder
 from accel.cli._parser import Parser
 from accel.errors import ConfigError
 from accel.errors._checks import did_you_mean
@@ -24,8 +24,8 @@ _UNLISTED = ("gallery",)  # the script that runs the others
 def run(words: Sequence[str], _environ: Mapping[str, str]) -> int:
     """List the examples or copy one; return the exit status."""
     known = parser().read(words)
-    folder = _folder()
-    names = _names(folder)
+    folder = shipped_folder("examples", "examples", "digits.py")
+    names = sorted(path.stem for path in folder.glob("*.py") if path.stem not in _UNLISTED)
     if not known.name:
         width = max(map(len, names))
         print("\n".join(f"{name:{width}}  {_summary(folder / f'{name}.py')}" for name in names))
@@ -56,20 +56,6 @@ def parser() -> Parser:
     _ = built.add_argument("name", nargs="?", metavar="NAME", help="the example to copy, such as lora")
     _ = built.add_argument("--to", type=Path, metavar="DIR", help="folder for the copy, created if it is missing")
     return built
-
-
-def _folder() -> Path:
-    package = Path(accel.__path__[0])
-    for folder in (package / "examples", package.parent / "examples"):
-        if (folder / "digits.py").is_file():
-            return folder
-    raise ConfigError(
-        "the examples are missing", expected=f"files in {package / 'examples'}", fix="Install accel-torch again."
-    )
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(path.stem for path in folder.glob("*.py") if path.stem not in _UNLISTED)
 
 
 def _summary(path: Path) -> str:

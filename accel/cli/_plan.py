@@ -38,7 +38,9 @@ def show_choices(
     work = f"A step of {batch} x {job.tokens} tokens in {job.precision} with {job.optimizer}"
     lines = [head, f"{work} on {job.ranks} ranks of {show_size(job.memory)}:", *_speeds(job.hosts), ""]
     if found.fitting:
-        lines += [_table(found.fitting[:most], _TITLES, _cells), *_rest(len(found.fitting) - most), ""]
+        left = len(found.fitting) - most
+        rest = [f"and {left} more; --top shows them"] if left > 0 else []
+        lines += [_table(found.fitting[:most], _TITLES, _cells), *rest, ""]
         lines += _advice(model, found.fitting[0])
         lines += _loss(*found.fitting[:2]) if len(found.fitting) > 1 else []
         staged = next((each for each in found.fitting[:most] if each.axes.pp > 1), None)
@@ -97,10 +99,6 @@ def _cells(choice: Choice) -> tuple[str, ...]:
         busy,
         str(choice.step.micro_batches),
     )
-
-
-def _rest(count: int) -> list[str]:
-    return [f"and {count} more; --top shows them"] if count > 0 else []
 
 
 def _advice(model: Transformer, choice: Choice) -> Iterator[str]:

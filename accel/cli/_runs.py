@@ -18,8 +18,8 @@ import msgspec
 
 from accel.checkpoint._retention import survey
 from accel.cli._parser import Parser
-from accel.errors import ConfigError, MissingExtraError
-from accel.errors._checks import did_you_mean
+from accel.errors import ConfigError
+from accel.errors._checks import did_you_mean, import_extra
 from accel.opening import read_named
 from accel.report import (
     MEDIA_ROOM,
@@ -348,15 +348,12 @@ def run_watch(words: Sequence[str], environ: Mapping[str, str]) -> int:
     in_terminal = all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
     if known.plain or known.once or not in_terminal:
         return _print_lines(followed, known.every_s, once=known.once)
-    try:
-        from accel.report import open_app
-    except ImportError as error:
-        raise MissingExtraError(
-            "a run in a terminal needs a package that does not import",
-            expected="textual and textual-plotext",
-            got=f"{type(error).__name__}: {error}",
-            fix="Run `pip install 'accel-torch[watch]'`, or pass --plain for lines.",
-        ) from error
+    for name in ("textual", "textual_plotext"):
+        _ = import_extra(
+            name, "a run in a terminal", extra="watch", where="accel watch", otherwise=", or pass --plain for lines"
+        )
+    from accel.report import open_app
+
     open_app(followed, every_s=known.every_s, now_s=time.time)
     return 0
 

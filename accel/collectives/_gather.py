@@ -91,7 +91,7 @@ def gather(
     Raises:
         CollectiveMismatch: ranks differ in structure, dtype, trailing shape, `dst` or `tag`; on every rank.
         ConfigError: no such rank, an unknown `to`, or a tag that is no text; on every rank.
-        TreeError: a container that cannot be taken apart, a leaf that is no tensor, or a tensor that cannot be sent; by
+        TreeError: a container that cannot be flattened, a leaf that is no tensor, or a tensor that cannot be sent; by
             its path, on every rank.
     """
     with shared_failure(ctx.comm, Call("gather")):
@@ -129,7 +129,7 @@ class _RankPlan(NamedTuple):
 
 
 class _Bucket(NamedTuple):
-    """Tensors that travel together: their numbers, their layout on each rank, and this rank's bytes."""
+    """Tensors of one message: their numbers, their layout on each rank, and this rank's bytes."""
 
     chosen: tuple[int, ...]
     packings: list[Packing]
@@ -143,7 +143,7 @@ def _gather_rows(ctx: DistContext, leaves: TreeTensors, call: Call, dst: int | N
     own = _rank_plan(leaves.dtypes, leaves.shapes, leaves.device_types, room)
     wait = start(ctx.comm, call, *_first_message(ctx, leaves, own), variant=own.head)
     plans = [own] * ctx.world_size
-    buckets = _even_buckets(ctx, leaves, own) if own.inline is None else []  # packed while the first message travels
+    buckets = _even_buckets(ctx, leaves, own) if own.inline is None else []  # packed while the first message is sent
     answers = wait()
     if not answers.same:
         plans = _all_plans(ctx, leaves, own, room, answers)
@@ -300,7 +300,7 @@ def pad_across_processes(
 ) -> T:
     """Pad each tensor of a tree to its largest size on any rank. A collective.
 
-    Only sizes travel. `gather` needs no padding; this is for tensors that must have one shape everywhere.
+    Only sizes are sent. `gather` needs no padding; this is for tensors that must have one shape everywhere.
 
     Args:
         ctx: the context.

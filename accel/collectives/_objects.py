@@ -33,7 +33,7 @@ def gather_object(ctx: DistContext, obj: T, *, dst: int, tag: str | None = None)
 def gather_object(ctx: DistContext, obj: T, *, dst: int | None = None, tag: str | None = None) -> list[T] | None:
     """Gather an object from each rank, in rank order. A collective.
 
-    Objects are pickled: for ranks of one job, which trust each other. Tensors travel faster through `gather`, and
+    Objects are pickled: for ranks of one job, which trust each other. Tensors are sent faster by `gather`, and
     tensors on a rank's own device only there.
 
     Args:

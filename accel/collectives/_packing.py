@@ -17,7 +17,7 @@ from accel.comm import Call, tagged
 from accel.context import DistContext
 from accel.errors import ConfigError, TreeError
 
-_LARGE_BYTES = 64 * 1024  # from this size on, a tensor travels by itself: that costs less than a copy
+_LARGE_BYTES = 64 * 1024  # from this size on, a tensor is sent by itself: that costs less than a copy
 
 KEPT_PLANS = 64  # training repeats few calls, and plans follow from dtypes and shapes alone
 
@@ -49,14 +49,14 @@ class Packing(NamedTuple):
 
 
 def is_large(dtype: torch.dtype, count: int) -> bool:
-    """Return whether a tensor of `count` elements travels by itself."""
+    """Return whether a tensor of `count` elements is sent by itself."""
     return count * dtype.itemsize >= _LARGE_BYTES
 
 
 def plan_buckets(
     dtypes: Sequence[torch.dtype], counts: Sequence[int], device_types: Sequence[str]
 ) -> list[tuple[int, ...]]:
-    """Put tensors that travel together into buckets, by number: small ones by type of device, each large one alone."""
+    """Put tensors of one message into buckets, by number: small ones by type of device, each large one alone."""
     small: dict[str, list[int]] = {}
     large: list[tuple[int, ...]] = []
     for i, (dtype, count, place) in enumerate(zip(dtypes, counts, device_types, strict=True)):
@@ -123,7 +123,7 @@ def sections(packing: Packing, buffer: torch.Tensor) -> Iterator[tuple[DtypeGrou
 
 
 def split(group: DtypeGroup, elements: torch.Tensor, *, give: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
-    """Take the elements of a group apart, each tensor into memory of its own; yield numbers and elements, [..., count].
+    """Split the elements of a group, each tensor into separate memory; yield numbers and elements, [..., count].
 
     With `give`, a single tensor may keep the memory of `elements`, if that holds nothing else.
     """

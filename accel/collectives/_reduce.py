@@ -122,7 +122,7 @@ def _reduce(ctx: DistContext, leaves: TreeTensors, call: Call, op: Reduction) ->
         wait = start(ctx.comm, call)
         buckets = plan_buckets(leaves.dtypes, counts, leaves.device_types)
         packings = [plan_packing(leaves.dtypes, counts, chosen) for chosen in buckets]
-        buffers = [to_bytes(packing, leaves.tensors) for packing in packings]  # while the first message travels
+        buffers = [to_bytes(packing, leaves.tensors) for packing in packings]  # while the first message is sent
         _ = wait()
         for packing, buffer in zip(packings, buffers, strict=True):
             for group, elements in sections(packing, buffer):
@@ -212,7 +212,7 @@ def broadcast(ctx: DistContext, tree: T, *, src: int = 0, tag: str | None = None
     Raises:
         CollectiveMismatch: ranks differ in `src`, `tag`, structure, dtype or shape; on every rank.
         ConfigError: no such rank, or a tag that is no text; on every rank.
-        TreeError: a container that cannot be taken apart, a leaf that is no tensor, or a tensor that cannot be sent; by
+        TreeError: a container that cannot be flattened, a leaf that is no tensor, or a tensor that cannot be sent; by
             its path, on every rank.
     """
     with shared_failure(ctx.comm, Call("broadcast")):

@@ -111,7 +111,7 @@ def exchanged(x: Tensor, to: Sequence[int], back: Sequence[int], group: dist.Pro
 
 
 def own_gradient(x: Tensor) -> Tensor:
-    """Return a tensor whose gradient has memory of its own. No communication."""
+    """Return a tensor whose gradient has separate memory. No communication."""
     return _through(x, _same, torch.clone)
 
 
@@ -126,7 +126,7 @@ def start_shift(
 
     A collective of one message. Tensors have one dtype and stay unchanged until the wait; a contiguous one alone is
     sent without a copy. `arriving` are the shapes that come, None for those of the tensors. Where there is no element
-    to send or to receive, no message travels.
+    to send or to receive, no message is sent.
     """
     size = group.size()
     shapes = [each.shape for each in tensors] if arriving is None else [torch.Size(each) for each in arriving]

@@ -186,7 +186,7 @@ def check_steps(comm: Comm, call: Call, heads: list[Head]) -> None:
     if other is None:
         return
     texts = _texts(comm, msgspec.json.encode(comm.steps.latest()), (0, other))
-    comm.steps.clear()  # else a caller that goes on would meet this error at every later call
+    comm.steps.clear()  # else a caller that continues would meet this error at every later call
     kept = [msgspec.json.decode(text, type=list[TakenStep]) for text in texts]
     left, right = (each or "no further step" for each in first_difference(*kept))
     raise CollectiveMismatch(

@@ -390,7 +390,7 @@ class StoreAlarm:
         group = cast(Any, dist.group.WORLD)
         if hasattr(group, "abort"):  # torch 2.7
             with contextlib.suppress(RuntimeError):
-                # NCCL: kernels in flight end with an error, and the host goes on
+                # NCCL: kernels in flight end with an error, and the host continues
                 group.abort()
         for at, number in self._sockets.items():
             _shut_down(at, number)

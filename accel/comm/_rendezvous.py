@@ -175,7 +175,8 @@ def _introduce(store: Store, env: LaunchEnv, timeout_s: float) -> None:
     mine = _Member(host=os.uname().nodename, pid=os.getpid(), rank=env.rank, settings=_settings(env, timeout_s))
     encoded = msgspec.json.encode(mine).decode()
     # who comes first sets the terms: the error names that rank and the one that differs
-    first, here = (_decode(store.compare_set(key, "", encoded)) for key in ("first", f"rank {env.rank}"))
+    found = [store.compare_set(key, "", encoded) for key in ("first", f"rank {env.rank}")]
+    first, here = (msgspec.json.decode(each, type=_Member) for each in found)
     append_note(store, _CAME, str(env.rank))
     differing = next((name for name, value in first.settings.items() if value != mine.settings[name]), None)
     if here != mine:
@@ -194,7 +195,7 @@ def _introduce(store: Store, env: LaunchEnv, timeout_s: float) -> None:
         )
     else:
         return
-    # the error before the sign that all may go on: whoever sees the sign finds the error
+    # the error before the sign that all may continue: whoever sees the sign finds the error
     _ = store.compare_set(_TROUBLE, "", msgspec.json.encode(describe(error)).decode())
     store.set(_SETTLED, "")
 
@@ -235,10 +236,6 @@ def meeting_of(env: LaunchEnv) -> str:
 def _settings(env: LaunchEnv, timeout_s: float) -> dict[str, str]:
     settings = {name: str(getattr(env, name)) for name in env.__struct_fields__ if name not in _OWN}
     return settings | {"timeout_s": f"{timeout_s:g}"}
-
-
-def _decode(note: bytes) -> _Member:
-    return msgspec.json.decode(note, type=_Member)
 
 
 def _unreachable(env: LaunchEnv, error: Exception) -> PeerError:

@@ -227,7 +227,7 @@ def _wait_for(works: list[Any]) -> None:
         work.wait()
 
 
-_TAG = 0xACCE1  # keeps these messages apart from the user's own sends
+_TAG = 0xACCE1  # separates these messages from the user's sends
 
 
 def send_flat(comm: Comm, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None:

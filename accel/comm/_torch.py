@@ -134,7 +134,7 @@ def _combine(lower: torch.Tensor, upper: torch.Tensor, op: ReduceOp) -> None:
 
 
 def _goes_by_control(comm: Comm, tensor: torch.Tensor) -> bool:
-    """Whether a tensor travels by the control device. XLA sends only what is the same graph on all ranks."""
+    """Whether a tensor is sent by the control device. XLA sends only what is the same graph on all ranks."""
     return tensor.device.type == "xla" or tensor.device.type == "cpu" != comm.control.type
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel.lazy import exports
+from accel.lazy import declared, exports
 
 if TYPE_CHECKING:
     from accel.config._files import decode, encode, read_config
@@ -26,15 +26,5 @@ __all__ = [
     "resolve",
 ]
 
-__getattr__ = exports(
-    __name__,
-    {
-        "_files": ("decode", "encode", "read_config"),
-        "_resolve": ("ConfigFile", "resolve"),
-        "_settings": ("LaunchConfig",),
-    },
-)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__ = exports(__name__, declared())
+__dir__ = __all__.copy

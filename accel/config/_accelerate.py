@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
@@ -11,7 +10,8 @@ from accel.config._accelerate_sections import join, take_sections
 from accel.config._files import decode_values, read_text
 from accel.config._resolve import ConfigFile, rendezvous_fields, resolve
 from accel.config._settings import LaunchConfig
-from accel.errors import ConfigError, MissingExtraError
+from accel.errors import ConfigError
+from accel.errors._checks import import_extra
 
 _MOST_DEPTH = 64
 _MOST_NODES = 100_000  # with each alias counted as all of its values
@@ -22,16 +22,8 @@ def decode_yaml(text: str, path: str) -> dict[str, Any]:
 
     A malformed one, or one nested or repeated by aliases beyond reason, is a `ConfigError` with line and column.
     """
-    try:
-        yaml = importlib.import_module("yaml")
-    except ImportError as error:
-        raise MissingExtraError(
-            "a configuration in YAML needs a package that does not import",
-            expected="PyYAML",
-            got=f"{type(error).__name__}: {error}",
-            where=path,
-            fix="Run `pip install 'accel-torch[yaml]'`, or convert the file to JSON.",
-        ) from error
+    otherwise = ", or convert the file to JSON"
+    yaml = import_extra("yaml", "a configuration in YAML", extra="yaml", where=path, otherwise=otherwise)
     try:
         _check_events(yaml, text, path)
         loader = yaml.SafeLoader(text)

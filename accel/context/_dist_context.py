@@ -90,7 +90,7 @@ class DistContext:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of models that `prepare` gets without one of their own; None where nothing sets it."""
+        """The plan of models that `prepare` gets without a plan; None where nothing sets it."""
         return self.settings.plan if isinstance(self.settings.plan, Plan) else None
 
     @property
@@ -115,7 +115,7 @@ class DistContext:
 
     @property
     def data_parallel(self) -> tuple[int, int]:
-        """(index, count) of this rank among those with samples of their own; (rank, world_size) without a mesh.
+        """(index, count) of this rank among those with different samples; (rank, world_size) without a mesh.
 
         Ranks of one tensor, context or pipeline group have the same index.
         """

@@ -242,7 +242,7 @@ def replace(
         mesh: a mesh of the context's ranks; random streams, loaders and steps then follow `data_parallel`, the place on
             it. State it before they are prepared. A text such as "dp=2,tp=2" opens one as `session` does, a collective;
             `close` ends it. None for what it has, an empty text for none.
-        data_dims: names of the mesh's dimensions along which ranks have samples of their own; None to go by
+        data_dims: names of the mesh's dimensions along which ranks have different samples; None to go by
             names: "dp", "data", "fsdp", "ep" and the like do, "tp", "cp", "sp", "pp" and the like do not. A mesh of one
             dimension without a name is data parallel.
         settings: `device`, `precision`, `accumulation`, `strategy`, `deepspeed`, `plan`, `compile` and `timeout_s`, as
@@ -308,7 +308,7 @@ def from_env(
             strategy: "ddp" or "fsdp", the way in which `prepare` spreads a model over the ranks.
             deepspeed: options of the strategy "deepspeed", an `accel.engines.deepspeed.DeepSpeed` or the path of a
                 DeepSpeed JSON.
-            plan: an `accel.parallel.Plan`, for models that `prepare` gets without one of their own.
+            plan: an `accel.parallel.Plan`, for models that `prepare` gets without a plan.
             compile: "whole", "repeated" or an `accel.Compile`: what torch compiles of the models that `prepare` takes.
             mesh: axes of a mesh of all ranks, such as "dp=2,tp=2" or "dp=-1,tp=4", in any order; -1 means all
                 ranks that the others leave. Ranks are numbered as by `Axes`. It becomes `ctx.mesh`. No mesh if empty.

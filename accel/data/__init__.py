@@ -18,7 +18,4 @@ __all__ = [
     "order",
     "progress",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

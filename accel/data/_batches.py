@@ -207,7 +207,7 @@ def _sharded_batches(
         detail += f"\n{len(epoch.plan.bounds) - 1} batches, digest {epoch.plan.digest}"
     arrive = start_values(ctx.comm, Call("batches", detail, site), loader.rank, int)
     wanted = requests(epoch, loader.rank, loader.world_size)
-    first = list(islice(wanted, 1))  # puts the first samples in order while the message travels
+    first = list(islice(wanted, 1))  # puts the first samples in order while the message is sent
     data_ranks = arrive()  # the host waits here, once an epoch
     copies = copies_of(data_ranks, loader.world_size)
     duplicate = loader.rank in data_ranks[: ctx.rank]

@@ -228,7 +228,7 @@ class Loader:
         rank, world_size: data-parallel rank that reads here, and the number of these.
         prepared_for: the coordinates of its context.
         num_workers: worker processes that read ahead; 0 reads in this one.
-        seed_samples: whether each sample is read with random streams of its own.
+        seed_samples: whether each sample is read with separate random streams.
         collate_fn: list of samples to batch.
         whole: whether the dataset takes the list of a batch's samples as its index.
         options: further arguments of torch's DataLoader, as the user's loader had them.

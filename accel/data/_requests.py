@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's requests for samples, and their answers or errors: each sample with random streams of its own."""
+"""A rank's requests for samples, and their answers or errors: each sample with separate random streams."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Workers:
 
     @contextlib.contextmanager
     def lend(self, make: Callable[[Any], DataLoader[Any]], asked: Iterable[Any]) -> Generator[Iterable[Any]]:
-        """Read with these workers; while they are lent, another epoch reads with workers of its own."""
+        """Read with these workers; while they are lent, another epoch reads with other workers."""
         if self._busy:
             yield make(asked)
             return
@@ -133,7 +133,7 @@ class RequestQueue:
 
 
 class RequestedDataset(Dataset[Any]):
-    """Answers requests from a dataset, each sample with random streams of its own if seeds are given.
+    """Answers requests from a dataset, each sample with separate random streams if seeds are given.
 
     Augmentation then depends on neither workers, ranks nor batches. A `worker_init_fn` finds this object as
     `get_worker_info().dataset`: it shows the attributes, length and samples of the user's dataset, and attributes set

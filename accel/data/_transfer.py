@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches to the device: on CUDA on a stream of their own, so that copying and computing overlap; else at once.
+"""Batches to the device: on CUDA on a separate stream, so that copying and computing overlap; else at once.
 
 An asynchronous copy from pinned memory is safe on CUDA only; the host waits for every other copy.
 """
@@ -54,7 +54,7 @@ def check_movable(data: Any, containers: Sequence[Container] = ()) -> None:
 
 
 def pin(data: Any) -> Any:
-    """Return a batch in pinned memory, as far as it can be taken apart or pins itself."""
+    """Return a batch in pinned memory, as far as it can be flattened or pins itself."""
     try:
         return map_leaves(lambda leaf: leaf.pin_memory() if _pins(leaf) else leaf, data, is_leaf=_pins)
     except TreeError:
@@ -109,7 +109,7 @@ class _Copy:
 
 
 class _Copier:
-    """Copies to a device on a stream of its own."""
+    """Copies to a device on a separate stream."""
 
     def __init__(self, streams: DeviceStreams, containers: Sequence[Container]) -> None:
         self._streams = streams

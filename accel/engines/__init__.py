@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel.lazy import exports
+from accel.lazy import declared, exports
 
 if TYPE_CHECKING:
     from accel.engines import (
@@ -22,8 +22,5 @@ if TYPE_CHECKING:
 
 __all__ = ["deepspeed", "megatron", "quantized", "ray", "torchft"]
 
-__getattr__ = exports(__name__, {name: (name,) for name in ("deepspeed", "megatron", "quantized", "ray", "torchft")})
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__ = exports(__name__, declared())
+__dir__ = __all__.copy

@@ -32,10 +32,7 @@ __all__ = [
     "TrackerError",
     "TreeError",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 class EnvError(AccelError, ValueError):

@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import UnionType
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 
-from accel.errors import AccelError, ConfigError, EnvError
+from accel.errors import AccelError, ConfigError, EnvError, MissingExtraError
 
 
 def not_pickled(obj: object, error: Exception, where: str, parts: str) -> ConfigError:
@@ -58,18 +59,35 @@ def with_article(noun: str) -> str:
     return f"an {noun}" if _VOWEL.match(noun) or _SPELT.match(noun) else f"a {noun}"
 
 
+def import_extra(module: str, user: str, *, extra: str, where: str, otherwise: str = "") -> Any:
+    """Import a package that an extra installs, for a `user` that needs it.
+
+    If it does not import, raise `MissingExtraError` with the line that installs it, and another way, if there is one.
+    """
+    try:
+        return importlib.import_module(module)
+    except (ImportError, RuntimeError, OSError) as error:  # OSError: built for another system or another torch
+        raise MissingExtraError(
+            f"{user} needs a package that does not import",
+            expected=module,
+            got=f"{type(error).__name__}: {error}",
+            where=where,
+            fix=f"Run `pip install 'accel-torch[{extra}]'`{otherwise}.",
+        ) from error
+
+
 def did_you_mean(name: str, valid: Iterable[str], otherwise: str = "") -> str:
     """Return "Did you mean `x`?" with the closest valid name; else another advice, or the list of valid names."""
     names = sorted(valid)
     return _nearest(name, names) or otherwise or f"Choose one of {', '.join(names)}."
 
 
-def nearest_metrics(name: str, valid: Iterable[str], most: int = 3) -> list[str]:
+def nearest_metrics(name: str, valid: Iterable[str]) -> list[str]:
     """Return names of metrics that may be meant, such as "train/loss" for "loss": those with its last part, then the
     closest."""
     names = sorted(valid)
     ends = [each for each in names if each.rpartition("/")[2] == name.rpartition("/")[2]]
-    return list(dict.fromkeys([*ends, *difflib.get_close_matches(name, names, n=most)]))[:most]
+    return list(dict.fromkeys([*ends, *difflib.get_close_matches(name, names, n=3)]))[:3]
 
 
 def check_choice(
@@ -78,12 +96,11 @@ def check_choice(
     problem: str,
     *,
     where: str,
-    error: type[AccelError] = ConfigError,
     fix: str = "",
 ) -> None:
-    """Raise `error` unless a value is one of the choices; the message lists them, with a fix or the closest name."""
+    """Raise `ConfigError` unless a value is one of the choices, which it lists with a fix or the closest name."""
     if got not in choices:
-        raise error(
+        raise ConfigError(
             problem,
             expected=f"one of {', '.join(choices)}",
             got=repr(got),

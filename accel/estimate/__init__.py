@@ -5,7 +5,7 @@ Begin with `_model.py`: one description of a model's tensors, which every estima
 code (`_build.py`), a configuration (`_configs.py`) or headers. `_step.py` has the step and the parameters that a rank
 holds, `_kept.py` the activations; `_memory.py` adds that up moment by moment, `_cost.py` finds messages and time by the
 speeds of `_efficiencies.py`, `_choices.py` compares meshes by both.
-`_summary.py` is apart: the table of a model that exists, with a forward on fake tensors. The others are pure,
+`_summary.py` is separate: the table of a model that exists, with a forward on fake tensors. The others are pure,
 but for `_build.py` and `_sources.py`. Names resolve on first use: headers and arithmetic do without torch.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel.lazy import exports
+from accel.lazy import declared, exports
 
 if TYPE_CHECKING:
     from accel.estimate._build import Input, measure
@@ -54,23 +54,5 @@ __all__ = [
     "summary",
 ]
 
-__getattr__ = exports(
-    __name__,
-    {
-        "_build": ("Input", "measure"),
-        "_choices": ("Job", "choose_meshes", "list_meshes", "mesh_problem"),
-        "_configs": ("read_transformer",),
-        "_cost": ("step_time", "step_traffic"),
-        "_efficiencies": ("Efficiencies", "Hosts", "measure_efficiencies", "read_efficiencies"),
-        "_memory": ("rank_memory", "strategy_memory"),
-        "_model": ("Latent", "Tower", "Transformer"),
-        "_sources": ("find_source", "read_source"),
-        "_step": ("EstimatedStep",),
-        "_summary": ("ModelSummary", "ModuleRow", "summary"),
-    },
-    {"Step": "The estimate of a step is `EstimatedStep`."},
-)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__ = exports(__name__, declared(), {"Step": "The estimate of a step is `EstimatedStep`."})
+__dir__ = __all__.copy

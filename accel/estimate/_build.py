@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import msgspec
 
 from accel.errors import AccelError, ConfigError, MissingExtraError
-from accel.errors._checks import check_kind
+from accel.errors._checks import check_kind, import_extra
 from accel.estimate._configs import KINDS, read_fields, transformer_from
 from accel.estimate._model import Activations, Model, Parameter
 from accel.storage import DTYPE_NAMES, FLOATS, dtype_name
@@ -319,13 +319,5 @@ def _without_values(source: str) -> Generator[None]:
 
 def timm_maker(name: str) -> Callable[[], nn.Module]:
     """Return the function that builds a model of timm."""
-    try:
-        timm: Any = import_module("timm")
-    except ImportError as error:
-        raise MissingExtraError(
-            "a model of timm needs timm, which does not import",
-            got=str(error),
-            where=f"timm/{name}",
-            fix="Run `pip install 'accel-torch[timm]'`.",
-        ) from error
+    timm = import_extra("timm", "a model of timm", extra="timm", where=f"timm/{name}")
     return lambda: timm.create_model(name, pretrained=False)

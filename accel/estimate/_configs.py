@@ -65,7 +65,7 @@ _RENAMED = {
     "qwen3_moe": "num_experts", "deepseek_v2": "n_routed_experts", "deepseek_v3": "n_routed_experts",
 }  # fmt: skip
 _DECODERS = ("ForCausalLM", "LMHeadModel")
-_TIED = ("gpt2",)  # unless the configuration has a size of its own
+_TIED = ("gpt2",)  # unless the configuration has another size
 
 
 def read_transformer(path: Path) -> Transformer:
@@ -174,7 +174,7 @@ _FIRST_DENSE = {"deepseek_v2": 0, "deepseek_v3": 3}
 
 
 def _latents(fields: Mapping[str, Any], kind: str, sizes: Mapping[str, int], where: str) -> dict[str, Any]:
-    """Sizes of attention through latents, and of blocks and experts that are apart."""
+    """Sizes of attention through latents, and of separate blocks and experts."""
     queries = 0 if fields.get("q_lora_rank", 1536) is None else _size(fields, "q_lora_rank", where, 1536)
     found = {name: _size(fields, name, where, usual) for name, usual in _LATENTS.items()}
     dense = fields.get("first_k_dense_replace", _FIRST_DENSE[kind])

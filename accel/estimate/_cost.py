@@ -262,7 +262,7 @@ def _along_cp(
 def _along_pp(
     model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan, copies: EqualRanks, rank: int
 ) -> Iterator[Traffic]:
-    """Yield tokens that go on to the next stage, and gradients that go back."""
+    """Yield tokens sent to the next stage, and gradients sent back."""
     if axes.pp == 1:
         return
     stages = axes.pp * plan.stages_per_rank
@@ -343,7 +343,7 @@ def step_time(model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan, h
 
 def axis_bandwidth(axes: Axes, axis: str, hosts: Hosts) -> float:
     """Return the bytes a second that a rank sends to its neighbour along an axis; several are joined by "+"."""
-    if axis == "efsdp":  # ranks with the same experts are apart, with those of other experts between them
+    if axis == "efsdp":  # ranks with the same experts are not neighbours: ranks with others are between them
         return _bandwidth(axes.expert_ranks // axes.ep, axes.ep, hosts)
     names = axis.split("+")
     order = ("pp", "dp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -494,7 +494,7 @@ def _exposed(each: Traffic, took: float, compute: float, attention: float, layer
         return took
     if each.axis == "cp" and each.operation == "all-to-all":
         return took
-    # keys and values of a ring travel beside attention, parameters and gradients beside other blocks; those of the
+    # keys and values of a ring are sent during attention, parameters and gradients during other blocks; those of the
     # first and the last block have nothing beside them
     beside = attention if each.operation == "send" else compute
     return max(took - beside, took / max(1, layers))

@@ -401,7 +401,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
     plan: Plan = Plan()
 
     def of(self, step: EstimatedStep) -> EstimatedStep:
-        """Return a step with this strategy in the place of its own."""
+        """Return a step with this strategy instead of its own."""
         return replace(step, strategy=self.name, dealt=self.dealt)
 
 

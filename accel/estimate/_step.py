@@ -191,7 +191,7 @@ def has_encoder(model: Transformer, axes: Axes) -> bool:
 
 
 def feature_bytes(model: Transformer, axes: Axes, step: EstimatedStep) -> int:
-    """Return the bytes of images that travel between stages beside the tokens, as the model returns them. A linear
+    """Return the bytes of images sent between stages with the tokens, as the model returns them. A linear
     layer makes them last, so that they have the compute format."""
     if model.tower is None or axes.pp == 1:
         return 0

@@ -369,7 +369,7 @@ def _observed(twin: nn.Module, args: Sequence[Any], options: Mapping[str, Any], 
 
 
 def _copied(model: nn.Module, empty: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    """Return a copy of a model with empty tensors in the place of its own, and without its hooks."""
+    """Return a copy of a model with empty tensors in place of its tensors, and without its hooks."""
     with _refused("the model cannot be copied", "Leave inputs out, or pass the plain model, before accel.prepare."):
         known: dict[int, Any] = {}
         for _, module in modules_of(model):

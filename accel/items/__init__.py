@@ -23,7 +23,4 @@ __all__ = [
     "import_dcp",
     "load_accelerate_state",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

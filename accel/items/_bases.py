@@ -22,7 +22,7 @@ from accel.errors import CheckpointError, ConfigError
 from accel.items._source import Facts, Problems, facts
 from accel.tensors import integers, is_dtensor, local_part
 
-BASE = "$base"  # the key in a module's value; "$" keeps it apart from any name
+BASE = "$base"  # the key in a module's value; no name begins with "$"
 _RUN = 1 << 24  # words at a time, so that a digest takes little memory
 _WORD = 8
 

@@ -27,7 +27,7 @@ class Folder:
     Takes what another library saves its own way, such as an adapter of PEFT or an engine's checkpoint, into the same
     commit: the files are part of the checkpoint, their digests are in its manifest, and stores of objects take them.
 
-    On a save, `save(folder)` runs on every rank, each with an empty folder of its own on its host, and may be a
+    On a save, `save(folder)` runs on every rank, each with a separate empty folder on its host, and may be a
     collective. The checkpoint gets the files of all ranks, by their paths in the folder; of a path that several ranks
     wrote, with as many bytes, the lowest rank's. Empty folders are not kept.
 

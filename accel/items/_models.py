@@ -132,7 +132,7 @@ def save_model(
             are logged.
         folder: folder on a file system that all nodes share; made if it is missing.
         max_shard_size: largest size of a file in bytes, or a text such as "1.5GB" or "512MiB"; a larger tensor has a
-            file of its own.
+            separate file.
         rename: recipes from stored tensors to the model's, as for `load_checkpoint_in_model`; written the other way.
 
     Returns:

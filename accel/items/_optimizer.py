@@ -128,7 +128,7 @@ def encode_optimizer(
     kept: Kept | None = None,
 ) -> OptimizerValue:
     """Encode an optimizer's state by names of parameters, or positions where `names` has none. Tensors and records go
-    to `tensors` and `kept`; to `loose` those in objects, and of no parameter, which ranks may have drawn apart."""
+    to `tensors` and `kept`; to `loose` those in objects, and of no parameter, which may differ between ranks."""
     listed = named_parameters(optimizer, names)
     packed = flatten_objects(_state_of(optimizer, item), classes_of(optimizer))
     order = list(listed)
@@ -478,7 +478,7 @@ def _keeps_what_it_is_given(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _lies_like(slot: object, parameter: torch.Tensor) -> bool:
-    """Return whether a state tensor is spread as its parameter, in memory of its own."""
+    """Return whether a state tensor is sharded as its parameter, in separate memory."""
     if not isinstance(slot, torch.Tensor) or slot.shape != parameter.shape or slot.device != parameter.device:
         return False
     if (mesh_of(slot), placements_of(slot)) != (mesh_of(parameter), placements_of(parameter)):

@@ -5,7 +5,6 @@ keeps its own flags of performance."""
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 import torch
 
 from accel.checkpoint._records import is_record_class
-from accel.errors import CheckpointError, MissingExtraError
+from accel.errors import CheckpointError
+from accel.errors._checks import import_extra
 from accel.items._source import Change
 from accel.optim import parameters_of
 from accel.storage import dtype_name
@@ -147,16 +147,8 @@ def _share(tensor: torch.Tensor, place: int, ranks: int, path: str) -> torch.Ten
 
 
 def _class_of(kind: str) -> Any:
-    try:
-        return getattr(importlib.import_module(PRIVATE[kind]), kind)
-    except ImportError as error:
-        raise MissingExtraError(
-            "the optimizer's state is quantized by a package that does not import",
-            expected="torchao",
-            got=str(error),
-            where="load_state",
-            fix="Run `pip install 'accel-torch[torchao]'`.",
-        ) from error
+    package = import_extra(PRIVATE[kind], "quantized optimizer state", extra="torchao", where="load_state")
+    return getattr(package, kind)
 
 
 _OBJECT = "accel.object"  # key of the class's name in the stored fields of an object
@@ -189,7 +181,7 @@ def flatten_objects(value: Any, classes: Classes) -> Any:
 
 
 def objects_together(value: Any, classes: Classes, path: str) -> Any:
-    """Return a state with the objects that `flatten_objects` took apart, made without a call of their constructor."""
+    """Return a state with the objects that `flatten_objects` flattened, made without a call of their constructor."""
     kind = cast("type[Any]", type(value))
     if kind in _SEQUENCES:
         return kind(objects_together(each, classes, path) for each in value)
@@ -213,7 +205,7 @@ def objects_together(value: Any, classes: Classes, path: str) -> Any:
 
 
 def objects_in(value: object, keys: Set[object] = frozenset({_OBJECT})) -> list[object]:
-    """Return the objects taken apart in a state, or in an encoded one; or dicts with one of other keys."""
+    """Return the objects flattened in a state, or in an encoded one; or dicts with one of other keys."""
     if isinstance(value, dict):
         held = cast("dict[object, object]", value)
         return [value] if keys & held.keys() else [found for each in held.values() for found in objects_in(each, keys)]

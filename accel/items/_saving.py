@@ -150,7 +150,7 @@ def save_state(
         ctx: the context.
         out: folder of this run's checkpoints, on a file system that all nodes share; made if it is missing. Or the URL
             of a folder in a store, such as "s3://bucket/run", or a `RemotePath` with options. Or a `HostFolder`, where
-            each host has a disk of its own.
+            each host has a local disk.
         items: modules, optimizers, objects with state_dict and load_state_dict, records, and plain values, by name. A
             `Part` is this rank's part of a divided module or optimizer; a `Folder` has functions that write files.
         step: step of the checkpoint, 0 or above.

@@ -153,7 +153,7 @@ class Problems:
         self.note(TYPES, [f"{name}: expected {expected}, got {got}"])
 
     def lines(self) -> tuple[str, ...]:
-        """Return each difference as a line of its own."""
+        """Return each difference as a separate line."""
         return tuple(f"{title}: {line}" for title, line in self._sorted())
 
     def error(self, path: object) -> CheckpointError:
@@ -322,7 +322,7 @@ class CheckpointSource:
         return tensors
 
     def decode(self, path: str, value: Any, live: Mapping[str, torch.Tensor], kept: Kept) -> Any:
-        """Make a value with tensors of its own."""
+        """Make a value whose tensors nothing else shares."""
         return decode(value, f"item {path}", self.tensors(path, value, live), path, self.making(kept))
 
     def making(self, kept: Kept) -> Making:
@@ -391,7 +391,7 @@ class ItemHandler(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kind: name of the kind in a manifest.
-        stored_type: name in a manifest in place of the class's; "" for the class's. Tells kinds of one name apart.
+        stored_type: name in a manifest in place of the class's; "" for the class's. Distinguishes kinds of one name.
         takes: class of live items, or a function that takes an item; the first handler of the table that does has it.
         type_of: name of a live item's class, without wrappers.
         capture: item's name, live item, and what the save gathers: to its entry in the manifest.

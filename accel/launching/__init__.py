@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel.lazy import exports
+from accel.lazy import declared, exports
 
 if TYPE_CHECKING:
     from accel.launching._launch import run_launch
@@ -21,13 +21,5 @@ __all__ = [
     "run_launch",
 ]
 
-__getattr__ = exports(
-    __name__,
-    {
-        "_launch": ("run_launch",),
-    },
-)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__ = exports(__name__, declared())
+__dir__ = __all__.copy

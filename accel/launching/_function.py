@@ -348,7 +348,7 @@ def _value(folder: str, rank: int) -> Any:
 
 
 def _stopped(ending: LaunchEnd) -> BaseException:
-    """Raise the signal here, as without a launch; return the exception to raise if a handler goes on."""
+    """Raise the signal here, as without a launch; return the exception to raise if a handler returns."""
     notify(ending.report)
     signal.raise_signal(ending.stopped)
     return LaunchError(f"the launch was stopped by {signal.Signals(ending.stopped).name}")

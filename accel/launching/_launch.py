@@ -115,7 +115,7 @@ def _launch_on_hosts(
     fewest, most = config.hosts  # raises now what the agent would raise
     # Nothing starts from this plan: the user's own launcher refuses here what its agent would refuse.
     plan = plan_here(target, config, environ, record_dir="", port=1, position=HostPosition(num_nodes=fewest))
-    # A mesh must fit every number of hosts that an elastic launch may go on with.
+    # A mesh must fit every number of hosts that an elastic launch may continue with.
     for hosts in range(fewest + 1, most + 1):
         check_mesh(config, hosts * len(plan.processes))
     with listening(is_guarded=is_command) as signals:
@@ -318,7 +318,7 @@ class PlacedRank:
         if not group:
             self._process.send_signal(number)
             return
-        # The rank leads a session of its own, so its pid names the group of all that it has started.
+        # The rank leads a session, so its pid names the group of all that it has started.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
 

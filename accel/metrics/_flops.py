@@ -70,7 +70,7 @@ def count_flops(model: nn.Module, *args: Any, **kwargs: Any) -> FlopCount:
     for copied in (_without_memory, _sharing_memory):
         try:
             return _count(model, copied, args, kwargs)
-        except Exception as error:  # the model's own code: whatever it raises, the run goes on
+        except Exception as error:  # the model's code: whatever it raises, the run continues
             failures.append(f"{type(error).__name__}: {error}".partition("\n")[0])
     return FlopCount(None, None, f"on the meta device {failures[0]}; with values {failures[1]}")
 

@@ -34,8 +34,8 @@ _RESERVED = ("step", "time")  # of a line in a run's folder
 class Metrics(msgspec.Struct, frozen=True, eq=False):
     """Running metrics of this rank, from `running_metrics`. A record: `add` and `read` return new ones.
 
-    A checkpoint keeps every rank's own numbers. The same number of ranks goes on with the same bits; of another number,
-    rank 0 goes on with all of them together.
+    A checkpoint keeps the numbers of every rank. As many ranks resume with the same bits; of another number of ranks,
+    rank 0 resumes with all of them together.
 
     Attributes:
         kinds: kind of each metric by name.
@@ -70,7 +70,7 @@ class Metrics(msgspec.Struct, frozen=True, eq=False):
         Raises:
             ConfigError: a name that was not declared, or a weight below 0.
             DataError: values of another form than before, or without a row for each weight.
-            TreeError: a container that cannot be taken apart, or a leaf that is no real number.
+            TreeError: a container that cannot be flattened, or a leaf that is no real number.
 
         Examples:
             >>> metrics = accel.metrics.running_metrics(loss="mean", lr="last")
@@ -82,7 +82,7 @@ class Metrics(msgspec.Struct, frozen=True, eq=False):
             weight = cast("float", weight.item())  # pyright: ignore
         if isinstance(weight, torch.Tensor):
             return self._with_others(weight, values)
-        if not _is_weight(weight):
+        if not isinstance(weight, int | float) or not 0 <= weight < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError("not a weight", expected="a number from 0", got=repr(weight), where="metrics.add")
         kinds = self.kinds
         numbers = self.numbers.copy()
@@ -116,7 +116,7 @@ class Metrics(msgspec.Struct, frozen=True, eq=False):
         return after._with_others(weight, others) if others else after
 
     def read(self, ctx: DistContext) -> tuple[dict[str, Any], Metrics]:
-        """Return the values over all ranks, and an empty record to go on with. One collective.
+        """Return the values over all ranks, and an empty record for the next ones. One collective.
 
         Returns:
             The values by name, equal on every rank: floats, a count as an int, tensors of float64 on the CPU in the
@@ -265,7 +265,3 @@ def running_metrics(*, by_rank: Sequence[str] = (), **kinds: Kind) -> Metrics:
     for name in by_rank:
         check_choice(name, tuple(kinds), "no such metric", where="running_metrics, by_rank=")
     return Metrics(kinds, tuple(by_rank))
-
-
-def _is_weight(weight: object) -> bool:
-    return isinstance(weight, int | float) and 0 <= weight < math.inf

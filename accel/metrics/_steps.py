@@ -111,7 +111,7 @@ def straggler(values: Mapping[str, Any]) -> str | None:
         >>> time = {"step_s": 0.026, "own_s": 0.005, "data_wait_s": 0.001}
         >>> time |= {"slowest_rank": 1, "slowest_own_s": 0.026, "slowest_data_wait_s": 0.021}
         >>> print(accel.metrics.straggler({"time": time}))
-        rank 1 takes 26.0 ms a step of its own, the median is 5.0 ms; it waits for data, 21.0 ms a step
+        rank 1 takes 26 ms a step of its own, the median is 5 ms; it waits for data, 21 ms a step
     """
     time: Mapping[str, float] = values.get("time", {})
     if "slowest_own_s" not in time:

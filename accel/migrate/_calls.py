@@ -60,7 +60,8 @@ def placed(
         args += [] if made is None else made
     if name in ("on_process", "on_local_process") and (not args or args[0].keyword is not None):
         args = [cst.Arg(expression(function)), *([cst.Arg(cst.Name(script.ctx))] if with_ctx else []), *args]
-        return call.with_changes(func=expression("functools.partial"), args=_closed(args))
+        args = [arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in args]
+        return call.with_changes(func=expression("functools.partial"), args=args)
     if with_ctx:
         args = [_context(script, call, args), *args]
     if args and call.args[-1:] != args[-1:]:
@@ -114,10 +115,6 @@ def _context(script: Script, call: cst.Call, args: Sequence[cst.Arg]) -> cst.Arg
     if args and isinstance(comma, cst.Comma) and isinstance(comma.whitespace_after, cst.ParenthesizedWhitespace):
         return first.with_changes(comma=comma.with_changes(whitespace_after=call.whitespace_before_args))
     return first
-
-
-def _closed(args: Sequence[cst.Arg]) -> list[cst.Arg]:
-    return [arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in args]
 
 
 def as_value(script: Script, found: tuple[str, bool]) -> cst.BaseExpression:

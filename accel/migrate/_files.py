@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from accel.errors import ConfigError, MissingExtraError
+from accel.errors._checks import import_extra
 from accel.migrate._shared import Shared, shared_in
 from accel.opening import read_regular
 
@@ -81,7 +82,7 @@ def _hidden(source: str) -> str:
 
 
 def _is_open(lines: Sequence[str]) -> bool:
-    """Whether lines end within brackets, a string or a line that goes on."""
+    """Whether lines end within brackets, a string or a continued line."""
     try:
         for _ in tokenize.generate_tokens(io.StringIO("\n".join(lines)).readline):
             pass
@@ -314,16 +315,9 @@ def _decoded(old: bytes, path: Path) -> tuple[str, str]:
 
 def rewriter(path: Path):
     """Return the function that rewrites a text; raise `MissingExtraError` where libcst does not import."""
-    try:
-        from accel.migrate._rewrite import rewrite
-    except ImportError as error:
-        raise MissingExtraError(
-            "scripts are rewritten by a package that does not import",
-            expected="libcst",
-            got=f"{type(error).__name__}: {error}",
-            where=str(path),
-            fix="Run `pip install 'accel-torch[migrate]'`.",
-        ) from error
+    _ = import_extra("libcst", "the command that rewrites scripts", extra="migrate", where=str(path))
+    from accel.migrate._rewrite import rewrite
+
     return rewrite
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A function that makes an Accelerator and goes on, split: the rest takes the context, and is not indented further."""
+"""A function that makes an Accelerator, split: the rest takes the context, and is not indented further."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Before(cst.CSTTransformer):
 
     @override
     def leave_IfExp(self, original_node: cst.IfExp, updated_node: cst.IfExp) -> cst.BaseExpression:
-        """Take torch's own class where a condition chooses DeepSpeed's stand-in."""
+        """Take torch's own class where a condition chooses DeepSpeed's placeholder."""
         if self._is_stand_in(original_node.orelse):
             return updated_node.body.with_changes(lpar=[], rpar=[])
         if self._is_stand_in(original_node.body):

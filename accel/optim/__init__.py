@@ -43,7 +43,4 @@ from accel.optim._streamed_state import settle_state as settle_state, streamed_s
 from accel.optim._substitutes import MASTER as MASTER
 
 __all__ = ["Adafactor", "Muon"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

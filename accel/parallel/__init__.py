@@ -49,7 +49,4 @@ __all__ = [
     "tensor_plan",
     "vocab_cross_entropy",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

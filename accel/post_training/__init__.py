@@ -79,7 +79,4 @@ __all__ = [
     "weighted_sum",
     "whiten",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

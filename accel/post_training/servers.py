@@ -28,7 +28,4 @@ __all__ = [
     "serve",
     "vllm",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

@@ -16,7 +16,4 @@ __all__ = [
     "apply_precision",
     "convert_qat",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

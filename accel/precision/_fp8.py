@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from accel.context import DistContext, context_first
-from accel.errors import ConfigError, DeviceError, MissingExtraError, PrepareError
-from accel.errors._checks import did_you_mean, with_article
+from accel.errors import ConfigError, DeviceError, PrepareError
+from accel.errors._checks import did_you_mean, import_extra, with_article
 from accel.formats import Compute, Fp8, Qat
 from accel.tensors import is_dtensor
 
@@ -174,17 +174,13 @@ def fp8_scope(ctx: DistContext, recipe: Fp8, around: AbstractContextManager[obje
 
 
 def _package(recipe: Fp8) -> Any:
-    try:
-        return importlib.import_module(_MODULES[recipe.backend])
-    except (ImportError, RuntimeError) as error:  # Transformer Engine without its CUDA part raises RuntimeError
-        extra = _EXTRAS[recipe.backend]
-        raise MissingExtraError(
-            f"fp8 by {recipe.backend} needs a package that does not import",
-            expected=_MODULES[recipe.backend],
-            got=f"{type(error).__name__}: {error}",
-            where="Precision.fp8",
-            fix=f"Run `pip install 'accel-torch[{extra}]'`, or pass precision='bf16'.",
-        ) from error
+    return import_extra(
+        _MODULES[recipe.backend],
+        f"fp8 by {recipe.backend}",
+        extra=_EXTRAS[recipe.backend],
+        where="Precision.fp8",
+        otherwise=", or pass precision='bf16'",
+    )
 
 
 def _convert_torchao(model: nn.Module, recipe: Fp8, names: set[str]) -> None:
@@ -301,13 +297,4 @@ def _quantization(recipe: Qat) -> Any:
 
 
 def _torchao(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise MissingExtraError(
-            "quantization-aware training needs a package that does not import",
-            expected=name,
-            got=f"{type(error).__name__}: {error}",
-            where="Precision.qat",
-            fix="Run `pip install 'accel-torch[torchao]'`.",
-        ) from error
+    return import_extra(name, "quantization-aware training", extra="torchao", where="Precision.qat")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel.lazy import exports
+from accel.lazy import declared, exports
 
 if TYPE_CHECKING:
     from accel.report._compare import compare_runs as compare_runs, describe_comparison as describe_comparison
@@ -39,24 +39,4 @@ if TYPE_CHECKING:
     from accel.report._served import LiveReport as LiveReport, ReportServer as ReportServer
     from accel.report._watch_app import WatchApp as WatchApp, open_app as open_app
 
-__getattr__ = exports(
-    __name__,
-    {
-        "_run_data": (
-            "MetricCurve",
-            "Curves",
-            "thin",
-            "RunData",
-            "StoredCheckpoint",
-            *("FoundRuns", "find_runs", "name_runs"),
-            "read_data",
-        ),
-        "_run_state": ("RunState", "state_of"),
-        "_media": ("MEDIA_ROOM",),
-        "_page": ("report_page",),
-        "_followed": ("FollowedRun", "exit_status", "rank_rows", "status_line"),
-        "_served": ("LiveReport", "ReportServer"),
-        "_watch_app": ("WatchApp", "open_app"),
-        "_compare": ("compare_runs", "describe_comparison"),
-    },
-)
+__getattr__ = exports(__name__, declared())

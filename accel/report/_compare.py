@@ -131,7 +131,8 @@ def describe_comparison(found: Comparison) -> str:
     else:
         blocks.append(["settings, versions and code are alike"])
     if found.metrics:
-        blocks += [[*map(_first_line, _parted(found))], show_table(_metric_rows(found.metrics)).split("\n")]
+        first = [each for each in found.metrics if each.first.step == found.first_step]
+        blocks += [[*map(_first_line, first)], show_table(_metric_rows(found.metrics)).split("\n")]
     if found.alike_metrics:
         blocks.append([f"alike: {', '.join(found.alike_metrics)}"])
     if not found.metrics and not found.alike_metrics:
@@ -142,10 +143,6 @@ def describe_comparison(found: Comparison) -> str:
         if count
     ]
     return "\n\n".join("\n".join(map(show_text, block)) for block in [*blocks, damaged] if block) + "\n"
-
-
-def _parted(found: Comparison) -> list[MetricDifference]:
-    return [each for each in found.metrics if each.first.step == found.first_step]
 
 
 def _first_line(metric: MetricDifference) -> str:

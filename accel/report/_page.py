@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a report: one file that asks no server for anything, with a script of its own that draws the curves."""
+"""The page of a report: one file that asks no server for anything, with a script that draws the curves."""
 
 from __future__ import annotations
 
@@ -383,7 +383,7 @@ def _details(runs: Sequence[RunData], states: Sequence[RunState]) -> Iterator[Ht
 
 
 def _shared_details(runs: Sequence[RunData]) -> Iterator[Html]:
-    """Yield what many runs have in common; each alone has a page of its own."""
+    """Yield what many runs have in common; each also has a separate page."""
     shown: list[Html] = []
     for title, rows in (
         ("Configuration", _tables.configurations(runs)),

@@ -44,15 +44,12 @@ def is_alive(record: LaunchRecord | RunRecord) -> bool:
         return False
     except PermissionError:
         pass  # another user's process
-    return not _is_other(record.pid, _last_start(record))
+    resumed = record.resumed_s if isinstance(record, RunRecord) else ()
+    return not _is_other(record.pid, max((record.started_s, *resumed)))
 
 
 def _is_here(record: LaunchRecord | RunRecord) -> bool:
     return record.host == socket.gethostname() and record.pid > 0
-
-
-def _last_start(record: LaunchRecord | RunRecord) -> float:
-    return max((record.started_s, *(record.resumed_s if isinstance(record, RunRecord) else ())))
 
 
 def _is_other(pid: int, written_s: float) -> bool:
@@ -77,7 +74,7 @@ def state_of(
     alive: Callable[[LaunchRecord | RunRecord], bool] = is_alive,
     folder: Path | None = None,
 ) -> RunState:
-    """Return the state of a run: that of its newest launch, or else of its own record.
+    """Return the state of a run: the state of its newest launch, or else of its record.
 
     Args:
         run: record of the run.

@@ -14,7 +14,7 @@ from accel.report._run_data import AT, MetricCurve, RunData
 from accel.report._run_state import RunState
 from accel.report._series import ChartData, best_of, clock_of, condense
 from accel.report._tables import NONE, Html, element, join, ranks_of, show_source, show_time, table
-from accel.terminal import show_duration, show_size, show_value
+from accel.terminal import show_duration, show_seconds, show_size, show_value
 
 _RATES = ("tokens_per_s", "samples_per_s")
 _UNEVEN = 1.1  # times the median step, from which a rank counts as slow
@@ -144,7 +144,8 @@ def _slow_rank(run: RunData) -> str | None:
     share = f", the slowest in {curve.count(rank)} of the last {len(curve)} readings" if len(curve) > 1 else ""
     data = newest.get("slowest_data_wait_s", 0.0) - newest.get("data_wait_s", 0.0) > late / 2
     cause = "; it waits for data" if data else ""
-    return f"rank {rank:g} is slow: {own * 1e3:.1f} ms a step of its own, median {usual * 1e3:.1f} ms{share}{cause}"
+    times = f"{show_seconds(own)} a step of its own, median {show_seconds(usual)}"
+    return f"rank {rank:g} is slow: {times}{share}{cause}"
 
 
 def _pauses(run: RunData) -> Iterator[str]:
@@ -171,13 +172,13 @@ def newest_checkpoint(run: RunData) -> tuple[str, str] | None:
     return newest.name, f"{show_size(newest.size)}{metrics}"
 
 
-def one_run(run: RunData, state: RunState, metrics: Sequence[ChartData], at: int = 0) -> Iterator[Html]:
+def one_run(run: RunData, state: RunState, metrics: Sequence[ChartData]) -> Iterator[Html]:
     """Yield the first screen of a page of one run."""
     facts = [_badge(state), *_facts(run, state)]
     yield element("p", *_dotted(facts), class_="facts")
-    tiles = [_metric_tile(chart, at) for chart in metrics if at in chart.curves]
+    tiles = [_metric_tile(chart, 0) for chart in metrics if 0 in chart.curves]
     for title, value, curve in rates_of(run)[:2]:
-        tiles.append(_tile(title, show_value(value), "by the clock", sparkline(curve, at)))
+        tiles.append(_tile(title, show_value(value), "by the clock", sparkline(curve, 0)))
     if (found := newest_checkpoint(run)) is not None:
         name, note = found
         tiles.append(_tile("newest checkpoint", name, note, None, is_name=True))

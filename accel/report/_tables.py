@@ -41,7 +41,8 @@ def element(tag: str, *content: str | None, **attributes: str) -> Html:
 
 def join(content: Iterable[str | None]) -> Html:
     """Return pieces of markup and texts as one piece of markup."""
-    return Html("".join(each if isinstance(each, Html) else _escaped(each) for each in content if each is not None))
+    given = (each for each in content if each is not None)
+    return Html("".join(each if isinstance(each, Html) else html.escape(seen_text(each)) for each in given))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, marked: Iterable[int] = ()) -> Html:
@@ -65,10 +66,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, marked: Iterabl
 def seen_text(text: str) -> str:
     """Return a text without characters that a page would hide or obey."""
     return _UNSEEN.sub("\N{REPLACEMENT CHARACTER}", text)
-
-
-def _escaped(text: str) -> str:
-    return html.escape(seen_text(text))
 
 
 NONE = "–"  # noqa: RUF001 - a dash for a cell without a value

@@ -86,7 +86,7 @@ class WatchApp(App[None]):
         _ = self.call_after_refresh(self._fill_room)
 
     def action_hold(self) -> None:
-        """Stop following, or go on."""
+        """Stop following, or continue."""
         self.holds = not self.holds
         self.refresh_run()
 

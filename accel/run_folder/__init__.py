@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel.lazy import exports
+from accel.lazy import declared, exports
 
 if TYPE_CHECKING:
     from accel.run_folder._files import (
@@ -70,46 +70,4 @@ if TYPE_CHECKING:
         hide_variable as hide_variable,
     )
 
-__getattr__ = exports(
-    __name__,
-    {
-        "_files": (
-            "Position",
-            "read_new",
-            "read_json",
-            "write_json",
-            *("noted", "read_files"),
-            "append_rest",
-            "MediaKind",
-            "MediaName",
-            "parse_media",
-            "MetricsLine",
-            "decode_line",
-            "encode_line",
-            "CODE",
-            "LAUNCHES",
-            "MEDIA",
-            "METRICS",
-            "PROFILE",
-            "RUN",
-            "RUN_EVENT",
-        ),
-        "_records": (
-            *("Attempt", "EventKind", "LaunchEvent", "LaunchRecord", "RankError", "RankState", "Setting"),
-            *("AttemptLine", "EventLine", "LaunchLine", "LogLine", "fold_log", "launch_file", "read_launches"),
-            *("RunRecord", "read_run", "FolderRecords", "read_records"),
-            "SourceState",
-            "ask_git",
-            "found_stranger",
-            "installed_versions",
-            "read_diff",
-        ),
-        "_secrets": (
-            "bounded",
-            "hide_in_config",
-            "hide_in_text",
-            "hide_in_words",
-            "hide_variable",
-        ),
-    },
-)
+__getattr__ = exports(__name__, declared())

@@ -32,7 +32,7 @@ def write_json(path: str | os.PathLike[str], value: object) -> None:
 def append_rest(path: str | os.PathLike[str], content: bytes | bytearray) -> None:
     """Append what a file lacks of its content so far, whole lines at once; one process alone writes it.
 
-    After an error the next call goes on where the file ends.
+    After an error the next call continues where the file ends.
     """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     try:

@@ -183,7 +183,7 @@ class Place(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostFolder:
-    """A run's folder at the same path on each host, each on a disk of its own: for hosts that share no file system.
+    """A run's folder at the same path on each host, each on a local disk: for hosts that share no file system.
 
     `save_state`, `load_state` and `resume` take it in place of a path. Each host's folder gets what its ranks need to
     load again at the same layout: its shards, and a copy of all that is not sharded. A checkpoint counts once every

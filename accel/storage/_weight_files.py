@@ -76,7 +76,7 @@ def parse_size(size: int | str, where: str) -> int:
 def plan_shards(sizes: Mapping[str, int], limit: int) -> tuple[tuple[str, ...], ...]:
     """Divide tensors among files, in order; return the names in each file, at least one file.
 
-    A tensor larger than the limit has a file of its own. The number of tensors in a file is limited too, as readers do.
+    A tensor larger than the limit has a separate file. The number of tensors in a file is limited too, as readers do.
     """
     shards: list[list[str]] = [[]]
     filled = 0

@@ -43,7 +43,4 @@ __all__ = [
     "simulate",
     "simulate_groups",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

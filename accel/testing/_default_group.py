@@ -59,7 +59,7 @@ Enter = Callable[[SimulatedGroup], AbstractContextManager[object]]
 
 @contextmanager
 def default_groups() -> Generator[Enter]:
-    """Let ranks have default groups of their own inside of the block, and leave torch as it was after it.
+    """Let ranks have separate default groups inside of the block, and leave torch as it was after it.
 
     Yields a scope for each rank's thread and its group. Several simulations may do so at once, or inside each other.
     """

@@ -281,7 +281,7 @@ class SimulatedDevice(DeviceStreams):
         return there.requires_grad_(tensor.requires_grad)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy on the current stream; the host goes on."""
+        """Copy on the current stream; the host does not wait."""
         copy_to_device(self, target, source, waits=False)
 
     def last_use(self, tensor: Tensor, stream: DeviceStream) -> None:

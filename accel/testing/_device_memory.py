@@ -184,7 +184,7 @@ class DeviceMemory:
     def new(
         self, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype, kind: Kind, owner: int
     ) -> Tensor:
-        """Return a tensor on a block of its own; `stride` is None for a contiguous one."""
+        """Return a tensor on a separate block; `stride` is None for a contiguous one."""
         with outside_of_modes():
             like = torch.empty(0, dtype=dtype, device="meta")
             like = like.new_empty(shape) if stride is None else like.new_empty_strided(shape, stride)

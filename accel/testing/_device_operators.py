@@ -270,7 +270,7 @@ class _OnMeta:
         self._storages = dict[int, torch.UntypedStorage]()
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return a tensor's stand-in."""
+        """Return a tensor's placeholder."""
         key = storage_key(tensor)
         there = self._storages.get(key)
         if there is None:

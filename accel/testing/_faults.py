@@ -35,8 +35,8 @@ class Fault(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     Attributes:
         rank: the rank that it happens to.
         call: number of the rank's collective, send or receive, from 0; the fault happens before it.
-        action: "raise" raises `InjectedFault`. "vanish" ends the rank without a word to the others, save that its
-            `finally` blocks still run. "delay" lets the rank go on only when no other rank can. "terminate" delivers a
+        action: "raise" raises `InjectedFault`. "vanish" ends the rank silently, except that its
+            `finally` blocks still run. "delay" holds the rank until no other rank can continue. "terminate" delivers a
             signal: the rank's own handler is called on its thread; without one, the rank ends as by "vanish".
         signal: the one that "terminate" delivers: SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGXCPU, SIGUSR1 or SIGUSR2.
     """

@@ -78,7 +78,7 @@ class SimulatedWork(dist.Work):
         return future
 
     def is_completed(self) -> bool:
-        """Whether all ranks have come, after a turn of each rank that can go on, so that polling in a loop ends."""
+        """Whether all ranks have come, after a turn of each rank that can continue, so that polling in a loop ends."""
         if not self._event.done and not self._given_up:
             self._rendezvous.poll(self._rank)
         return self._event.done

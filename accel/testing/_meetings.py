@@ -261,7 +261,7 @@ class MeetingPoint:
         return given_up
 
     def poll(self, rank: int) -> None:
-        """Let others go on before `rank` asks how far a call is."""
+        """Let others continue before `rank` asks how far a call is."""
         self._scheduler.poll(rank)
 
     def unfinished(self) -> list[str]:

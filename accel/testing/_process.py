@@ -45,7 +45,7 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class Killed(BaseException):
-    """Unwinds a rank that ends without a word; the text is the cause, for reports."""
+    """Unwinds a rank that ends silently; the text is the cause, for reports."""
 
 
 class RankSignals:
@@ -133,7 +133,7 @@ class _Routed:
 
 @contextmanager
 def changed_process(ranks: int) -> Generator[None]:
-    """Give so many ranks signal handlers of their own and torch one thread, for the block."""
+    """Give so many ranks separate signal handlers and torch one thread, for the block."""
     with _LOCK:
         found: object = signal.signal
         changes = found.changes if isinstance(found, _Routed) else _Changes()

@@ -148,7 +148,7 @@ class Scheduler:
             self._over.set()
 
     def check(self, rank: int, what: str) -> None:
-        """Let only the thread of `rank` pass, and only while the run goes on; another thread or process is a
+        """Let only the thread of `rank` pass, and only while the run continues; another thread or process is a
         `SimulationError`."""
         if self._process != os.getpid():
             raise SimulationError(
@@ -172,7 +172,7 @@ class Scheduler:
             self._hand_over(rank)
 
     def poll(self, rank: int) -> None:
-        """Let every rank that can go on do so first: `rank` asks whether something has happened, and may ask again."""
+        """Let every other rank run first: `rank` asks whether something has happened, and may ask again."""
         self.check(rank, "is_completed")
         self._asking.add(rank)
         if self._delayed and self._asking.issuperset(self._runnable):  # nothing happens without a delayed one
@@ -182,7 +182,7 @@ class Scheduler:
             self._hand_over(rank)
 
     def delay(self, rank: int) -> None:
-        """Let `rank` go on only when no other rank can."""
+        """Let `rank` continue only when no other rank can."""
         self._delayed.append(rank)
         self._hand_over(rank)
 
@@ -196,7 +196,7 @@ class Scheduler:
             self._hand_over(rank)
 
     def happened(self, event: Waitable) -> None:
-        """Mark an event as done; those who wait for it can go on."""
+        """Mark an event as done; ranks that wait for it can continue."""
         event.done = True
         self._meetings += 1
         self._asking.clear()

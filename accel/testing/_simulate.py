@@ -136,7 +136,7 @@ def simulate(
             process uses no CPU. Only code that the simulation cannot see, such as an endless loop, takes them. A run
             that goes on meeting may take ten times as many in all.
         faults: `Fault`s of ranks and `WriteFault`s of their disks to inject; each must come to pass.
-        default_group: whether each rank has a c10d world of its own with the simulated group as its default group. Then
+        default_group: whether each rank has a separate c10d world with the simulated group as its default group. Then
             code that asks torch.distributed for its default group runs too: `dist.get_rank()`, `new_group`, DeviceMesh,
             DTensor, FSDP2, tensor parallelism, pipelines, torch.distributed.checkpoint. Threads that a rank starts
             see the process's own default group, if it has one. It costs a few milliseconds a run.

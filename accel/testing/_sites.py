@@ -116,7 +116,7 @@ def asked_for_default_group(error: BaseException) -> bool:
 
 
 class SimulationError(AccelError):
-    """A simulated run could not go on, or used the simulator in a way that it does not support."""
+    """A simulated run could not continue, or used the simulator in a way that it does not support."""
 
     def __str__(self) -> str:
         if "\n" not in self.got:
@@ -125,7 +125,7 @@ class SimulationError(AccelError):
 
 
 class Deadlock(SimulationError):  # noqa: N818 - what everybody calls it
-    """No rank can go on: each has ended or waits for ranks that will never come; `got` has a line for each."""
+    """No rank can continue: each has ended or waits for ranks that will never come; `got` has a line for each."""
 
 
 class InjectedFault(SimulationError):  # noqa: N818 - it is the fault itself, asked for by the test

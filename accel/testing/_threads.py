@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads for ranks, each with global random streams of its own."""
+"""Threads for ranks, each with separate global random streams."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAME = "accel-simulated-rank"
 
 
 class Worker(Protocol):
-    """Something that does a job on a thread of its own."""
+    """Something that does a job on a separate thread."""
 
     def submit(self, job: Job) -> None:
         """Do this job; it must not raise."""
@@ -85,7 +85,7 @@ def drop_thread_caches() -> None:
 
 
 class KeptThreads:
-    """Workers whose threads go on to the next run."""
+    """Workers that keep their threads for the next run."""
 
     def __init__(self) -> None:
         self._idle: list[KeptWorker] = []
@@ -217,7 +217,7 @@ class GlobalStreams:
 
 
 class RankStreams:
-    """Swaps the global streams when another rank goes on.
+    """Swaps the global streams when another rank continues.
 
     Args:
         streams: the streams.
@@ -236,7 +236,7 @@ class RankStreams:
             self._ranks[rank] = self._streams.swap(self._ranks[following])
 
     def load(self, rank: int) -> None:
-        """Set the streams to the state of `rank`, which goes on; not for ranks that outlive their run."""
+        """Set the streams to the state of `rank`, which continues; not for ranks that outlive their run."""
         if not self._closed:
             self._streams.restore(self._ranks[rank])
 

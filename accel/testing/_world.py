@@ -73,7 +73,7 @@ class SimulatedRun(Generic[T]):
             self._scheduler.start([partial(worker.submit, job) for worker, job in zip(workers, jobs, strict=True)])
             if self._scheduler.join(timeout_s, _UNWIND_S):
                 return True
-        except BaseException as error:  # such as KeyboardInterrupt: no rank may go on behind the caller's back
+        except BaseException as error:  # such as KeyboardInterrupt: no rank may continue behind the caller's back
             self._halt(error)
             raise
         return self._halt(self._timeout_error(timeout_s))

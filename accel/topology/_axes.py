@@ -25,13 +25,13 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of the axes of a mesh. Ranks are numbered in the order of the fields, neighbours along the last.
 
     Attributes:
-        pp: pipeline stages; each rank holds the layers of its own.
+        pp: pipeline stages; each rank holds the layers of one.
         dp: data parallel, where there is one way of it: replicas or shards, by the strategy.
         dp_replicate: data parallel, beside `dp_shard`: along it ranks hold the same shards.
-        dp_shard: data parallel, beside `dp_replicate`: along it each rank holds shards of its own.
+        dp_shard: data parallel, beside `dp_replicate`: along it each rank holds other shards.
         cp: context parallel; ranks share the positions of a sequence. Shards are divided along it too.
         tp: tensor parallel; ranks share each layer's product.
-        ep: expert parallel; each rank holds experts of its own. It takes its ranks from those along dp or dp_shard, cp
+        ep: expert parallel; each rank holds other experts. It takes its ranks from those along dp or dp_shard, cp
             and tp, neighbours first, and so is no factor of the number of ranks.
 
     Raises:
@@ -253,7 +253,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         ignored: patterns of modules that sharding leaves alone; every rank along dp holds them whole.
         reshard_after_forward: whether the parameters of a unit are resharded after its forward; a number for the ranks
             that share the parts then; None for True in all units but the last.
-        gather_dtype: dtype in which sharded parameters travel; "auto" for that in which the context computes.
+        gather_dtype: dtype in which sharded parameters are gathered; "auto" for the context's compute dtype.
         reduce_dtype: dtype in which gradients are summed over ranks; "auto" for fp32.
         prefetch: number of units whose parameters are gathered ahead; None for torch's choice.
         offload: tensors that are in the host's memory between uses. True moves sharded parameters, gradients and
@@ -343,7 +343,7 @@ AXIS_NAMES: Mapping[Dimension, tuple[str, ...]] = {
 }
 # What an axis such as "dp" is for under each strategy that spreads plain models.
 STRATEGY_DIMENSION: Mapping[str, Dimension] = {"ddp": "replicate", "fsdp": "shard"}
-_DATA: tuple[Dimension, ...] = ("data", "replicate", "shard", "expert")  # along these ranks have samples of their own
+_DATA: tuple[Dimension, ...] = ("data", "replicate", "shard", "expert")  # along these, ranks have different samples
 _DIMENSION_OF: Mapping[str, Dimension] = {name: dimension for dimension, names in AXIS_NAMES.items() for name in names}
 DATA_DIMS = tuple(name for name, dimension in _DIMENSION_OF.items() if dimension in _DATA)
 SHARED_DIMS = tuple(name for name in _DIMENSION_OF if name not in DATA_DIMS)
@@ -375,7 +375,7 @@ class MeshPosition:
         axes: index and size along each named axis, in the mesh's order; not part of equality, as the mesh is not.
         opened: whether a text such as "dp=2,cp=2" named the mesh, so that its axes are used by their names; a mesh of
             the user's may serve other ends. Not part of equality.
-        data_dims: numbers of the mesh's dimensions along which ranks have samples of their own. Not part of equality.
+        data_dims: numbers of the mesh's dimensions along which ranks have different samples. Not part of equality.
     """
 
     data: tuple[int, int]
@@ -420,7 +420,7 @@ def mesh_position(
     coordinate: Sequence[int],
     data_dims: Sequence[str] | None = None,
 ) -> MeshPosition:
-    """Return a rank's position on a mesh; ranks whose coordinates differ in a data dimension have samples of their own.
+    """Return a rank's position on a mesh; ranks whose coordinates differ in a data dimension have different samples.
 
     Shares are numbered in the order of the mesh. Without `data_dims`, the axes' names say which are data dimensions.
     """

@@ -42,8 +42,8 @@ class _OpenJsonl(msgspec.Struct, frozen=True):
 def jsonl(path: str | os.PathLike[str] = METRICS) -> Tracker:
     """Return the tracker that writes a line of JSON for each `log`, and media beside it as PNG, JSON and text files.
 
-    The file of a resumed run is truncated to the checkpoint's last step, so it equals an uninterrupted run's, apart
-    from the key `time`; media of later steps are removed. Checkpoints wait until it is on the disk. `accel report`
+    The file of a resumed run is truncated to the checkpoint's last step, so it equals an uninterrupted run's, except
+    for the key `time`; media of later steps are removed. Checkpoints wait until it is on the disk. `accel report`
     reads it.
 
     Args:

@@ -205,7 +205,7 @@ def log(ctx: DistContext, trackers: Trackers, values: Mapping[str, object], *, s
     if trackers.strict or trackers.debug:
         _compare(ctx, trackers, made, step)
     trackers.tracked.count_line(step)
-    trackers.tracked.put(lambda tracker: _writing(tracker, made, step), made.size)
+    trackers.tracked.put(lambda tracker: lambda live: tracker.log(live, made.read(), step), made.size)
 
 
 @context_first
@@ -318,7 +318,7 @@ def log_histogram(
         ctx: the context.
         trackers: from `tracking`.
         name: name of the histogram.
-        values: real numbers, of any shape; what is not finite is counted apart.
+        values: real numbers, of any shape; values that are not finite are counted separately.
         step: optimizer step, not below the last one logged.
         bins: number of intervals of one width between the least and the largest value.
 
@@ -421,10 +421,6 @@ def _check_trackers(trackers: Trackers, where: str) -> None:
         expected = f"accel.{where}(ctx, trackers, ..., step=), with the trackers that accel.tracking gives"
         fix = 'with accel.tracking(ctx, "demo", to=[accel.trackers.jsonl()], dir="runs/demo") as trackers:'
         raise ConfigError("not trackers", expected=expected, got=type(trackers).__name__, where=where, fix=fix)
-
-
-def _writing(tracker: Tracker, made: StepValues, step: int) -> Write:
-    return lambda live: tracker.log(live, made.read(), step)
 
 
 def _media(tracker: Tracker, made: Media, step: int) -> Write | None:

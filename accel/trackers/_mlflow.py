@@ -99,7 +99,7 @@ def mlflow(*, tracking_uri: str | None = None, ranks: Ranks = "main", **options:
 
     Args:
         tracking_uri: server or database, such as "sqlite:///runs/mlflow.db"; by default that of MLflow's own settings.
-        ranks: processes that write. With several, all write to one run, each to metrics of its own: `rank_3/loss`.
+        ranks: processes that write. With several, all write to one run, each to separate metrics: `rank_3/loss`.
         options: of `MlflowClient.create_run`, such as `tags`; and `artifact_location` of a new experiment.
     """
     location = options.pop("artifact_location", None)

@@ -280,7 +280,7 @@ def _write(ctx: DistContext, profiler: Any, folder: Path, files: list[Path], *, 
             snapshot = place / f"memory-{ctx.rank:05}.pickle"
             write_snapshot(snapshot)
             files.append(snapshot)
-    except (OSError, RuntimeError) as error:  # training goes on without it
+    except (OSError, RuntimeError) as error:  # training continues without it
         _logger().warning("the profile of rank %d is not written to %s: %s", ctx.rank, place, error)
 
 

@@ -291,7 +291,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         id: 32 lower-case hexadecimal digits, the same after each resume.
         name: its name for people.
         folder: folder of its files; None if it has none.
-        step: last step of the checkpoint that the run goes on from; None for a new run.
+        step: last step of the checkpoint that the run resumes from; None for a new run.
         lines: calls of `log` at that step before the checkpoint.
         rank, world_size: position of this process among all ranks.
     """

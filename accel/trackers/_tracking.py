@@ -56,7 +56,7 @@ class Trackers:
     """The trackers of a run, from `tracking`. An item for `save_state` and `resume`, such as `"trackers": trackers`.
 
     A checkpoint holds the run's identity and its last logged step. It commits once local files hold all steps up to
-    that. A run that loads it is the same run in each tracker that can go on, and local files are cut back to that step.
+    that. A run that loads it is the same run in trackers that can resume, and local files are cut back to that step.
 
     Args:
         tracked: the run and its writers.
@@ -212,7 +212,7 @@ def init_trackers(
 ) -> Trackers:
     """Return the trackers of a run; pair it with `end_trackers`. A collective. Arguments and errors: see `tracking`.
 
-    A tracker starts with its first record, so that a checkpoint loaded before decides which run goes on.
+    A tracker starts with its first record, so that a checkpoint loaded before decides which run is resumed.
     """
     if isinstance(to, str) or not isinstance(to, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
         fix = f"Pass a list of trackers: {_line_of(to)}"
@@ -238,7 +238,7 @@ def init_trackers(
         for tracker in mine:
             if tracker.check is not None:
                 _ = tracker.check(new)
-        steps = {each.name: step for each in mine if (step := _first_step(each, new)) is not None}
+        steps = {each.name: step for each in mine if each.first_step and (step := each.first_step(new)) is not None}
         if samples is not None:
             check_system(new)
         return _Opening(new.id, new.name, steps, ctx.node_rank, os.getpid())
@@ -336,10 +336,6 @@ def _new_run(ctx: DistContext, project: str, run: str | None, folder: Path | Non
 
 def _writes(ctx: DistContext, ranks: Ranks) -> bool:
     return ranks == "every" or (ranks == "host" and ctx.is_local_main_process) or ctx.is_main_process
-
-
-def _first_step(tracker: Tracker, run: Run) -> int | None:
-    return None if tracker.first_step is None else tracker.first_step(run)
 
 
 def _make_folder(folder: str) -> None:

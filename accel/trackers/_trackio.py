@@ -18,7 +18,7 @@ _POLL_S = 0.05
 def trackio(**options: Any) -> Tracker:
     """Return the tracker that writes to Trackio, by `trackio.init`. Extra: `trackio`.
 
-    A resumed run goes on under its name. Local data are in Trackio's own folder, `TRACKIO_DIR`, and a checkpoint waits
+    A resumed run continues under its name. Local data are in Trackio's folder, `TRACKIO_DIR`, and a checkpoint waits
     until that has its steps.
 
     Args:
@@ -65,7 +65,7 @@ def trackio(**options: Any) -> Tracker:
 
 
 class _StoredRows:
-    """The rows of a run in Trackio's own database, which it writes in a thread of its own."""
+    """The rows of a run in Trackio's database, which it writes in a separate thread."""
 
     def __init__(self) -> None:
         self.logged = 0

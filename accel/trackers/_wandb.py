@@ -31,7 +31,7 @@ def wandb(*, ranks: Ranks = "main", **options: Any) -> Tracker:
 
     Args:
         ranks: processes that write. With several, all write to one run in W&B's shared mode, where rank 0 is the
-            primary; in the modes "offline" and "disabled", each has a run of its own, in a group.
+            primary; in the modes "offline" and "disabled", each has a separate run, in a group.
         options: of `wandb.init`, such as `entity`, `tags`, `mode` or `settings`.
     """
 

@@ -49,7 +49,7 @@ class LostRecords(msgspec.Struct, frozen=True):
 
 
 class Writer:
-    """A tracker's live run, in a thread of its own: one that hangs holds up no other one.
+    """A tracker's live run, in a separate thread: one that hangs does not delay the others.
 
     The thread is a daemon, so that it cannot hold the interpreter back. It starts with the first record. A process
     forked from this one writes nothing. A tracker with a `flush` writes to a disk, which may be full for a while: what
@@ -57,7 +57,7 @@ class Writer:
 
     Args:
         tracker: the tracker.
-        run: the run to start or to go on with.
+        run: the run to start or to resume.
         config: the run's configuration, without credentials.
         room_bytes: bytes of records that may wait; the oldest beyond it are dropped.
     """

@@ -340,8 +340,8 @@ def backward(
         same_units: whether an earlier backward of this micro-batch was over the same units; the losses are then added,
             and their weight counts once.
         retain_graph: as in torch.autograd.backward.
-        create_graph: as there: whether gradients get a graph of their own, and this one is kept. They are those of the
-            loss times its weight and the loss scale. On one rank only.
+        create_graph: as there: whether gradients get a graph, and this one is kept. They are the gradients of the loss
+            times its weight and the loss scale. On one rank only.
         inputs: as there: the leaves that gradients are added to; None for all. Of a model on several ranks all of its
             parameters or none, where this pass exchanges gradients.
 

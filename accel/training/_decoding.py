@@ -88,7 +88,7 @@ class WholeSequences:
 class CachedTokens:
     """Runs the prompt, then each new token alone, with the keys and values of those before it.
 
-    Each stage of a pipeline keeps those of its own layers, for each micro-batch.
+    Each stage of a pipeline keeps those of its layers, for each micro-batch.
 
     Args:
         ctx: the context.

@@ -325,7 +325,7 @@ def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> N
     with torch.no_grad():
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
-    torch.clear_autocast_cache()  # an autocast around goes on with copies of what the targets were
+    torch.clear_autocast_cache()  # an enclosing autocast keeps copies of the former targets
 
 
 def _shape_and_place(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -246,7 +246,7 @@ def rewound(ctx: DistContext, model: nn.Module, optimizers: Sequence[Optimizer])
                 _ = restore()
             for parameter, restore in grads:
                 parameter.grad = restore()
-        torch.clear_autocast_cache()  # an autocast around goes on with copies of what the tensors were
+        torch.clear_autocast_cache()  # an enclosing autocast keeps copies of the former tensors
 
 
 def _all_optimizers(optimizers: Sequence[Optimizer]) -> Iterator[Optimizer]:

@@ -59,7 +59,7 @@ def generate(
     """Return sequences with the tokens that a causal model adds, on every rank. A collective, of all ranks alike.
 
     Ranks that share samples, along `pp` and `tp`, pass the same sequences and get the same tokens: the last stage
-    chooses them, and sends them to all. Ranks along `dp` have sequences of their own, and take as many steps. The mode
+    chooses them, and sends them to all. Ranks along `dp` have different sequences, and take as many steps. The mode
     of the model is the caller's: see `evaluating`.
 
     Models of transformers keep the keys and values of earlier tokens. Others run the whole sequence for each token.
@@ -83,7 +83,7 @@ def generate(
         inputs_of: maps ids, [rows, length], to the inputs of a model without a cache; the ids themselves by default.
             Shapes are those of the longest sequence: what is not known yet is filled with 0.
         select: maps the model's output to logits, [rows, positions, classes]; its first tensor by default.
-        vocab_parallel: whether each rank along `tp` has the logits of its own classes, as for `vocab_cross_entropy`.
+        vocab_parallel: whether each rank along `tp` has logits of a share of the classes, as for `vocab_cross_entropy`.
 
     Returns:
         Prompts and new tokens, int64 of shape [rows, length + new].

@@ -92,12 +92,8 @@ def has_diverged(losses: Sequence[float]) -> bool:
 
 
 def _windows(losses: Sequence[float]) -> list[Sequence[float]]:
-    half = _half(losses)
+    half = max(2, len(losses) // _PARTS)
     return [losses[max(0, at - half) : at + half + 1] for at in range(len(losses))]
-
-
-def _half(losses: Sequence[float]) -> int:
-    return max(2, len(losses) // _PARTS)
 
 
 def _steepest(losses: Sequence[float]) -> int | None:

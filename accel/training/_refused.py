@@ -137,7 +137,7 @@ def _first_nonfinite(ctx: DistContext, optimizers: list[Optimizer]) -> str:
         at = int(all_reduce_flat(ctx.comm, torch.tensor([at], device=ctx.comm.control), "min").item())
     own = "" if at == len(parameters) else f"{list(_names(optimizers))[at]}, shape {list(parameters[at].shape)}"
     group = group_of(ctx, "pp")
-    if group is not None:  # stages have parameters of their own
+    if group is not None:  # each stage has other parameters
         names = exchange_values(adopt(group, ctx.device), Call("optimizer_step", ordered=False), own, str)
         own = next(filter(None, names), "")
     return own or "the norm of all gradients, each finite by itself"

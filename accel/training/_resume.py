@@ -61,7 +61,7 @@ def resume(
 
     def state_for(manifest: Manifest) -> Mapping[str, object]:
         names = _names(manifest)
-        # Before anything is loaded: data in another order would go on from a position that means nothing in it.
+        # Before anything is loaded: data in another order would resume at a position that means nothing in it.
         _check_seed(manifest, names, start)
         parts = {"": start, "cursor": start.cursor, "accum": start.accum, "scaler": start.scaler}
         return {name: parts[part] for part, name in names.items()}

@@ -122,8 +122,8 @@ def window_gradients(
         # stepped.
         drop_unused(ctx, chain.from_iterable(listed))
     found = [_gradients(ctx, window, group) for group in listed]
-    may_train_nothing = ctx.axis("pp").size > 1 and not any(each.requires_grad for each in chain.from_iterable(listed))
-    if not any(found) and not may_train_nothing:
+    # a stage of a pipeline may hold frozen parameters alone
+    if not any(found) and (ctx.axis("pp").size == 1 or any(each.requires_grad for group in listed for each in group)):
         raise StepError(
             "there are no gradients",
             expected="a backward before the step",
@@ -467,9 +467,10 @@ def blame(ctx: DistContext, seen: float | torch.Tensor | None, *, independent: b
 def steps_of(ctx: DistContext, optimizers: Sequence[Optimizer]) -> list[tuple[Optimizer, Callable[[], object]]]:
     """Return optimizers with the functions that step them. Those that send messages learn their ranks, a collective."""
     masters = ctx.precision.master_weights is not None
+    steps: list[tuple[Optimizer, Callable[[], object]]] = []
     for each in optimizers:
         if (share := getattr(each, "share_ranks", None)) is not None:
             share(ctx, independent=decide_independently(ctx.position.axes, [each]))
-    streams = [ctx.streams if has_state_on_host(each) else None for each in optimizers]
-    steps = [step_of(each, masters=masters, streams=by) for each, by in zip(optimizers, streams, strict=True)]
-    return [(each, partial(take_step, each, step)) for each, step in zip(optimizers, steps, strict=True)]
+        step = step_of(each, masters=masters, streams=ctx.streams if has_state_on_host(each) else None)
+        steps.append((each, partial(take_step, each, step)))
+    return steps

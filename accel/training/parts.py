@@ -39,10 +39,7 @@ __all__ = [
     "optimizer_step",
     "unscale_gradients",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 class StepResult(NamedTuple):

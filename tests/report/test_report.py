@@ -299,7 +299,7 @@ def test_the_first_screen_says_in_words_what_a_reader_should_know(tmp_path: Path
     for text in (
         *("2 h 38 min", "step 1990", "eval/accuracy0.95best 0.95 at step 1900", "tokens/s41k", "step-0000040010.0 kB"),
         "1 step with values that are not finite, from step 900: train/grad_norm",
-        "rank 3 is slow: 43.0 ms a step of its own, median 20.0 ms, the slowest in 20 of the last 20 readings",
+        "rank 3 is slow: 43 ms a step of its own, median 20 ms, the slowest in 20 of the last 20 readings",
         *("profile, slowest: rank 3, 43.00 ms a step", "records were lost: jsonl lost 3 records"),
         *(
             "a gap in the log of 2 h 5 min before step 600",

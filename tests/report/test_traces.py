@@ -207,7 +207,7 @@ def test_the_command_prints_a_row_for_each_rank(tmp_path: Path, capsys: pytest.C
         "RANK  MS/STEP  COMPUTING  WAITING  EXPOSED  HIDDEN  DATA   IDLE\n"
         "0     0.10     18.0%      27.0%    30.0%    3.0%    10.0%  15.0%\n"
         "1     0.10     18.0%      0.0%     27.0%    3.0%    40.0%  15.0%\n"
-        "slowest: rank 1, 0.10 ms a step without waiting, median 0.07 ms; data, 0.03 ms a step above the median\n"
+        "slowest: rank 1, 100 us a step without waiting, median 73 us; data, 30 us a step above the median\n"
         "\n"
         "longest operators\n"
         "NAME          MS/STEP  CALLS/STEP\n"

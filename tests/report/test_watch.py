@@ -206,7 +206,7 @@ def test_a_terminal_without_the_extra_is_told_what_to_do(
 ) -> None:
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: True)
-    monkeypatch.setitem(sys.modules, "accel.report._watch_app", None)
+    monkeypatch.setitem(sys.modules, "textual", None)
     assert main(["watch", str(tmp_path)]) == 2
     assert "pip install 'accel-torch[watch]'" in capsys.readouterr().err
 

@@ -114,7 +114,7 @@ def load_checkpoint_in_model(
 ) -> M:
     """Load weights into a model, all of them or nothing. A collective. Mutates the model.
 
-    Each rank reads the bytes of its own shards, from the page cache what is there and past it what is not. Bytes that
+    Each rank reads the bytes of its shards, from the page cache what is there and past it what is not. Bytes that
     several ranks of a host want go through the page cache, so that the disk reads them once. From a store, what all
     ranks hold whole is fetched once: each rank fetches a share, and broadcasts it. Tensors of an empty model get memory
     into which the bytes are read directly; a load into tensors with values keeps both until the end. Beside
@@ -134,7 +134,7 @@ def load_checkpoint_in_model(
         allow_unexpected: stored names that the model may lack, or patterns of such names.
         readers: number of threads that read.
         advance: called with numbers of bytes that this rank has read, for a progress bar of the caller's.
-        show: whether the main rank shows a bar of its own, on a terminal and once it takes long.
+        show: whether the main rank shows a progress bar, on a terminal and once it takes long.
 
     Returns:
         The same model.

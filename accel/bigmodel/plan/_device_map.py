@@ -142,7 +142,7 @@ class DeviceMap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_accelerator(place: str) -> bool:
-    """Return whether a computing device has memory of its own, as "cpu:0" has not."""
+    """Return whether a computing device has separate memory, which "cpu:0" has not."""
     return place.partition(":")[0] != HOST
 
 
@@ -227,7 +227,7 @@ _DEVICE = re.compile(r"[a-z_]+:[0-9]+|mps")
 
 _EXAMPLE = "a limit for each device, such as {0: '20GB', 'cpu': '60GB', 'disk': None}"
 
-# A mapping's keys are invariant. Overloads take the two kinds apart, so that mypy types a literal of mixed keys.
+# A mapping's keys are invariant. Overloads separate the two kinds, so that mypy types a literal of mixed keys.
 MixedLimits = Mapping[int | str, int | str | None]
 PlainLimits = Mapping[str, int | str | None] | Mapping[int, int | str | None]
 Limits = MixedLimits | PlainLimits

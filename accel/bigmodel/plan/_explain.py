@@ -14,7 +14,7 @@ from accel.terminal import show_seconds, show_size, show_table
 
 Bandwidth = Mapping[str, float] | float
 
-_PASSES = 3  # the last one is steady: its first segments travelled during the pass before
+_PASSES = 3  # the last one is steady: its first segments were copied during the pass before
 
 
 def pass_seconds(
@@ -29,7 +29,7 @@ def pass_seconds(
         device_map: the map.
         compute: seconds by segment; 0 for absent ones.
         bandwidth: bytes a second into a device; or by home.
-        overlap: whether segments travel while others compute; else each when it is needed, as without prefetch.
+        overlap: whether segments are copied while others compute; else each when it is needed, as without prefetch.
 
     Raises:
         ConfigError: a segment that the map does not have, or a home without a bandwidth above 0.
@@ -121,7 +121,7 @@ class _Kind(NamedTuple):
         home, runs: places.
         way: to the device.
         size: bytes of each.
-        seconds: travel and compute of each; those that are known.
+        seconds: copy and compute of each; those that are known.
     """
 
     path: str

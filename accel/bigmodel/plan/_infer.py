@@ -176,9 +176,9 @@ def infer_device_map(
         max_memory: bytes, or a text such as "20GB", by place, in the order in which devices compute. Places are the
             number of a GPU or a device's name, "cpu" for the host's memory, "mmap" and "disk" for files, where None
             means no limit. Absent ones are not used. Without another device the host computes.
-        slots: number of streamed segments that a device holds at a time: two let the next one travel while one runs.
+        slots: number of streamed segments on a device at a time: with two, the next one is copied while one runs.
             None for two, or for one or three where that leaves fewer bytes in files.
-        placement: "spread" for streamed segments as far apart as possible, so that they travel while resident ones
+        placement: "spread" for streamed segments as far apart as possible, so that they are copied while resident ones
             compute; "last" for the last ones.
         fill: several devices: "balanced" for equal shares of their limits, "sequential" for one after the other,
             "low_first" for as little as possible on the first and equal shares of the others. None for "balanced" if

@@ -179,7 +179,7 @@ class AbsentTensor(NoMemory, torch.Tensor):
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        """Refuse other values, which torch would drop without a word; `module.to()` to the same device gives these."""
+        """Refuse other values, which torch would drop silently; `module.to()` to the same device gives these."""
         if not isinstance(values, AbsentTensor) or (values.origin, values.steps) != (self.origin, self.steps):
             _refuse_write("an assignment to .data", self)
 

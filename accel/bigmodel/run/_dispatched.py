@@ -148,7 +148,7 @@ class Dispatched(Generic[M_co]):
     """A model with weights in the places of a device map. Made by `dispatch_model`; use it in a `with` block.
 
     Attributes:
-        model: the model that was given; call it, generate with it, or take it apart as ever.
+        model: the model that was given; call it, generate with it, or use its modules as before.
         device_map: the map.
     """
 

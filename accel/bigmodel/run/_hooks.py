@@ -143,7 +143,7 @@ def own_output(output: Any, block: Block) -> Any:
         return output.clone() if _lies_at(memory, output) else None
     try:
         leaves, _ = trees.flatten(output)
-    except TreeError:  # a container of the user's own, which nobody can take apart
+    except TreeError:  # a container of the user, which cannot be flattened
         return None
     if not any(_lies_at(memory, leaf) for leaf in leaves):
         return None
@@ -192,7 +192,7 @@ class Arrivals:
             return tensor
         if tensor.is_inference() or (tensor.requires_grad and torch.is_grad_enabled()):
             return _sent(tensor, self.device)  # versions are unknown, or autograd records the way
-        # By identity and version: a mask that was written to since then travels again.
+        # By identity and version: a mask that was written to since then is copied again.
         version, copy = self._arrived.get(tensor, (None, None))
         if version != tensor._version:
             copy = _sent(tensor, self.device)

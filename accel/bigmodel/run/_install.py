@@ -133,7 +133,7 @@ def _gather(supply: Supply, index: torch.Tensor, device: torch.device, fetches: 
     if table is None or table.device.type != "cpu":
         return None
     with torch.no_grad():
-        # The host waits for the index here: rows are looked up in its memory, and they alone travel.
+        # The host waits for the index here: rows are looked up in its memory, and only they are copied.
         rows = nn.functional.embedding(index.to("cpu"), table).to(supply.dtype)
     # After the rows were read: a file that was rewritten in between is found.
     supply.check()

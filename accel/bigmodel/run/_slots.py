@@ -340,9 +340,9 @@ class _StreamTransfer(SlotTransfer):
 class DeviceTransfer(_StreamTransfer):
     """Slots on an accelerator: bytes go to pinned memory of the host, and from there by one copy a block.
 
-    Weights of a smaller dtype travel in it, each by a copy of its own, and the device casts them.
+    Weights of a smaller dtype are copied in it, each separately, and the device casts them.
 
-    The copies run on a stream of their own. They wait on the device for computation that used the slot before, and
+    The copies run on a separate stream. They wait on the device for computation that used the slot before, and
     computation waits on the device for them, so that no thread waits for the device but the one that reads.
     """
 

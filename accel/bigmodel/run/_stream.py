@@ -204,7 +204,7 @@ class Stream:
         blocks: the blocks.
         slots: the slots.
         transfer: fills a slot.
-        feeds: whether a thread of its own fills slots; False where that takes no longer than to wake one.
+        feeds: whether a separate thread fills slots; False where that takes no longer than to wake one.
     """
 
     def __init__(

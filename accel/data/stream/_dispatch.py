@@ -43,7 +43,7 @@ class PackedBatches(msgspec.Struct, frozen=True, eq=False):
     Attributes:
         header_bytes: length of the headers, which come before the tensors.
         buffer: uint8 on the CPU, shape [length].
-        large: bytes of each large tensor, uint8 on the CPU, shape [bytes]. They travel beside the buffer, because
+        large: bytes of each large tensor, uint8 on the CPU, shape [bytes]. They are sent without the buffer, because
             copying them into it costs more.
     """
 

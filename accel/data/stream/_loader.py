@@ -42,7 +42,7 @@ class StreamLoader:
     Attributes:
         source: the dataset; in mode `shards` this rank's part of it.
         mode: division of the stream: `shards`, `own`, `elements` or `dispatch`.
-        tail: treatment of the end: `ragged` takes every sample once, with shorter batches and stand-ins on some ranks;
+        tail: treatment of the end: `ragged` takes a sample once, with shorter batches and placeholders on some ranks;
             `pad` keeps shapes; `drop` ends all ranks where the first has no full batch left.
         batch_size: samples in a rank's batch, where each rank reads; None for a stream of batches.
         global_batch: samples in a step of all ranks; None for a stream of batches.

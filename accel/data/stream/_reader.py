@@ -259,7 +259,7 @@ class _SeededElements:
         return taken
 
     def state(self) -> Any:
-        """Return a copy of the stream's state, which the stream goes on to change; None without one."""
+        """Return a copy of the stream's state, which the stream may change later; None without one."""
         if self._owner is None:
             return None
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel.lazy import exports
+from accel.lazy import declared, exports
 
 if TYPE_CHECKING:
     from accel.engines.deepspeed._engine import build_sharded, config_of, gathered
@@ -28,20 +28,5 @@ __all__ = [
     "resolve",
 ]
 
-__getattr__ = exports(
-    __name__,
-    {
-        "_engine": ("build_sharded", "gathered", "config_of"),
-        "_options": (
-            "DeepSpeed",
-            "Offload",
-            "RunFacts",
-            "read_deepspeed",
-        ),
-        "_resolve": ("resolve",),
-    },
-)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__ = exports(__name__, declared())
+__dir__ = __all__.copy

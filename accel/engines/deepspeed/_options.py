@@ -63,7 +63,7 @@ class DeepSpeed(msgspec.Struct, frozen=True, kw_only=True):
         gather_bucket: elements of one gather of parameters after a step.
         prefetch_bucket: elements that stage 3 gathers ahead; "auto": 0.9 times the square of the hidden size.
         persist_below: parameters of fewer elements stay whole at stage 3; "auto": ten times the hidden size.
-        overlap: whether gradients travel during backward.
+        overlap: whether gradients are sent during backward.
         leaf_modules: classes of modules that stage 3 gathers as a whole, such as a block of experts.
         settings: every other key of DeepSpeed's JSON, nested as there; "auto" is filled in.
         source: file that it was read from, for tables and errors.
@@ -123,7 +123,7 @@ class DeepSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Checked(DeepSpeed, frozen=True, kw_only=True):
-    """The same fields, without a check of their own."""
+    """The same fields, unchecked."""
 
     def __post_init__(self) -> None:
         pass

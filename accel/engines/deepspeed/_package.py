@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
@@ -13,7 +12,8 @@ import torch
 from torch.optim import Optimizer
 
 from accel.engines.deepspeed._options import ResolvedDeepSpeed
-from accel.errors import ConfigError, MissingExtraError, PrepareError, StepError
+from accel.errors import ConfigError, PrepareError, StepError
+from accel.errors._checks import import_extra
 
 # Attributes of DeepSpeed's optimizers that it does not document, by the class that has them; a test looks for them.
 PRIVATE: Mapping[str, Sequence[str]] = {
@@ -54,16 +54,7 @@ _BEFORE_FIRST = -1  # micro_step_id before the first backward of a window
 
 def package() -> Any:
     """Return DeepSpeed, or raise `MissingExtraError`."""
-    try:
-        return importlib.import_module("deepspeed")
-    except (ImportError, RuntimeError) as error:
-        raise MissingExtraError(
-            "the strategy deepspeed needs a package that does not import",
-            expected="deepspeed",
-            got=f"{type(error).__name__}: {error}",
-            where="strategy=",
-            fix="Run `pip install 'accel-torch[deepspeed]'`.",
-        ) from error
+    return import_extra("deepspeed", "the strategy deepspeed", extra="deepspeed", where="strategy=")
 
 
 def connected() -> Any:
@@ -88,7 +79,7 @@ def connected() -> Any:
 
 
 def initialized(model: Any, **arguments: Any) -> tuple[Any, Any, Any, Any]:
-    """Call DeepSpeed's `initialize`; a refusal of its own is a `PrepareError`. A collective."""
+    """Call DeepSpeed's `initialize`; its refusal is a `PrepareError`. A collective."""
     found = connected()
     try:
         return found.initialize(model=model, **arguments)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel.lazy import exports
+from accel.lazy import declared, exports
 
 if TYPE_CHECKING:
     from accel.engines.megatron._context import (
@@ -29,19 +29,5 @@ __all__ = [
     "mesh_of_groups",
 ]
 
-__getattr__ = exports(
-    __name__,
-    {
-        "_context": (
-            "from_megatron",
-            "megatron_mesh",
-            "RankMesh",
-            "mesh_of_groups",
-        ),
-        "_items": ("megatron_items",),
-    },
-)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__ = exports(__name__, declared())
+__dir__ = __all__.copy

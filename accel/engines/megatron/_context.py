@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
@@ -15,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accel.config._settings import GroupKeywords
 from accel.context import DistContext, from_mesh
-from accel.errors import ConfigError, MissingExtraError
+from accel.errors import ConfigError
+from accel.errors._checks import import_extra
 
 
 class RankMesh(msgspec.Struct, frozen=True):
@@ -84,16 +84,8 @@ def _joint(mesh: RankMesh, rank: int) -> tuple[int, ...]:
 
 def megatron_core(module: str) -> Any:
     """Import a module below `megatron.core`."""
-    try:
-        return importlib.import_module(f"megatron.core.{module}")
-    except ImportError as error:
-        raise MissingExtraError(
-            "Megatron-core does not import",
-            expected="megatron.core",
-            got=f"{type(error).__name__}: {error}",
-            where="accel.engines.megatron",
-            fix="Run `pip install 'accel-torch[megatron]'`.",
-        ) from error
+    where = "accel.engines.megatron"
+    return import_extra(f"megatron.core.{module}", where, extra="megatron", where=where)
 
 
 def initialized_state() -> Any:
@@ -154,7 +146,7 @@ def from_megatron(
 ) -> DistContext:
     """Make a context on Megatron's parallel state; nothing of Megatron's is destroyed with it. No communication.
 
-    Ranks along "dp", and "ep", have samples of their own. Ranks along "tp", "cp" and "pp" share them: loaders give them
+    Ranks along "dp", and "ep", have different samples. Ranks along "tp", "cp" and "pp" share them: loaders give them
     the same batches.
 
     Args:

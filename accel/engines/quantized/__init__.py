@@ -16,7 +16,4 @@ __all__ = [
     "describe_quantized",
     "load_quantized",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

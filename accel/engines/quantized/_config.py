@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any, Literal, get_args
 
 import msgspec
 import torch
 
-from accel.errors import ConfigError, MissingExtraError
-from accel.errors._checks import check_choice
+from accel.errors import ConfigError
+from accel.errors._checks import check_choice, import_extra
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 TorchaoKind = Literal["int8", "int8_dynamic", "int4", "int4_grouped", "float8", "float8_dynamic"]
@@ -128,14 +127,5 @@ def _at(config: object) -> str:
 
 def package(name: str) -> Any:
     """Import a module of bitsandbytes or torchao, or raise `MissingExtraError`."""
-    try:
-        return importlib.import_module(name)
-    except (ImportError, RuntimeError, OSError) as error:  # a library for another system, or for another CUDA
-        extra = name.partition(".")[0]
-        raise MissingExtraError(
-            f"quantization by {extra} needs a package that does not import",
-            expected=name,
-            got=f"{type(error).__name__}: {error}",
-            where="load_quantized",
-            fix=f"Run `pip install 'accel-torch[{extra}]'`.",
-        ) from error
+    extra = name.partition(".")[0]
+    return import_extra(name, f"quantization by {extra}", extra=extra, where="load_quantized")

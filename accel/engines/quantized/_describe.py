@@ -115,7 +115,7 @@ def describe_quantized(model: nn.Module, config: Quantization, *, blocks: Select
 
 
 def plan_layers(model: nn.Module, config: Quantization) -> QuantizationPlan:
-    """Return the layers that a record quantizes: each `nn.Linear` with a weight of its own, but for those to skip.
+    """Return the layers that a record quantizes: each `nn.Linear` with an untied weight, except those to skip.
 
     A model that is quantized, sharded or dispatched already is refused, as is a pattern without a match.
     """

@@ -361,7 +361,7 @@ def load_quantized(
         if error := refusal(found.matched, found.matched.unused, found.stored, allow_unexpected, where):
             raise error
         places = find_places(model, plan, device_map, ctx.device)
-        made = _read_layers(plan.layers, found, source, config, places)
+        made = [made_layer(layer, found, source, config, places) for layer in plan.layers]
         others = read_others(found, source, places)
 
         # the model changes from here on
@@ -370,12 +370,6 @@ def load_quantized(
         commit_others(model, others, places)
         _set_peft_flags(model, config)
     return model
-
-
-def _read_layers(
-    layers: list[QuantizedLayer], found: Found, source: WeightSource, config: Quantization, places: TensorDevices
-) -> list[nn.Parameter]:
-    return [made_layer(layer, found, source, config, places) for layer in layers]
 
 
 def _set_peft_flags(model: nn.Module, config: Quantization) -> None:

@@ -10,7 +10,4 @@ __all__ = [
     "Placement",
     "launch",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

@@ -18,8 +18,8 @@ from typing import IO, Any, Literal, TypeVar, get_args
 import msgspec
 
 from accel.config import LaunchConfig
-from accel.errors import AccelError, ConfigError, LaunchError, MissingExtraError
-from accel.errors._checks import check_choice
+from accel.errors import AccelError, ConfigError, LaunchError
+from accel.errors._checks import check_choice, import_extra
 from accel.launching._function import launch_placed
 from accel.launching._launch import PlacedRank, RankNews, RankPosition
 from accel.launching.local._children import Children, Relay, open_logs, start_relay
@@ -280,17 +280,9 @@ def _end(ray: Any, actors: Sequence[Any]) -> None:
 
 
 def _require() -> Any:
-    try:
-        ray = importlib.import_module("ray")
-        _ = importlib.import_module("ray.util.scheduling_strategies")
-    except ImportError as error:
-        raise MissingExtraError(
-            "Ray is not installed",
-            got=str(error),
-            where="accel.engines.ray",
-            fix="Run `pip install 'accel-torch[ray]'`.",
-        ) from error
-    return ray
+    where = "accel.engines.ray"
+    _ = import_extra("ray.util.scheduling_strategies", where, extra="ray", where=where)
+    return importlib.import_module("ray")
 
 
 def _check(nproc: int, cpus: float, gpus: float, timeout_s: float, resources: Mapping[str, float]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchft: replica groups that come and go at every step, while the others go on training.
+"""torchft: replica groups that come and go at every step, while the others continue to train.
 
 Begin with `_step.py`: groups agree on a step, a group behind them adopts their state, and gradients are summed over
 groups. `_group.py` joins the job, and sends state to groups that join.
@@ -24,7 +24,4 @@ __all__ = [
     "optimizer_step",
     "replica",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import socket
 import threading
 import urllib.request
@@ -22,7 +21,8 @@ from safetensors.torch import load, save
 from accel.collectives import broadcast_object_list
 from accel.context import DistContext, context_first
 from accel.endpoints import unresolved
-from accel.errors import ConfigError, LaunchError, MissingExtraError, PeerError
+from accel.errors import ConfigError, LaunchError, PeerError
+from accel.errors._checks import import_extra
 
 _VALUES = "$values"  # no tensor's path begins so
 
@@ -243,15 +243,7 @@ def replica(
 
 
 def _require(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingExtraError(
-            "torchft is not installed",
-            got=str(error),
-            where="accel.engines.torchft",
-            fix="Run `pip install 'accel-torch[torchft]'`.",
-        ) from error
+    return import_extra(module, "accel.engines.torchft", extra="torchft", where="accel.engines.torchft")
 
 
 def _check(lighthouse: str, name: str, min_replicas: int, timeout_s: float, quorum_timeout_s: float) -> None:

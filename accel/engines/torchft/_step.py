@@ -193,7 +193,7 @@ def begin_step(group: ReplicaGroup, state: TrainState, items: Mapping[str, objec
             schedulers.
 
     Returns:
-        The turn of this group; go on with `turn.state`.
+        The turn of this group; continue with `turn.state`.
 
     Raises:
         PeerError: there were too few groups until the time-out, or the lighthouse is gone.
@@ -282,7 +282,7 @@ def next_batch(group: ReplicaGroup, loader: Loader, turn: Turn, state: TrainStat
 
 
 def _check_turn(turn: Turn, state: TrainState, where: str) -> None:
-    """Raise `StepError` unless a state goes on from that of a turn: a group that heals has adopted another."""
+    """Raise `StepError` unless a state follows a turn's: a group that heals has adopted another."""
     own, agreed = (each.updates + each.accum.skipped for each in (state, turn.state))
     if own != agreed or state.cursor.epoch < turn.state.cursor.epoch:
         raise StepError(

@@ -178,7 +178,7 @@ def _put(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 def _with_lists(value: Any) -> Any:
-    """Turn dicts with keys from 0 into lists, which torch takes apart by position."""
+    """Turn dicts with keys from 0 into lists, which torch flattens by position."""
     if not isinstance(value, dict):
         return value
     fields = {key: _with_lists(held) for key, held in cast("dict[Any, Any]", value).items()}

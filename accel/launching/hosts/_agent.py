@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent of one host in a launch over several: meets the other hosts, and supervises the ranks of its own."""
+"""The agent of one host in a launch over several: meets the other hosts, and supervises the ranks of this one."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def run(order: AgentOrder) -> int:
                 journal=journal,
                 orphans=orphans,
             )
-        # A stopped host leaves the job to the others, which may go on without it.
+        # A stopped host leaves the job to the others, which may continue without it.
         if not ending.stopped:
             rendezvous.leave(_CLOSE_S)
         return ending.status

@@ -60,7 +60,7 @@ _POLL_S = 0.1
 
 
 def in_background(act: Callable[[], T]) -> Future[T]:
-    """Start something in a thread of its own, which does not keep the process from ending."""
+    """Start something in a separate thread, which does not keep the process from ending."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -125,7 +125,7 @@ def plan_job(
 
 
 def _has_gpu_each(config: LaunchConfig) -> bool:
-    """Return whether each process has a GPU of its own, if there are GPUs."""
+    """Return whether each process has a separate GPU, if there are GPUs."""
     return config.device in ("auto", "cuda")
 
 

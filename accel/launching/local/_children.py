@@ -236,7 +236,7 @@ def _write_all(fd: int, data: bytes | bytearray) -> None:
 
 
 class Children:
-    """The processes of one launch, each in a session of its own."""
+    """The processes of one launch, each in a separate session."""
 
     def __init__(self) -> None:
         self._processes: list[tuple[ProcessPlan, subprocess.Popen[bytes]]] = []
@@ -327,7 +327,7 @@ class Children:
                 popen.send_signal(number)
 
     def stopped(self) -> dict[int, str]:
-        """Return for each rank that the system has stopped, and that can answer nothing, who lets it go on."""
+        """Return, for each rank that the system has stopped and that cannot answer, what would resume it."""
         found = {process.rank: _stopped(popen.pid) for process, popen in self._processes if popen.poll() is None}
         return {rank: text for rank, text in found.items() if text}
 

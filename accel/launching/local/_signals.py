@@ -34,7 +34,7 @@ from accel.run_folder import hide_in_words
 from accel.system import NOTICES, REPEATED, SAME_REQUEST_S, STOPPING, Helpers, not_ignored, open_streams
 
 LOOK_S = 5.0  # the longest wait between two looks at the children, as a signal may be lost
-_DEAF_S = 3.5  # a launcher that has not read a request to stop for so long, or does not go on after it, is stuck
+_DEAF_S = 3.5  # a launcher that has not read a request to stop for so long, or does not continue after it, is stuck
 _LOOK_S = 1.0
 _PAUSE_S = 0.1
 
@@ -177,7 +177,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Orphans:
-    """Descendants of this process without a parent of their own; the kernel gives them to this one from now on."""
+    """Descendants of this process whose parent has ended; the kernel gives them to this one from now on."""
 
     def __init__(self, grace_s: float = GRACE_S, helpers: Helpers | None = None) -> None:
         self._grace_s = grace_s

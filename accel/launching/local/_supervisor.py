@@ -229,7 +229,7 @@ class Supervisor:
         _ = self._wait(_KILLED_GRACE_S)
 
     def _end_orphans(self, *, hurry: bool = False) -> str:
-        """End what ranks have left behind in sessions of their own; return a line that names it."""
+        """End processes that ranks have left behind in other sessions; return a line that names them."""
         if self._orphans is None:
             return ""
         return self._orphans.end(

@@ -322,7 +322,7 @@ class Journal:
             try:
                 path.parent.mkdir(exist_ok=True)
                 append_rest(path, self._log)
-            except OSError as error:  # a launch goes on without its log
+            except OSError as error:  # a launch continues without its log
                 if not os.path.isdir(folder):  # a temporary one may be gone
                     self._folders.remove(folder)
                 elif folder not in self._reported:  # the next line tries again: the disk may have room by then

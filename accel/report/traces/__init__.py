@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel.lazy import exports
+from accel.lazy import declared, exports
 
 if TYPE_CHECKING:
     from accel.report.traces._breakdown import (
@@ -32,28 +32,4 @@ if TYPE_CHECKING:
         union as union,
     )
 
-__getattr__ = exports(
-    __name__,
-    {
-        "_breakdown": (
-            "RankBreakdown",
-            "rank_times",
-            "slowest",
-            "Waits",
-            "find_waits",
-            "describe_profile",
-        ),
-        "_trace": (
-            "Span",
-            "intersect",
-            "length",
-            "subtract",
-            "union",
-            "Communication",
-            "Operator",
-            "Trace",
-            "parse_trace",
-            "read_traces",
-        ),
-    },
-)
+__getattr__ = exports(__name__, declared())

@@ -9,7 +9,7 @@ from statistics import median_low
 import msgspec
 
 from accel.report.traces._trace import Communication, Span, Trace, intersect, length, subtract, union
-from accel.terminal import show_table
+from accel.terminal import show_seconds, show_table
 
 
 class Waits(msgspec.Struct, frozen=True, eq=False):
@@ -72,7 +72,7 @@ class RankBreakdown(msgspec.Struct, frozen=True, kw_only=True):
         rank: the rank.
         steps: number of steps.
         total: time of all steps.
-        computing: computing, whether or not messages travel meanwhile.
+        computing: computing, with or without messages at the same time.
         waiting: communication without computing, spent waiting for a later rank.
         exposed: other communication without computing.
         hidden: communication during computing.
@@ -134,7 +134,7 @@ class Slowest(msgspec.Struct, frozen=True):
 
 
 def slowest(times: Sequence[RankBreakdown]) -> Slowest | None:
-    """Return the slowest rank: the one with the longest step of its own; None for fewer than two ranks with steps."""
+    """Return the rank with the longest step without waiting; None for fewer than two ranks with steps."""
     known = [each for each in times if each.steps]
     if len(known) < 2:
         return None
@@ -182,14 +182,13 @@ def _row(times: RankBreakdown) -> tuple[str, ...]:
 def _notes(traces: Sequence[Trace], times: Sequence[RankBreakdown], waits: Waits) -> list[str]:
     notes: list[str] = []
     if (found := slowest(times)) is not None:
-        own, usual = found.own / 1e3, found.usual / 1e3
-        if own > _CLEAR * usual:
-            part = f"{found.part}, {found.more / 1e3:.2f} ms a step above the median"
-            notes.append(
-                f"slowest: rank {found.rank}, {own:.2f} ms a step without waiting, median {usual:.2f} ms; {part}"
-            )
+        own = show_seconds(found.own / 1e6)
+        usual = show_seconds(found.usual / 1e6)
+        if found.own > _CLEAR * found.usual:
+            part = f"{found.part}, {show_seconds(found.more / 1e6)} a step above the median"
+            notes.append(f"slowest: rank {found.rank}, {own} a step without waiting, median {usual}; {part}")
         else:
-            notes.append(f"no rank is slow: {own:.2f} ms a step without waiting at most, median {usual:.2f} ms")
+            notes.append(f"no rank is slow: {own} a step without waiting at most, median {usual}")
     if waits.skipped:
         notes.append(
             f"{waits.skipped} of {waits.compared} collectives differ between ranks: waits in them count as exposed"

@@ -12,7 +12,8 @@ import torch
 from accel.context import DistContext, session
 from accel.devices import untried_torch
 from accel.process import print as print_once
-from accel.testing.selfcheck._checks import Outcome, run_checks, write_outcomes
+from accel.run_folder import write_json
+from accel.testing.selfcheck._checks import Outcome, run_checks
 
 
 def main() -> None:
@@ -33,7 +34,7 @@ def main() -> None:
             if outcomes[-1].state != "running":
                 print_once(ctx, outcomes[-1], flush=True)
             if known.report and ctx.is_local_main_process:
-                write_outcomes(known.report, outcomes)
+                write_json(known.report, outcomes)
 
         folder = known.folder or (tempfile.gettempdir() if ctx.num_nodes == 1 else None)
         outcomes = run_checks(ctx, Path(folder) if folder else None, note)

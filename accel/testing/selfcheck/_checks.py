@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import time
@@ -87,14 +86,6 @@ def likely_cause(detail: str, default: str) -> str:
     return next((cause for pattern, cause in _CAUSES if re.search(pattern, detail)), default)
 
 
-def write_outcomes(path: str, outcomes: Sequence[Outcome]) -> None:
-    """Write outcomes so that a reader finds all of them or those before."""
-    partial = f"{path}.partial"
-    with open(partial, "wb") as file:
-        _ = file.write(msgspec.json.encode(outcomes))
-    os.replace(partial, path)
-
-
 Judged = tuple[str, list[str]]  # observations, and problems of this rank
 
 _SAMPLES, _BATCH, _SEED = 101, 4, 7  # 101 divides by nothing: the last batch is ragged, or a rank's is empty
@@ -113,7 +104,7 @@ class Check(NamedTuple):
 
 
 def devices(ctx: DistContext, _folder: Path) -> Judged:
-    """Every rank has a device of its own, and it computes in the context's precision. A collective."""
+    """Every rank has a separate device, and it computes in the context's precision. A collective."""
     whole = torch.arange(64 * 64).reshape(64, 64).remainder(7).sub(3)  # sums of their products are exact in any format
     with autocast(ctx):
         product = whole.to(ctx.device, torch.float32) @ whole.T.to(ctx.device, torch.float32)
@@ -228,7 +219,7 @@ CHECKS = (
 
 
 class _Run:
-    """A small training, which goes on where it is."""
+    """A small training, which continues from its position."""
 
     def __init__(self, ctx: DistContext, dropout: float = 0.1) -> None:
         self.ctx = ctx
@@ -246,7 +237,7 @@ class _Run:
         self.state = load_state(self.ctx, path, self.items())["state"]
 
     def train(self, steps: int) -> None:
-        loader = prepare_loader(self.ctx, self.rows)  # a new one each time, as in a run that goes on
+        loader = prepare_loader(self.ctx, self.rows)  # a new one each time, as in a run that resumes
         while steps > 0:
             for batch in batches(self.ctx, loader, self.state):
                 inputs, targets = batch.data

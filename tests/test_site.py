@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,3 +71,38 @@ def test_the_chooser_lists_versions_the_newest_first(tmp_path: Path) -> None:
     listed = [each["version"] for each in json.loads((tmp_path / "versions.json").read_text())]
     assert listed == ["0.10.0", "0.9.1", "0.2.0"]
     assert "url=0.10.0/" in (tmp_path / "index.html").read_text()
+
+
+FAKE_BUILDER = """
+import sys, time
+from pathlib import Path
+me, other = sys.argv[1:]
+started = Path(NOTES)
+(started / me).touch()
+for _ in range(6000):
+    if (started / other).exists():  # both builds are in the middle
+        break
+    time.sleep(0.01)
+assert Path("mkdocs.yml").is_file() and Path("docs/index.md").is_file() and Path("accel/__init__.py").is_file()
+Path("site").mkdir()
+Path("site/index.html").write_text(me)
+Path("site/names.html").write_text(NAMES)
+"""
+
+
+def test_two_builds_at_the_same_time_write_a_site_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "".join(f'<h2 id="{module}.{name}">' for module, each in BUILD["public_names"]().items() for name in each)
+    program = FAKE_BUILDER.replace("NOTES", repr(str(tmp_path))).replace("NAMES", repr(names))
+    (tmp_path / "fake_builder.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    builders = BUILD["build"].__globals__["BUILDERS"]
+    for me, other in (("one", "two"), ("two", "one")):
+        monkeypatch.setitem(builders, me, ("fake_builder", me, other))
+    builds = [threading.Thread(target=BUILD["build"], args=(each, tmp_path / f"to-{each}")) for each in ("one", "two")]
+    for build in builds:
+        build.start()
+    for build in builds:
+        build.join()
+    for each in ("one", "two"):
+        (page,) = (tmp_path / f"to-{each}").glob("*/index.html")
+        assert page.read_text() == each

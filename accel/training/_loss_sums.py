@@ -79,7 +79,7 @@ class LossProbe:
             return
         shown = " and ".join(f"{each:.4g}" for each in halves)
         raise StepError(
-            "loss_fn returns a mean, which would be divided by the number of units once more",
+            "loss_fn returns a mean, which would be divided by the number of units again",
             expected="the sum of the losses of a micro-batch's real units",
             got=f"{whole:.4g} for {rows} rows, {shown} for their halves",
             where="forward_backward, loss_fn=",

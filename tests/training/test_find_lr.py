@@ -320,7 +320,7 @@ def test_what_it_cannot_test_is_refused_before_a_step() -> None:
         found(steps=9)
     with pytest.raises(ConfigError, match="not a state: expected a TrainState"):
         found(accel.Cursor())
-    with pytest.raises(StepError, match="state does not know of"):
+    with pytest.raises(StepError, match="state has no record of"):
         found(run.state.next(next(accel.batches(run.ctx, run.loader, run.state))))
     run.loader = accel.prepare_loader(run.ctx, DataLoader(TensorDataset(INPUTS, INPUTS, TARGETS), batch_size=2))
     with pytest.raises(DataError, match=r"no pair.*3 items - at find_lr.*Pass unpack="):

@@ -103,7 +103,7 @@ def _check(ctx: DistContext, view: ModelView, options: StageOptions) -> None:
     if beside:
         raise PrepareError(
             "stages cannot be divided along these axes",
-            expected="axes for replicas, shards, experts and tensor parallelism beside pp",
+            expected="axes for replicas, shards, experts and tensor parallelism with pp",
             got=", ".join(f"{name}={ctx.axis(name).size}" for name in beside),
             where="prepare_model, ctx.mesh",
             fix="Leave them out of the mesh, or leave pp out.",

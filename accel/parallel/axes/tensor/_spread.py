@@ -308,7 +308,7 @@ def _check_overlap(ctx: DistContext, model: nn.Module) -> None:
         compiled.append("--compile")
     if compiled or ctx.device.type == "xla":
         raise ConfigError(
-            "messages beside products are of layers that run as they are called",
+            "only eager layers can overlap messages and matmuls",
             expected="no region that torch compiles, and no device of XLA",
             got=", ".join(compiled) or str(ctx.device),
             where="prepare_model, plan.overlap",

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build the documentation's site, strictly: `python docs/build.py [--with zensical] [--to FOLDER]`.
 
-`mkdocs.yml` at the root is the one configuration; the extra `docs` installs the builder. The site of this version is
-written into FOLDER/VERSION (by default `build/site`), and FOLDER/versions.json lists the versions for the chooser.
+`mkdocs.yml` at the root is the one configuration; the extra `docs` installs the builder. Each build has a temporary
+folder, so several can run at the same time. The site of this version is written into FOLDER/VERSION (by default
+`build/site`), and FOLDER/versions.json lists the versions for the chooser.
 A dead link, a page outside the navigation, a public name without its entry, or a resource of another host is an error.
 
 `python docs/build.py --record` writes the pages of the API reference, `docs/api/`, from `tests/public_names.txt`.
@@ -17,6 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -26,7 +28,6 @@ PAGES = ROOT / "docs" / "api"
 MODULES = ROOT / "docs" / "modules.md"
 NAMES = ROOT / "tests" / "public_names.txt"
 BUILDERS = {"mkdocs": ("mkdocs", "build", "--strict"), "zensical": ("zensical", "build", "--strict")}
-BUILT = ROOT / "build" / "next-site"  # `site_dir` of mkdocs.yml
 _TOP = ROOT / "accel" / "__init__.py"
 _GROUPS = {  # of the names in `accel`, by the packages that define them: a page, its title, the packages
     "accel-contexts": ("Contexts, launch and errors", ("context", "env", "launching", "errors")),
@@ -177,16 +178,20 @@ def build(builder: str, folder: Path) -> int:
     if old := [name for name in pages if not (PAGES / name).exists() or (PAGES / name).read_text() != pages[name]]:
         print(f"docs/api: {', '.join(old)}: record them by python docs/build.py --record", file=sys.stderr)
         return 1
-    program, *words = BUILDERS[builder]
-    if status := subprocess.run([sys.executable, "-m", program, *words], cwd=ROOT).returncode:
-        return status
-    if found := [*problems(BUILT)]:
-        print("\n".join(found), file=sys.stderr)
-        return 1
     version = version_of_source()
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(folder / version, ignore_errors=True)
-    _ = shutil.move(BUILT, folder / version)
+    with tempfile.TemporaryDirectory() as own:
+        _ = shutil.copytree(ROOT / "docs", Path(own, "docs"))  # Zensical follows no link to a folder of pages
+        _ = shutil.copy(ROOT / "mkdocs.yml", own)
+        Path(own, "accel").symlink_to(ROOT / "accel")
+        if status := subprocess.run([sys.executable, "-m", *BUILDERS[builder]], cwd=own).returncode:
+            return status
+        built = Path(own, "site")  # `site_dir` of mkdocs.yml
+        if found := [*problems(built)]:
+            print("\n".join(found), file=sys.stderr)
+            return 1
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder / version, ignore_errors=True)
+        _ = shutil.move(built, folder / version)
     list_version(folder, version)
     print(f"{folder / version}: {sum(1 for _ in (folder / version).rglob('*.html'))} pages")
     return 0

@@ -140,6 +140,40 @@ def module(path: str) -> Any:
         return None
 
 
+def cells(row: str) -> int:
+    return len(re.findall(r"(?<!\\)\|", row)) - 1
+
+
+def broken_rows(text: str) -> list[str]:
+    """Rows of tables that a site would not draw: no line of dashes below the heading, or another number of cells."""
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    found: list[str] = []
+    for table in re.findall(r"(?:^\|.*\n)+", outside, flags=re.M):
+        heading, *rows = table.splitlines()
+        if not rows or not re.fullmatch(r"\|(?: ?:?-+:? ?\|)+", rows[0]):
+            found.append(heading)
+        found += [row for row in rows if cells(row) != cells(heading)]
+    return found
+
+
+@rows("page", PAGES)
+def test_tables_have_a_line_of_dashes_and_full_rows(page: Path) -> None:
+    assert not broken_rows(page.read_text())
+
+
+@pytest.mark.parametrize(
+    ("table", "broken"),
+    [
+        ("| a | b |\n|---|---|\n| `x \\| y` | z |\n", []),
+        ("| a | b |\n| 1 | 2 |\n", ["| a | b |"]),
+        ("| a | b |\n|---|---|\n| 1 |\n", ["| 1 |"]),
+        ("```\n| a | b |\n```\n", []),
+    ],
+)
+def test_a_broken_row_of_a_table_is_found(table: str, broken: list[str]) -> None:
+    assert broken_rows(table) == broken
+
+
 def test_the_table_of_errors_has_each_class_with_its_bases() -> None:
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|", (ROOT / "docs/errors.md").read_text(), flags=re.M)
     errors = {*accel.errors.__all__} - {"AccelError"}

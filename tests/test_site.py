@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,3 +72,25 @@ def test_the_chooser_lists_versions_the_newest_first(tmp_path: Path) -> None:
     listed = [each["version"] for each in json.loads((tmp_path / "versions.json").read_text())]
     assert listed == ["0.10.0", "0.9.1", "0.2.0"]
     assert "url=0.10.0/" in (tmp_path / "index.html").read_text()
+
+
+def test_a_build_during_another_one_leaves_both_sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "".join(f'<h2 id="{module}.{name}">' for module, each in BUILD["public_names"]().items() for name in each)
+    build = BUILD["build"]
+
+    def run(command: list[str], *, cwd: str) -> subprocess.CompletedProcess[str]:
+        builder = command[2]
+        if builder == "mkdocs":  # the other builder begins and ends meanwhile
+            assert build("zensical", tmp_path / "zensical") == 0
+        assert all(Path(cwd, each).exists() for each in ("mkdocs.yml", "docs/index.md", "accel/__init__.py"))
+        site = Path(cwd, "site")
+        site.mkdir()
+        (site / "index.html").write_text(names + builder)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setitem(build.__globals__, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setitem(build.__globals__, "api_pages", dict)  # as recorded
+    assert build("mkdocs", tmp_path / "mkdocs") == 0
+    for builder in ("mkdocs", "zensical"):
+        (page,) = (tmp_path / builder).glob("*/index.html")
+        assert page.read_text().endswith(builder)

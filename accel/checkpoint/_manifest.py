@@ -199,11 +199,11 @@ def read_manifest(folder: OpenDirectory) -> tuple[Manifest, str]:
     """Return an open folder's manifest and its digest."""
     if MANIFEST not in folder.names():
         raise CheckpointError(
-            "no checkpoint, or a half-written one",
+            "no complete checkpoint",
             expected=f"a folder with {MANIFEST}",
             got=f"a folder of {len(folder.names())} entries without it",
             where=str(folder.path),
-            fix="Pass the folder that was given to save_state, or that of one of its steps.",
+            fix="Pass the folder that was given to save_state, or one of its step folders.",
         )
     return decode_manifest(folder.read(MANIFEST, limit=LARGEST_MANIFEST), str(folder.path / MANIFEST))
 

@@ -128,7 +128,7 @@ def parser() -> Parser:
     _ = add("--optimizer", default="adamw", metavar="NAME", help=f"{', '.join(OPTIMIZERS)} (default: adamw)")
     _ = add("--precision", action="append", metavar="NAME", help=f"rows to show (default: {', '.join(_PRECISIONS)})")
     _ = add("--strategy", action="append", metavar="NAME", help=f"rows to show (default: {', '.join(STRATEGIES)})")
-    _ = add("--json", action="store_true", help="for programs")
+    _ = add("--json", action="store_true", help="print JSON")
     add_mesh_flags(built)
     add_device_map_flags(built)
     return built

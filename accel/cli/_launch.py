@@ -33,7 +33,7 @@ _USAGE = "accel launch [flags] script.py [args...]"
 _OURS_ALONE = ("--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-endpoint", "--gpu-ids")
 _HOST_FLAGS = ("hostfile", "include", "exclude", "shell", "export")
 _ABOUT = """Run a script on N processes of this host, alone or together with other hosts.
-Flags come before the script; all words after it go to the script.
+Flags come before the script; all arguments after it go to the script.
 Flags override ACCEL_* variables, and these override the file.
 
 examples:
@@ -89,7 +89,7 @@ def parser() -> Parser:
     _ = add_host_flag("--exclude", metavar="HOSTS", help="hosts and slots of FILE to leave out")
     _ = add_host_flag("--shell", metavar="WORDS", help="remote shell for --hostfile (default: ssh)")
     _ = add_host_flag(
-        "--export", metavar="NAMES", help="variables to send to the hosts, besides NCCL_*, GLOO_* and UCX_*"
+        "--export", metavar="NAMES", help="variables to send to the hosts, in addition to NCCL_*, GLOO_* and UCX_*"
     )
     _ = add_host_flag(
         "--slurm", action="store_true", help="submit the launch to Slurm; with --dry-run, print the batch script"

@@ -27,15 +27,15 @@ class Command(NamedTuple):
 
 COMMANDS = (
     Command("launch", "run a script on N processes of this machine", "accel.cli._launch"),
-    Command("config", "write the settings of launches to a file", "accel.cli._config"),
+    Command("config", "write launch settings to a file", "accel.cli._config"),
     Command("test", "check that ranks on this machine do what training relies on", "accel.cli._setup", "run_test"),
     Command("env", "print the facts for a bug report, without secrets", "accel.cli._setup", "run_env"),
-    Command("estimate", "estimate the memory that training a model takes", "accel.cli._estimate"),
+    Command("estimate", "estimate the memory for training a model", "accel.cli._estimate"),
     Command("plan", "list the meshes on which a model can be trained", "accel.cli._plan"),
     Command("report", "write one page of a run, or of several side by side", "accel.cli._runs", "run_report"),
     Command("compare", "print what differs between two runs", "accel.cli._runs", "run_compare"),
     Command("watch", "follow a run: curves, throughput, ranks, checkpoints", "accel.cli._runs", "run_watch"),
-    Command("profile", "print where the time of each rank went, from traces", "accel.cli._runs", "run_profile"),
+    Command("profile", "print how each rank spent its time, from traces", "accel.cli._runs", "run_profile"),
     Command("migrate", "rewrite scripts written for Accelerate", "accel.cli._migrate"),
     Command("docs", "print the entry of a name, an error, a command or a page", "accel.cli._docs"),
     Command("examples", "list the example scripts, or copy one", "accel.cli._examples"),

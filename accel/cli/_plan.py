@@ -381,13 +381,13 @@ def parser() -> Parser:
     _ = add(
         "--link",
         metavar="SIZE,SIZE",
-        help=f"bytes a second of a GPU inside its host, and to other hosts (default: {_LINK}, or those of the table)",
+        help=f"bytes per second of a GPU inside its host, and to other hosts (default: {_LINK}, or the table's)",
     )
     _ = add(
         "--tflops",
         type=float,
         metavar="N",
-        help="10^12 operations a second of a GPU, in any shape, in place of a table of speeds",
+        help="10^12 operations per second of a GPU, for all shapes, instead of the table of speeds",
     )
     _ = add("--efficiencies", metavar="FILE", help="table of speeds by shape (default: published ones of H100)")
     _ = add("--power", type=float, metavar="W", help="power limit of a GPU in watts (default: that of the table)")
@@ -397,12 +397,12 @@ def parser() -> Parser:
     )
     _ = add(
         "--image-size", type=int, default=448, metavar="N", dest="side",
-        help="side of an image in pixels, if the model takes any (default: 448)",
+        help="side of an image in pixels, if the model accepts any size (default: 448)",
     )  # fmt: skip
     add_saving_flags(add)
     _ = add("--compiled", action="store_true", help="torch.compile fuses the operators between matmuls")
     _ = add("--top", type=int, default=10, metavar="N", help="meshes to show (default: 10)")
-    _ = add("--json", action="store_true", help="all meshes, for programs")
+    _ = add("--json", action="store_true", help="print all meshes as JSON")
     return built
 
 

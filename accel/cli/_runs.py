@@ -52,7 +52,7 @@ _MOST_UNPACKED = 640_000_000  # bytes of the same, unpacked
 
 def read_run_folder(name: str, folder: Path, *, may_be_empty: bool = False) -> RunData:
     """Read a run's folder with its checkpoints; raise `ConfigError` if it is missing, unreadable, or not a run's."""
-    check_folder(folder, fix="Name the folder that save_state or tracking got.")
+    check_folder(folder, fix="Pass the folder that the script passes to save_state or tracking.")
     problems: list[str] = []
     checkpoints: Sequence[StoredCheckpoint] = ()
     with noted(problems, "checkpoints"):
@@ -143,7 +143,7 @@ def run_report(words: Sequence[str], environ: Mapping[str, str]) -> int:
         fix = f"Name a file, such as {output / _OUTPUT}."
         raise ConfigError("the page cannot be written", got="a folder", where=str(output), fix=fix)
     for each in asked:
-        check_folder(each, fix="Name the folder that save_state or tracking got.")
+        check_folder(each, fix="Pass the folder that the script passes to save_state or tracking.")
     folders, unreadable = _find_asked(asked)
     named = zip(name_runs(folders), folders, strict=True)
     # a run that was found may have begun a moment ago; one that was named has something to show
@@ -238,7 +238,7 @@ def _serve(known: argparse.Namespace) -> int:
         raise ConfigError("a served page is not written", got="--output", fix="Drop --output, or drop --serve.")
     for each in asked:
         if each.exists():
-            check_folder(each, fix="Name the folder that save_state or tracking got.")
+            check_folder(each, fix="Pass the folder that the script passes to save_state or tracking.")
     host = known.host or _LOOPBACK
     if host in ("0.0.0.0", "::"):
         fix = "Name the address or the name by which readers reach this machine."
@@ -317,7 +317,7 @@ def compare_parser() -> Parser:
         metavar="R",
         help="values within R times the larger one are alike (default: 0, no difference at all)",
     )
-    _ = built.add_argument("--json", action="store_true", help="for programs")
+    _ = built.add_argument("--json", action="store_true", help="print JSON")
     return built
 
 
@@ -343,7 +343,7 @@ def run_watch(words: Sequence[str], environ: Mapping[str, str]) -> int:
     known = watch_parser().read(words)
     folder: Path = known.folder
     if folder.exists():
-        check_folder(folder, fix="Name the folder that save_state or tracking got.")
+        check_folder(folder, fix="Pass the folder that the script passes to save_state or tracking.")
     followed = FollowedRun(name_runs([folder])[0], folder, list_checkpoints)
     in_terminal = all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
     if known.plain or known.once or not in_terminal:
@@ -396,7 +396,7 @@ def _seconds(text: str) -> float:
 
 _PROFILE_USAGE = "accel profile DIR [--operators N]"
 _PROFILE_ABOUT = (
-    "Print where the time of each rank went: computing, communication (waiting for a later rank, exposed, hidden), "
+    "Print how each rank spent its time: computing, communication (waiting for a later rank, exposed, hidden), "
     "data, idle; the slowest rank; the longest operators. DIR is the out= of accel.profile, or a folder of traces."
 )
 

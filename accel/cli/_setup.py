@@ -89,7 +89,7 @@ complete -c accel -a '(accel completion words (commandline -opc)[2..] (commandli
 }
 _COMPLETION_HELP = """usage: accel completion SHELL
 
-Print the script that lets a shell complete words of accel.
+Print the completion script of a shell.
 
 SHELL and its set-up:
   bash  eval "$(accel completion bash)" in ~/.bashrc
@@ -161,7 +161,7 @@ def env_parser() -> Parser:
     """Return the parser of the flags of `accel env`."""
     built = Parser("accel env", usage=_ENV_USAGE, description=_ENV_ABOUT)
     _ = built.add_argument(CONFIG_FLAG, metavar="FILE", help="the file to read, as for `accel launch`")
-    _ = built.add_argument("--json", action="store_true", help="for programs")
+    _ = built.add_argument("--json", action="store_true", help="print JSON")
     return built
 
 

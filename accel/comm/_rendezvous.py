@@ -98,7 +98,7 @@ def _meet(env: LaunchEnv, timeout_s: float) -> Store:
             expected=f"{env.world_size} ranks at {meeting_of(env)}",
             got=str(error).splitlines()[0],
             where="from_env",
-            fix="See whether all processes were started, and what they printed.",
+            fix="Check that all processes were started, and read their output.",
         ) from error
     return store
 

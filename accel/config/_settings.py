@@ -126,7 +126,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Plan | Auto,
         Meta(
             examples=["units=Block,offload=true"],
-            description="Fields of the Plan by which prepare splits models over the mesh; auto: the script's choice.",
+            description="Fields of the Plan by which prepare splits models; auto: the script's choice.",
         ),
     ] = "auto"
     compile: Annotated[
@@ -287,7 +287,7 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
     hang_timeout_s: Annotated[
         Seconds | Literal["never"],
         Meta(
-            description="Seconds without output until the Python stack of each process is printed; no process is ended."
+            description="Seconds without output until each process's Python stack is printed; the processes continue."
         ),
     ] = "never"
     slurm_options: Annotated[
@@ -295,7 +295,7 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
         Meta(
             pattern=r"^[^\n\r\x00]*$",
             examples=["'--partition=gpu --time=2:00:00'"],
-            description="Options of sbatch for `accel launch --slurm`, besides the nodes; empty: none.",
+            description="Options of sbatch for `accel launch --slurm`, in addition to the nodes; empty: none.",
         ),
     ] = ""
 

@@ -233,10 +233,10 @@ def _checked_epoch(ctx: DistContext, loader: Loader, state: Positioned | Cursor 
     now = len(source.dataset) if source.size is not None else None
     if now != source.size:
         raise DataError(
-            "the dataset has changed its length",
+            "the length of the dataset has changed",
             expected=f"{source.size} samples, as when it was prepared",
             got=str(now),
-            fix="Prepare the loader again where an epoch begins.",
+            fix="Prepare the loader again at the start of an epoch.",
         )
     return plan_epoch(source, cursor)
 

@@ -138,9 +138,9 @@ class LastPass:
         if self._marks.find(start, "passed") is None and passed.note == _beside(start):
             return
         raise DataError(
-            "the loop has dropped the cursor after each batch, and would repeat the epoch",
+            "the loop dropped the cursor after each batch, and would repeat the epoch",
             expected="state = state.next(batch) for each batch",
-            got=f"the cursor of a former pass: epoch {cursor.epoch}, {cursor.consumed} consumed",
+            got=f"the cursor of an earlier pass: epoch {cursor.epoch}, {cursor.consumed} consumed",
             where="batches",
             fix="Write `state = state.next(batch)` in the loop, or `cursor = batch.next` where it carries a Cursor. To"
             " read the epoch again, pass a state from another train_state, or a new Cursor; to evaluate, leave it"
@@ -201,7 +201,7 @@ def check_entry(here: Coordinates, prepared_for: Coordinates, cursor: object) ->
     if here != prepared_for:
         raise DataError(
             "the loader was prepared for another rank",
-            expected="rank {} of {}, place {} among data-parallel ones".format(*here),
+            expected="rank {} of {}, place {} among data-parallel ranks".format(*here),
             got="rank {} of {}, place {}".format(*prepared_for),
             fix="Prepare it with this context.",
         )

@@ -85,7 +85,7 @@ def _tower_problem(axes: Axes, model: Transformer, tower: Tower, plan: Plan) -> 
         return _stages_problem(axes, model, tower, plan)
     if axes.cp > 1 and model.compared:
         expected = "a mesh without cp"
-        return ConfigError("texts that images are compared with stay whole", expected=expected, got=f"cp={axes.cp}")
+        return ConfigError("texts that are compared with images are not split", expected=expected, got=f"cp={axes.cp}")
     if axes.tp > 1 and plan.sequence and model.compared:
         return ConfigError("the tokens of two encoders cannot be shared", expected="sequence=False", got="True")
     if tower.divided and tower.blocks.heads % axes.tp:
@@ -99,7 +99,7 @@ def _stages_problem(axes: Axes, model: Transformer, tower: Tower, plan: Plan) ->
     got = f"pp={axes.pp}"
     if model.compared:
         expected = "a mesh without pp"
-        return ConfigError("the texts and images of a batch are compared whole", expected=expected, got=got)
+        return ConfigError("all texts and images of a batch are compared", expected=expected, got=got)
     if not tower.side:  # a row of pixels for each patch
         expected = "a mesh without pp"
         return ConfigError("images of any size cannot be split into micro-batches", expected=expected, got=got)

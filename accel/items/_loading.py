@@ -145,7 +145,7 @@ def load_state(
             "no checkpoint in this folder",
             expected="a folder that save_state has written to, or a checkpoint's own",
             where=str(path),
-            fix=f"See whether the path is right, and on a file system that every node shares.{lag_of(path)}",
+            fix=f"Check the path: it must be on a file system that every node shares.{lag_of(path)}",
         )
     return loaded
 

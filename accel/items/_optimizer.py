@@ -415,8 +415,8 @@ def _join(name: str, ranks: Sequence[Any]) -> Any:
     counts = [len(value.groups) for value in values]
     if len(set(counts)) > 1:
         raise CheckpointError(
-            "ranks have other numbers of parameter groups",
-            expected="the groups on every rank, empty ones where it has no such parameters",
+            "ranks have different numbers of parameter groups",
+            expected="the same groups on every rank, empty if a rank has no such parameters",
             got=f"by rank: {', '.join(map(str, counts))}",
             where=name,
         )

@@ -188,7 +188,7 @@ def check_scale(window: Accumulation, scaler: object) -> None:
     """Raise `StepError` if a window begins with the loss scale that the step before has replaced."""
     if (mark := find_mark(window, "spent")) is not None and mark.note is scaler:
         raise StepError(
-            "the loss scale is that of the window before",
+            "the loss scale belongs to the previous window",
             expected="scaler = step.scaler after each optimizer_step",
             got="the record that the latest step has replaced",
             where="backward",

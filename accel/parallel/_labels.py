@@ -116,9 +116,9 @@ def check_exchanged(rank: int, parameters: Iterable[torch.Tensor]) -> None:
 def replaced_parameter(rank: int, name: str) -> PrepareError:
     """Make the error for an optimizer's parameter that its model has replaced."""
     return PrepareError(
-        "the optimizer was built before the model was sharded, on parameters that it has no longer",
+        "the optimizer was built before the model was sharded, and holds parameters that the model no longer has",
         expected="the parameters of the prepared model",
-        got=f"those of before, such as {name}",
+        got=f"former parameters, such as {name}",
         where=f"rank {rank}, optimizer",
         fix="Prepare both in one call: model, optimizer = accel.prepare(ctx, model, optimizer).",
     )

@@ -157,7 +157,7 @@ class _ChangesWatch(_FirstForward):
         lost = {name: way for name, way in self._changes.found.items() if name not in bounded}
         if lost:
             raise ConfigError(
-                "the forward changes parameters that ranks divide, and the change is lost behind it",
+                "the forward changes sharded parameters, and the change is lost after it",
                 expected="parameters that change only between steps",
                 got=", ".join(f"{name} by {way}" for name, way in [*lost.items()][:_SHOWN]),
                 where="the first training forward of a prepared model",

@@ -214,7 +214,7 @@ def group_advantages(
     check_choice(scale, ("group", "batch", "none"), "unknown scale of advantages", where="group_advantages(scale=)")
     if size < 2 or rewards.ndim != 1 or rewards.shape[0] % size:
         raise ConfigError(
-            "rewards are no whole groups",
+            "rewards do not form full groups",
             expected="shape [prompts * size], and size of at least 2",
             got=f"shape {list(rewards.shape)} and size {size}",
             where="group_advantages",

@@ -235,7 +235,7 @@ def _adapted(model: Any, kept: Mapping[str, Tensor], whole: Whole, how: Adapters
     config = model.peft_config[adapter]
     if getattr(config, "peft_type", None) != "LORA" or getattr(config, "use_dora", False):
         raise ConfigError(
-            "adapters that are no low-rank ones cannot be published",
+            "adapters that are not low-rank cannot be published",
             expected="adapters of LoRA, without DoRA",
             got=str(getattr(config, "peft_type", config)),
             where="publish(model)",

@@ -158,7 +158,7 @@ def status_line(run: RunData, state: RunState, alerts: Sequence[Alert] = ()) -> 
     """Return a run's state in one line: step, the metrics that matter, speed, ranks, newest checkpoint, alerts."""
     curves = run.curves
     if is_absent(run, state):
-        return show_text(f"nothing of a run in {run.folder}" + "".join(f", {each}" for each in run.problems))
+        return show_text(f"no run in {run.folder}" + "".join(f", {each}" for each in run.problems))
     parts = [] if curves.last_step is None else [f"step {curves.last_step}"]
     names = [name for name in ordered_names(run) if name in curves.values][:_MOST_VALUES]
     ends = {name: curves.values[name].last for name in names}

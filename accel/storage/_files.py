@@ -221,5 +221,5 @@ def _advice(number: int | None) -> str:
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "Choose an `out` that this process may write to."
     if number in (errno.ENOENT, errno.ENOTDIR):
-        return "See whether the path is right, and on a file system that every node shares."
+        return "Check the path: it must be on a file system that every node shares."
     return "See the system's log; older checkpoints are untouched."

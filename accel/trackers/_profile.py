@@ -252,7 +252,7 @@ def _check(ctx: DistContext, ranks: Collection[int], out: str, *, memory: bool) 
         raise ConfigError("traces are written to local folders", got=out, where="out", fix="Name a local folder.")
     if memory and ctx.device.type != "cuda":
         raise ConfigError(
-            "snapshots of memory are those of CUDA's allocator",
+            "memory snapshots need CUDA's allocator",
             expected="a context on cuda",
             got=str(ctx.device),
             where="memory",

@@ -261,7 +261,7 @@ def _raise_mixed(error: RuntimeError) -> None:
     for text, got in _MIXED.items():
         if text in str(error):
             raise StepError(
-                "DDP exchanges the gradients of a parameter as sparse ones or as dense ones",
+                "DDP exchanges the gradients of a parameter either sparse or dense",
                 expected="sparse gradients in every backward from nn.Embedding or nn.EmbeddingBag with sparse=True, and"
                 " from nothing else",
                 got=got,

@@ -157,7 +157,7 @@ def _checked(
         )
     if clips or policy.defers or policy.reads != policy.raises:
         raise ConfigError(
-            "the optimizer would see other gradients than those of the loss",
+            "the optimizer would not get the gradients of the loss",
             expected='no max_norm= or max_value=, and nonfinite="raise" or "ignore"',
             got="clipping" if clips else "a policy that may leave the step out",
             where=_WHERE,

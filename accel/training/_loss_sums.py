@@ -87,7 +87,7 @@ class LossProbe:
             self._check_own(loss, given[0], got)
             return
         raise StepError(
-            "loss_fn returns a mean, which would be divided by the number of units once more",
+            "loss_fn returns a mean, which would be divided by the number of units again",
             expected=_EXPECTED,
             got=got,
             where=_WHERE,

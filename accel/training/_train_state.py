@@ -89,7 +89,7 @@ def dropped(window: Accumulation, call: str) -> StepError:
         missing, line = "the optimizer step of this window", "state = accel.optimizer_step(ctx, optimizer, state)"
         closures = ""
     return StepError(
-        f"the state does not know of {missing}",
+        f"the state has no record of {missing}",
         expected=line,
         got=f"micro-batch {window.micro} of {window.steps}",
         where=call,
@@ -428,7 +428,7 @@ def _other_record(function: Callable[..., Any], at: int, keeps: str, given: list
         call = f"accel.training.parts.{name}({', '.join([*before, *records, *behind, *models])})"
         fix = f"A loss scale and an accumulation without a state: {keeps.format(call)}"
     return ConfigError(
-        "a step carries the full state",
+        "a step needs the full state",
         expected=f"a TrainState, from {state}",
         got=", ".join(type(each).__name__ for each in parts or given[:1]),
         where=f"{name}, state",

@@ -94,7 +94,7 @@ def check_window(ctx: DistContext, window: StepWindow) -> None:
     check_latest(window.record, "optimizer_step")
     if window.accum.scale != window.scaler.scale:
         raise StepError(
-            "another loss scale than the gradients carry",
+            "the loss scale is not the one of the gradients",
             expected=str(window.accum.scale),
             got=str(window.scaler.scale),
             fix="Step all optimizers of a window in one call: optimizer_step(ctx, [first, second], ...), or give each"

@@ -272,7 +272,7 @@ def _ended(ctx: DistContext, scaler: LossScale, accum: Accumulation | None, wher
         )
     if accum.backwards < accum.micro:
         raise StepError(
-            "the accumulation does not know of every backward",
+            "the accumulation has no record of every backward",
             expected=f"{accum.micro} backward passes, one in each micro-batch",
             got=f"{accum.backwards}",
             fix="Keep what backward returns: accum = accel.training.parts.backward(ctx, loss, scaler, accum, ...).",

@@ -212,7 +212,7 @@ def test_skipping_is_arithmetic_or_planned():
         assert accel.skip_first_batches(whole[0], 1, loader) == whole[1]
         state = accel.skip_first_batches(accel.train_state(ctx, seed=6, accumulation=3), 1, loader)
         assert state == accel.train_state(ctx, seed=6, accumulation=3).at(whole[0])
-        with pytest.raises(StepError, match="the state does not know of the backward of this batch"):
+        with pytest.raises(StepError, match="the state has no record of the backward of this batch"):
             accel.skip_first_batches(state.next(next(accel.batches(ctx, loader, state))), 1, loader)
         with pytest.raises(DataError, match=f"at most {len(whole)} steps, got {len(whole) + 1}"):
             accel.skip_first_batches(Cursor(seed=6), len(whole) + 1, loader)

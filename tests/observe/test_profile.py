@@ -140,7 +140,7 @@ def test_an_error_of_the_loop_comes_through(tmp_path: Path) -> None:
         ({"schedule": 5}, "not a schedule"),
         ({"activities": [], "ranks": [0]}, "not activities to profile"),
         ({"activities": ["cpu"], "ranks": [0]}, "not activities to profile"),
-        ({"memory": True}, "snapshots of memory are those of CUDA's allocator"),
+        ({"memory": True}, "memory snapshots need CUDA's allocator"),
         ({}, "simulated ranks share one profiler"),
         ({"out": "s3://bucket/run", "ranks": [0]}, "traces are written to local folders"),
     ],

@@ -334,8 +334,8 @@ def test_numbers_of_16_bits_are_summed_in_32(dtype: torch.dtype) -> None:
         (lambda: post.dpo_loss(NEW, NEW, NEW, NEW), "do not fit"),
         (lambda: post.dpo_loss(GAINS, GAINS, GAINS, GAINS, beta=0.0), "beta is out"),
         (lambda: post.reward_loss(GAINS, GAINS[:1]), "do not fit"),
-        (lambda: post.group_advantages(ONE, torch.zeros(5), 2), "no whole groups"),
-        (lambda: post.group_advantages(ONE, torch.zeros(5), 1), "no whole groups"),
+        (lambda: post.group_advantages(ONE, torch.zeros(5), 2), "do not form full groups"),
+        (lambda: post.group_advantages(ONE, torch.zeros(5), 1), "do not form full groups"),
     ],
 )
 def test_slips_are_errors(call: Callable[[], object], problem: str) -> None:

@@ -78,7 +78,7 @@ def test_files_that_cannot_be_read_are_told_and_the_run_is_followed_on(
 ) -> None:
     (tmp_path / "metrics.jsonl").mkdir()  # a read of it fails, for root too
     assert main(["watch", str(tmp_path), "--once"]) == 2
-    told = f"nothing of a run in {tmp_path}, metrics.jsonl cannot be read: Is a directory\n"
+    told = f"no run in {tmp_path}, metrics.jsonl cannot be read: Is a directory\n"
     assert capsys.readouterr().out == told
 
     def go_on(seconds: float) -> None:
@@ -152,7 +152,7 @@ def test_without_a_terminal_lines_are_printed_until_the_run_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["watch", str(tmp_path / "later"), "--once"]) == 3
-    assert capsys.readouterr().out == f"nothing of a run in {tmp_path / 'later'}\n"
+    assert capsys.readouterr().out == f"no run in {tmp_path / 'later'}\n"
     write_metrics(tmp_path, 50)
     assert main(["watch", str(tmp_path), "--once"]) == 0
     assert capsys.readouterr().out.count("\n") == 1
@@ -180,7 +180,7 @@ def test_a_script_reads_the_end_of_a_run_from_the_exit_status(
 
     monkeypatch.setattr("accel.cli._runs.time.sleep", interrupt)
     assert main(["watch", str(tmp_path / "empty"), "--plain"]) == 3
-    assert capsys.readouterr().out.endswith("nothing of a run in " + str(tmp_path / "empty") + "\n")
+    assert capsys.readouterr().out.endswith("no run in " + str(tmp_path / "empty") + "\n")
 
 
 def test_what_matters_comes_first_and_alerts_are_counted(tmp_path: Path) -> None:

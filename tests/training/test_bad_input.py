@@ -197,7 +197,7 @@ MISTAKES: dict[str, tuple[Callable[[Run], object], type[Exception], str]] = {
     "a window without its last backward": (
         lambda run: _step(run, state=begin_batch(run.ctx, run.state)),
         StepError,
-        "the state does not know of the backward of this batch",
+        "the state has no record of the backward of this batch",
     ),
     "loss of two dimensions": (
         lambda run: _backward(run, run.plain(torch.zeros(4, 3))),

@@ -204,7 +204,7 @@ REFUSED: dict[str, tuple[type[AccelError], str, Callable[..., Any]]] = {
     ),
     "the parts": (
         ConfigError,
-        "carries the full state",
+        "needs the full state",
         lambda ctx, optimizer, loss_of, **_: accel.optimizer_step(
             ctx, optimizer, accel.LossScale(), accel.Accumulation(), closure=loss_of
         ),

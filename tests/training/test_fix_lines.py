@@ -312,7 +312,7 @@ PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "training/_train_state.py",
-        "the state does not know of",
+        "the state has no record of",
         ENDED,
         "state.next()",
         "state = accel.optimizer_step(ctx, optimizer, state)",
@@ -402,7 +402,7 @@ PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "training/parts.py",
-        "the accumulation does not know of every backward",
+        "the accumulation has no record of every backward",
         PREPARED + "loss, scaler, accum = model(x).sum(), accel.LossScale(), accel.Accumulation().next()\n",
         "_ = accel.training.parts.backward(ctx, loss, scaler, accum)\n"
         "accel.training.parts.optimizer_step(ctx, optimizer, scaler, accum)",
@@ -488,7 +488,7 @@ PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "training/_backward.py",
-        "DDP exchanges the gradients of a parameter as sparse",
+        "DDP exchanges the gradients of a parameter either sparse",
         LOOKUPS,
         "model = accel.prepare_model(ctx, Net(sparse=True))\n"
         "accel.backward(ctx, model(ids).sum() + accel.unwrap_model(model).table.weight.sum(), state, weight=4)",
@@ -637,7 +637,7 @@ PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "parallel/_watches.py",
-        "the forward changes parameters that ranks divide",
+        "the forward changes sharded parameters",
         "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
         "        self.first, self.last = nn.Linear(2, 4), nn.Linear(4, 1)\n"
         "    def forward(self, x):\n        with torch.no_grad(): self.first.weight.mul_(0.9)\n"
@@ -730,7 +730,7 @@ PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "training/_closure.py",
-        "the optimizer would see other gradients",
+        "the optimizer would not get the gradients",
         BATCHES + "state = state.next(batch); closure = lambda: model(batch.data[0]).sum()\n",
         "accel.optimizer_step(ctx, optimizer, state, closure=closure, max_norm=1.0)",
         "state = accel.optimizer_step(ctx, optimizer, state, closure=closure)",
@@ -738,7 +738,7 @@ PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "training/_window.py",
-        "another loss scale than the gradients carry",
+        "the loss scale is not the one of the gradients",
         TWO + "parts, scaler, accum = accel.training.parts, accel.LossScale(scale=8.0), accel.Accumulation().next()\n"
         "accum = parts.backward(ctx, (one(x) + two(x)).sum(), scaler, accum, weight=4)\n",
         "parts.optimizer_step(ctx, first, accel.LossScale(scale=4.0), accum)",
@@ -793,7 +793,7 @@ PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "parallel/axes/shard/_fully_shard.py",
-        "blocks that each rank leaves out by chance",
+        "each rank drops blocks at random",
         "class Net(nn.Module):\n    layerdrop = 0.1\n    def __init__(self):\n        super().__init__()\n"
         "        make = lambda: nn.Sequential(nn.Linear(2, 2)); self.blocks = nn.ModuleList([make(), make()])\n"
         "    def forward(self, x):\n        for each in self.blocks: x = each(x)\n        return x\n"

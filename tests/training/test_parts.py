@@ -70,7 +70,7 @@ def test_a_call_by_the_parts_shows_the_line_to_write_and_changes_nothing(name: s
     verb = name.partition(",")[0]
     scope = _scope(ended=verb not in ("accumulate", "backward", "forward_backward"))
     before = {key: value.clone() for key, value in scope["model"].state_dict().items()}
-    with pytest.raises(ConfigError, match="a step carries the full state: expected a TrainState") as caught:
+    with pytest.raises(ConfigError, match="a step needs the full state: expected a TrainState") as caught:
         call(scope)
     assert all(torch.equal(value, before[key]) for key, value in scope["model"].state_dict().items())
     line = caught.value.fix.partition(": ")[2]

@@ -180,7 +180,7 @@ def test_calls_out_of_order_name_the_line_to_write() -> None:
         accel.errors.StepError, problem="does not begin at the state's position", expected="epoch 0, 6 samples"
     ):
         summed.next(batch)
-    with pytest.raises(accel.errors.ConfigError, match=r"carries the full state: .*got Accumulation"):
+    with pytest.raises(accel.errors.ConfigError, match=r"needs the full state: .*got Accumulation"):
         accel.backward(ctx, run.loss(batch), begun, begun.accum)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 

@@ -221,7 +221,7 @@ def _target(
         wanted = destination.dtype
     if wanted != live.dtype and not live.is_meta:
         raise ConfigError(
-            "another dtype than that of a tensor with values",
+            "another dtype than the tensor, which has values",
             expected=str(live.dtype),
             got=str(wanted),
             where=f"dtype=, {names[0]}",

@@ -286,7 +286,7 @@ def _check_turn(turn: Turn, state: TrainState, where: str) -> None:
     own, agreed = (each.updates + each.accum.skipped for each in (state, turn.state))
     if own != agreed or state.cursor.epoch < turn.state.cursor.epoch:
         raise StepError(
-            "the state is not that of the turn",
+            "the state does not belong to this turn",
             expected=f"a state after {agreed} steps, at epoch {turn.state.cursor.epoch}",
             got=f"{own} steps, at epoch {state.cursor.epoch}",
             where=where,

@@ -179,12 +179,14 @@ def read_traces(folder: Path, *, within: Path | None = None, most: int = MOST_TR
             f"several traces of rank {twice}",
             got=names,
             where=str(folder),
-            fix="Keep those of one profile in a folder.",
+            fix="Keep the traces of one profile in a folder.",
         )
     sizes = {trace.world_size for trace in traces} - {None}
     if len(sizes) > 1:
         got = ", ".join(f"{trace.name} of {trace.world_size} ranks" for trace in traces)
-        raise ConfigError("traces of different runs", got=got, where=str(folder), fix="Delete those of the other run.")
+        raise ConfigError(
+            "traces of different runs", got=got, where=str(folder), fix="Delete the traces of the other run."
+        )
     return traces
 
 

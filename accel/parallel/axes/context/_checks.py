@@ -352,7 +352,7 @@ def _out_of_reach(model: Any) -> str:
     names = forward_names(model)
     is_pair = getattr(model.config, "is_encoder_decoder", False)
     if not takes_cut_tokens(model) or (is_pair and any(name in names for name in SAMPLES)):
-        return "inputs that are not cut as the tokens are"
+        return "inputs that are not split like the tokens"
     for stack in [model.get_encoder(), model.get_decoder()] if is_pair else [model]:
         if "position_ids" not in forward_names(stack) and not _takes_places(stack):
             return "positions that the model numbers itself, from 0 on every rank"
@@ -412,7 +412,7 @@ def check_inputs(known: Mapping[str, Any], size: int, *, has_positions: bool, ta
     """Raise `ConfigError` for inputs that are not those of a rank's own positions."""
     if not takes_samples and (given := [name for name in SAMPLES if known.get(name) is not None]):
         raise ConfigError(
-            "inputs that are not cut as the tokens are",
+            "inputs that are not split like the tokens",
             expected="tokens alone",
             got=", ".join(given),
             where=FORWARD,

@@ -228,7 +228,7 @@ class _Positions:
                     self.dim = dim
                     return
         raise PrepareError(
-            "the model computes something else where ranks share its positions",
+            "the model would compute other values if ranks share its positions",
             expected="layers that work on positions one by one, and attention of tensors whose positions are cut",
             got=problems[0],
             where=f"first forward of {written_class(module).__name__} on a mesh with cp",
@@ -261,8 +261,8 @@ class _Positions:
         facts = exchange_values(self.ctx.comm, _COMPARED, f"{share}: {sums}", str)
         if len(set(facts)) > len({fact.partition(":")[0] for fact in facts}):
             raise ConfigError(
-                "ranks that share a sequence have other inputs",
-                expected="whole inputs, alike on ranks along cp: this model cuts them itself",
+                "ranks that share a sequence have different inputs",
+                expected="full inputs, the same on ranks along cp: this model splits them itself",
                 got="inputs that are cut, or other samples",
                 where="forward of a model on a mesh with cp",
                 fix="Leave split_sequence out for this model.",

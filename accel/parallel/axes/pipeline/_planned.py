@@ -246,7 +246,7 @@ def begins_by_holdings(record: ForwardRecord, holds: Sequence[frozenset[str]]) -
         later = [at for at in holders if at >= len(begins) - 1]
         if not later:
             raise StageError(
-                "the forward calls modules in another order than that of the stages",
+                "the forward calls modules in another order than the stages",
                 expected="no module of a stage behind one of a later stage",
                 got=f"{path} of stage {holders[0] if holders else 'none'} behind stage {len(begins) - 1}",
                 fix=FIX,

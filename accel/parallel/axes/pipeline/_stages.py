@@ -118,7 +118,7 @@ _REFUSED = (
     ModelRefusal(
         "stages cannot be divided along these axes",
         _beside,
-        expected="axes for replicas, shards, experts and tensor parallelism beside pp",
+        expected="axes for replicas, shards, experts and tensor parallelism with pp",
         fix="Leave them out of the mesh, or leave pp out.",
     ),
 )

@@ -129,7 +129,7 @@ def refuse_layerdrop(view: ModelView, units: Sequence[nn.Module]) -> None:
     def check(module: nn.Module, _inputs: Any) -> None:
         if module.training and (rates := [each for each in layerdrops(module) if each]):
             raise ConfigError(
-                "blocks that each rank leaves out by chance, so that ranks gather parameters of different ones",
+                "each rank drops blocks at random, so ranks would gather the parameters of different blocks",
                 expected="layerdrop=0 in training",
                 got=f"{rates[0]} in {written_class(module).__name__}",
                 where="forward of a model by the strategy fsdp",

@@ -405,9 +405,9 @@ def needed_rows(stored: torch.Tensor, layer: Layer, exchange: RowExchange) -> to
 def _other_input(first: Colwise) -> PrepareError:
     weight = cast(Any, first)._parameters["weight"]
     return PrepareError(
-        "a layer takes another input than the module around it, beside whose messages its product was to compute",
+        "a layer does not take the input of the module around it, so its matmul cannot overlap that module's messages",
         expected="the first argument of the module, unchanged",
-        got=f"another tensor or format, or no call, for the layer of {name_of(weight) or type(first).__name__}",
+        got=f"another tensor or dtype, or no call, for the layer of {name_of(weight) or type(first).__name__}",
         where="forward, plan.overlap",
         fix="Leave overlap out: plan=accel.parallel.Plan(overlap=False).",
     )
@@ -452,7 +452,7 @@ def _entered(x: torch.Tensor, layer: Layer) -> torch.Tensor:
             expected=f"an input of shape [batch, sequence, features], and a multiple of {layer.size} tokens",
             got=f"shape {list(x.shape)}",
             where="plan.sequence",
-            fix="Pad the batch where it is collated.",
+            fix="Pad the batch in the collate function.",
         )
     return own_part(x, SEQUENCE_DIM, layer.group)
 

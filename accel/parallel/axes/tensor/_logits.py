@@ -447,7 +447,7 @@ def _refuse_gradient(_grad: Tensor) -> None:
 
 def _escaped(what: str) -> PrepareError:
     return PrepareError(
-        "logits that are deferred were used where torch does not ask for them, as in an autograd.Function",
+        "deferred logits were used in a place that torch does not report, such as an autograd.Function",
         expected="a cross entropy, or another function of torch",
         got=what,
         where=WHERE,

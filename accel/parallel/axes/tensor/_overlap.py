@@ -51,7 +51,7 @@ def with_overlap(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Rule]
     if problems:
         named = ", ".join(f"{each} ({type(model.get_submodule(each)).__name__})" for each in problems)
         raise PrepareError(
-            "layers with a forward of their own cannot compute their product in chunks beside messages",
+            "layers with a custom forward cannot overlap their matmul with messages",
             expected="nn.Linear, or Conv1D of transformers",
             got=named,
             where="prepare_model, plan.overlap",

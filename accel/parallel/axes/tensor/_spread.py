@@ -129,7 +129,7 @@ def _overlaps(asked: PrepareCall) -> RefusedFact | None:
 _REFUSED = (
     quantized_divided(WHERE),
     ModelRefusal(
-        "messages beside products are of layers that run as they are called",
+        "only eager layers can overlap messages and matmuls",
         _overlaps,
         expected="no region that torch compiles, and no device of XLA",
         fix="Leave overlap out: plan=accel.parallel.Plan(overlap=False).",

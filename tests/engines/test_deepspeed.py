@@ -59,6 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]
 class TestRun:
     """One launch, of which each test looks at a part."""
 
+    @pytest.mark.kept("slow")
     def test_every_stage_trains_as_ddp_over_ragged_windows(self, run: Any) -> None:
         for kind in ("zero1", "zero2", "zero3", "zero2-offload", "zero3-offload"):
             assert run[0][kind]["weights"] < CLOSE

@@ -57,6 +57,7 @@ def leave(ctx: accel.DistContext, how: str) -> Any:
 
 
 @E2E
+@pytest.mark.kept("slow")
 def test_values_come_back_in_rank_order_and_the_environment_stays(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ def leaving_s() -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.kept("slow")
 def test_a_rank_that_fails_on_one_host_is_told_on_all_and_all_start_again(workspace: Workspace) -> None:
     (workspace.folder / "run").mkdir()
     script = workspace.write("""
@@ -264,6 +265,7 @@ def test_the_example_trains_across_two_hosts(hosts: Hosts, workspace: Workspace)
 
 
 @pytest.mark.slow
+@pytest.mark.kept("slow")
 def test_a_host_that_is_cut_off_is_reported_in_time_on_both_sides(hosts: Hosts, workspace: Workspace) -> None:
     command = words("--nnodes", 2, workspace.write(STEPPING), 8)
     launchers = [hosts.start(at, command, folder=workspace.folder) for at in range(2)]
@@ -290,6 +292,7 @@ def test_a_host_that_is_cut_off_is_reported_in_time_on_both_sides(hosts: Hosts, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.kept("slow")
 def test_training_goes_on_from_the_last_checkpoint_on_the_hosts_that_are_left(
     hosts: Hosts, workspace: Workspace
 ) -> None:

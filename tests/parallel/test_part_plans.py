@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from torch.nn import functional
 import accel
 from accel.comm import SilentGroup
 from accel.errors import PrepareError
+from accel.parallel.axes.tensor import _dependence, _found
 from accel.parallel.axes.tensor._found_plan import found_plan
 from accel.parallel.axes.tensor._layers import GroupLayer
 from accel.parallel.axes.tensor._rules import install, rules_of, share_of
@@ -157,6 +158,40 @@ def test_only_attention_runs_rules_and_each_in_few_calls() -> None:
     assert sorted(rules_run) == sorted([*views, "linear", "linear", "matmul", "matmul", "softmax"])
     assert calls <= 21 * len(rules_run)
     assert _calls(lambda: pair(x).sum().backward())[0] == []  # runs bare
+
+
+class Block(nn.Module):
+    """An attention that no style divides, and a pair of layers that styles divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.attention = Attention()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention(self.first(x))
+        return x + self.down(torch.relu(self.up(self.second(x))))
+
+
+def test_equal_blocks_are_proved_once_and_divided_layers_are_searched_no_further(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    proofs: list[nn.Module] = []
+    gradients: list[Tensor] = []
+    prove, rows_in = _found.prove, cast(Any, _dependence)._rows_in
+    monkeypatch.setattr(_found, "prove", lambda *a, **named: (proofs.append(a[0]), prove(*a, **named))[1])
+    monkeypatch.setattr(_dependence, "_rows_in", lambda each: (gradients.append(each), rows_in(each))[1])
+    counts: list[tuple[int, int]] = []
+    for depth in (2, 8):
+        proofs.clear()
+        gradients.clear()
+        model = nn.Sequential(nn.Sequential(*(Block() for _ in range(depth))))
+        plan = accel.parallel.tensor_plan(model, example=[torch.ones(2, 4, 8)])
+        assert plan == {"0.*.up": "colwise", "0.*.down": "rowwise"}
+        counts.append((len(proofs), len(gradients)))
+    assert counts[0][0] == counts[1][0]
+    assert counts[1][1] < 400  # with those of layers that are divided already nearly 1,000
 
 
 @pytest.mark.nightly

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -192,6 +193,28 @@ def test_equal_blocks_are_proved_once_and_divided_layers_are_searched_no_further
         counts.append((len(proofs), len(gradients)))
     assert counts[0][0] == counts[1][0]
     assert counts[1][1] < 400  # with those of layers that are divided already nearly 1,000
+
+
+class Merged(nn.Module):
+    """A layer whose low-rank correction is added to its weight, by one of torch's ways to multiply."""
+
+    def __init__(self, inputs: int, outputs: int, multiply: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs), requires_grad=False)
+        self.a, self.b = nn.Parameter(torch.randn(2, inputs)), nn.Parameter(torch.randn(outputs, 2))
+        self.multiply = multiply
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight + self.multiply(self.b, self.a) * 0.5)
+
+
+@pytest.mark.parametrize("multiply", [operator.matmul, torch.matmul, torch.mm], ids=["@", "matmul", "mm"])
+def test_a_weight_with_a_merged_correction_is_divided(multiply: Callable[[Tensor, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    pair = nn.Sequential(Merged(8, 32, multiply), nn.GELU(), Merged(32, 8, multiply))
+    plan = found_plan(pair, 2, [torch.empty(2, 4, 8)], regions_in=("",))  # is proved
+    assert plan.regions[""].keys() == {"0.weight", "0.b", "2.weight", "2.a"}
+    assert share_of(pair, rules_of(pair, plan.styles, 2, regions=plan.regions)) > 0.9
 
 
 @pytest.mark.nightly

@@ -57,6 +57,7 @@ _MATMULS: Mapping[str, tuple[int, int, int, int]] = {
     "conv1d": (0, 1, 1, 1),
     "conv2d": (0, 1, 1, 1),
 }
+_OPERATORS = frozenset({"matmul", "__matmul__", "bmm", "mm"})
 _WITH_DEAD = frozenset({"relu", "relu_", "relu6", "hardtanh", "clamp"})  # of units without a gradient
 _STEPS = 12  # of a way from parameters to a weight that is made of them
 
@@ -105,6 +106,8 @@ class _MatmulRecorder(TorchFunctionMode):
         if not isinstance(weight, Tensor) or not isinstance(args[first], Tensor):
             return None
         x = args[first]
+        if name in _OPERATORS and x.dim() == 2 and self._is_weight(x) and self._is_weight(weight):
+            return None  # a weight that is made of two, as a merged low-rank correction
         if name.startswith("conv"):
             if named.get("groups", args[6] if len(args) > 6 else 1) != 1:
                 self._note(weight, named.get("bias", args[2] if len(args) > 2 else None))
@@ -114,7 +117,7 @@ class _MatmulRecorder(TorchFunctionMode):
             bias = named.get("bias", args[0] if name == "addmm" else args[2] if len(args) > 2 else None)
             self._note(weight, bias)
             args[first] = x.detach().requires_grad_()
-        elif name in ("matmul", "__matmul__", "bmm", "mm") and self._is_weight(x):  # experts in one tensor
+        elif name in _OPERATORS and self._is_weight(x):  # experts in one tensor
             self._note(x)
             args[second] = weight.detach().requires_grad_()
             x, weight = weight, x

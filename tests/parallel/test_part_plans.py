@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import copy
+import operator
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from torch.nn import functional
 import accel
 from accel.comm import SilentGroup
 from accel.errors import PrepareError
+from accel.parallel.axes.tensor import _dependence, _found
 from accel.parallel.axes.tensor._found_plan import found_plan
 from accel.parallel.axes.tensor._layers import GroupLayer
 from accel.parallel.axes.tensor._rules import install, rules_of, share_of
@@ -157,6 +159,62 @@ def test_only_attention_runs_rules_and_each_in_few_calls() -> None:
     assert sorted(rules_run) == sorted([*views, "linear", "linear", "matmul", "matmul", "softmax"])
     assert calls <= 21 * len(rules_run)
     assert _calls(lambda: pair(x).sum().backward())[0] == []  # runs bare
+
+
+class Block(nn.Module):
+    """An attention that no style divides, and a pair of layers that styles divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.attention = Attention()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention(self.first(x))
+        return x + self.down(torch.relu(self.up(self.second(x))))
+
+
+def test_equal_blocks_are_proved_once_and_divided_layers_are_searched_no_further(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    proofs: list[nn.Module] = []
+    gradients: list[Tensor] = []
+    prove, rows_in = _found.prove, cast(Any, _dependence)._rows_in
+    monkeypatch.setattr(_found, "prove", lambda *a, **named: (proofs.append(a[0]), prove(*a, **named))[1])
+    monkeypatch.setattr(_dependence, "_rows_in", lambda each: (gradients.append(each), rows_in(each))[1])
+    counts: list[tuple[int, int]] = []
+    for depth in (2, 8):
+        proofs.clear()
+        gradients.clear()
+        model = nn.Sequential(nn.Sequential(*(Block() for _ in range(depth))))
+        plan = accel.parallel.tensor_plan(model, example=[torch.ones(2, 4, 8)])
+        assert plan == {"0.*.up": "colwise", "0.*.down": "rowwise"}
+        counts.append((len(proofs), len(gradients)))
+    assert counts[0][0] == counts[1][0]
+    assert counts[1][1] < 400  # with those of layers that are divided already nearly 1,000
+
+
+class Merged(nn.Module):
+    """A layer whose low-rank correction is added to its weight, by one of torch's ways to multiply."""
+
+    def __init__(self, inputs: int, outputs: int, multiply: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs), requires_grad=False)
+        self.a, self.b = nn.Parameter(torch.randn(2, inputs)), nn.Parameter(torch.randn(outputs, 2))
+        self.multiply = multiply
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight + self.multiply(self.b, self.a) * 0.5)
+
+
+@pytest.mark.parametrize("multiply", [operator.matmul, torch.matmul, torch.mm], ids=["@", "matmul", "mm"])
+def test_a_weight_with_a_merged_correction_is_divided(multiply: Callable[[Tensor, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    pair = nn.Sequential(Merged(8, 32, multiply), nn.GELU(), Merged(32, 8, multiply))
+    plan = found_plan(pair, 2, [torch.empty(2, 4, 8)], regions_in=("",))  # is proved
+    assert plan.regions[""].keys() == {"0.weight", "0.b", "2.weight", "2.a"}
+    assert share_of(pair, rules_of(pair, plan.styles, 2, regions=plan.regions)) > 0.9
 
 
 @pytest.mark.nightly

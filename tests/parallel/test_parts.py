@@ -330,11 +330,10 @@ def test_a_write_into_a_view_reaches_the_part_or_is_refused(draw: random.Random,
 
 @pytest.mark.parametrize("write", WRITES)
 def test_writes_into_most_views_have_a_rule(write: str) -> None:
-    views = [
-        any(agrees(lambda case: _written_through(case, view, write), random.Random(seed)) for seed in range(12))
-        for view in ("a row", "rows", "narrow", "unbind", "chunk of a row", "transpose")
-    ]
-    assert views.count(True) >= 3
+    def has_rule(view: str) -> bool:
+        return any(agrees(lambda case: _written_through(case, view, write), random.Random(seed)) for seed in range(12))
+
+    assert sum(map(has_rule, ("a row", "rows", "narrow", "unbind", "chunk of a row", "transpose"))) >= 3
 
 
 @given(RANDOM, st.sampled_from([2, 4]))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,7 @@ _MATMULS: Mapping[str, tuple[int, int, int, int]] = {
     "conv1d": (0, 1, 1, 1),
     "conv2d": (0, 1, 1, 1),
 }
+_OPERATORS = frozenset({"matmul", "__matmul__", "bmm", "mm"})
 _WITH_DEAD = frozenset({"relu", "relu_", "relu6", "hardtanh", "clamp"})  # of units without a gradient
 _STEPS = 12  # of a way from parameters to a weight that is made of them
 
@@ -105,6 +106,8 @@ class _MatmulRecorder(TorchFunctionMode):
         if not isinstance(weight, Tensor) or not isinstance(args[first], Tensor):
             return None
         x = args[first]
+        if name in _OPERATORS and x.dim() == 2 and self._is_weight(x) and self._is_weight(weight):
+            return None  # a weight that is made of two, as a merged low-rank correction
         if name.startswith("conv"):
             if named.get("groups", args[6] if len(args) > 6 else 1) != 1:
                 self._note(weight, named.get("bias", args[2] if len(args) > 2 else None))
@@ -114,7 +117,7 @@ class _MatmulRecorder(TorchFunctionMode):
             bias = named.get("bias", args[0] if name == "addmm" else args[2] if len(args) > 2 else None)
             self._note(weight, bias)
             args[first] = x.detach().requires_grad_()
-        elif name in ("matmul", "__matmul__", "bmm", "mm") and self._is_weight(x):  # experts in one tensor
+        elif name in _OPERATORS and self._is_weight(x):  # experts in one tensor
             self._note(x)
             args[second] = weight.detach().requires_grad_()
             x, weight = weight, x
@@ -147,17 +150,20 @@ class _MatmulRecorder(TorchFunctionMode):
         return True
 
 
-def dependent_layouts(whole: nn.Module, forward: Callable[[nn.Module], object], size: int) -> list[Candidate]:
+def dependent_layouts(
+    whole: nn.Module, forward: Callable[[nn.Module], object], size: int, divided: Collection[str] = ()
+) -> list[Candidate]:
     """Return layouts of parameters, by name, that end in a matmul each; those of one pattern of paths are one mapping.
 
-    `forward` runs a module with values, in evaluation mode; its gradients are left as they are.
+    `forward` runs a module with values, in evaluation mode; its gradients are left as they are. Parameters that are
+    `divided` already get no layout.
     """
     parameters = dict(whole.named_parameters())
     names = {id(each): name for name, each in parameters.items()}
     recorder = _MatmulRecorder(names)
     with torch.enable_grad(), recorder:
         _ = forward(whole)
-    search = _Search(parameters, names, recorder, size)
+    search = _Search(parameters, names, recorder, size, divided)
     merged: dict[str, dict[str, RowLayout | NeededRows]] = {}
     for row, layouts in search.found():
         group = merged.setdefault(pattern_of(row), {})
@@ -173,7 +179,12 @@ def pattern_of(path: str) -> str:
 
 class _Search:
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], names: Mapping[int, str], recorder: _MatmulRecorder, size: int
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        names: Mapping[int, str],
+        recorder: _MatmulRecorder,
+        size: int,
+        divided: Collection[str],
     ) -> None:
         self._parameters = parameters
         self._names = names
@@ -181,7 +192,8 @@ class _Search:
         self._size = size
         self._draw = torch.Generator().manual_seed(5)
         used = {name: None for each in recorder.weights for name in self._made_of(each)}
-        self._used = list(used)
+        self._used = [name for name in used if name not in divided]
+        self._divided = divided
 
     def _made_of(self, weight: Tensor) -> list[str]:
         """The names of the parameters that a weight is, or is made of."""
@@ -207,7 +219,8 @@ class _Search:
                 each.input.requires_grad and each.input.shape[each.dims[0]] == length == each.weight.shape[each.dims[1]]
                 for each in matmuls
             )
-            if not alike or length % self._size:
+            is_divided = all(name in self._divided for each in matmuls for name in self._made_of(each.weight))
+            if not alike or length % self._size or is_divided:
                 continue
             layouts, rows = self._layouts(matmuls, length)
             matrices = [name for name in layouts if self._parameters[name].dim() > 1]
@@ -267,18 +280,22 @@ class _Search:
         found: dict[tuple[str, int], list[set[int]]] = {}
         distinct = {id(tensor): (tensor, dim) for tensor, dim in tensors}
         part = length // self._size
-        for tensor, dim in distinct.values():
-            for rank in range(self._size):
+        for rank in range(self._size):
+            for tensor, dim in distinct.values():
                 chunk = tensor.narrow(dim, rank * part, part)
                 for name, grad in self._gradients(chunk, self._used):
-                    for axis in range(0 if grad is None else grad.dim()):
-                        rows = found.setdefault((name, axis), [set() for _ in range(self._size)])
-                        rows[rank].update(_rows_in(cast(Tensor, grad), axis))
+                    for axis, rows in enumerate([] if grad is None else _rows_in(grad)):
+                        found.setdefault((name, axis), [set() for _ in range(self._size)])[rank].update(rows)
+            if not any(len(rows[rank]) < self._shape(name)[axis] for (name, axis), rows in found.items()):
+                return {}  # this rank needs all rows of all of them, as behind a norm of the sum of all blocks
         return {key: [frozenset(each) for each in rows] for key, rows in found.items()}
 
 
-def _rows_in(grad: Tensor, dim: int) -> list[int]:
-    """Rows of a gradient that are not zero."""
-    others = [each for each in range(grad.dim()) if each != dim]
-    is_there: Any = (grad != 0).any(dim=others) if others else grad != 0
-    return is_there.nonzero().flatten().tolist()
+def _rows_in(grad: Tensor) -> list[list[int]]:
+    """Rows of a gradient that are not zero, along each dimension."""
+    is_there: Any = grad != 0
+    if is_there.all():
+        return [list(range(length)) for length in grad.shape]
+    dims = range(grad.dim())
+    by_dim = [is_there.any(dim=[each for each in dims if each != dim]) if len(dims) > 1 else is_there for dim in dims]
+    return [each.nonzero().flatten().tolist() for each in by_dim]

@@ -159,7 +159,6 @@ def memory_by_moment(
     held = held_by(model, axes, plan, step, copies, rank)
     kept = kept_by(model, axes, plan, step, copies.engine, len(held.blocks))
     trained = held.every.trained
-    parameters = held.every.stored + (model.buffer_bytes if isinstance(model, Model) else 0)
     state = _state(model, held, step, copies)
     full = _full_gradients(held, step, plan, copies)
     earlier = _earlier(trained, full, step, copies)
@@ -171,22 +170,23 @@ def memory_by_moment(
     entry = _entry(kept.block, step)
     wire = _wire(held, axes, copies)
     reduced = _reduced(held, step, plan, copies, wire)
+    units = len(held.blocks)
+    whole = units if keeps_blocks(plan, axes) else 0
+    apart = 0 if whole else _experts_apart(held, axes, copies)
 
     def at(moment: Moment, gradients: int, activations: int, blocks: int, buffers: int) -> RankMemory:
         found = RankMemory(
             moment=moment,
             stage=rank,
-            parameters=parameters,
+            parameters=held.every.stored + (model.buffer_bytes if isinstance(model, Model) else 0),
             gradients=gradients,
             optimizer=state,
             activations=activations if isinstance(model, Transformer) or model.knows_activations else None,
-            gathered=_gathered(held, kept, step, plan, copies, blocks, flying, wire, moment),
+            gathered=_gathered(held, kept, step, plan, copies, blocks, flying, wire, moment, apart),
             buffers=buffers + _received(model, axes, step, plan, copies, rank),
         )
         return _with_host(found, model, axes, step, plan, full, _away(held, kept, step, flying))
 
-    units = len(held.blocks)
-    whole = units if keeps_blocks(plan, axes) else 0
     again = _again(kept.block, step)
     layers = sum(held.layers)
     ahead = _ahead(kept, step, layers)
@@ -312,8 +312,14 @@ def _earlier(trained: int, full: int, step: EstimatedStep, copies: EqualRanks) -
 
 def _wire(held: HeldParameters, axes: Axes, copies: EqualRanks) -> int:
     """Elements of a block on its way to or from other ranks, filled up to shards of equal length."""
-    experts = held.block.experts if axes.ep > 1 else 0
-    return copies.shards * (held.block.shards - experts) + expert_shards(axes, copies) * experts
+    apart = _experts_apart(held, axes, copies)
+    experts = held.block.experts if apart else 0
+    return copies.shards * (held.block.shards - experts) + apart
+
+
+def _experts_apart(held: HeldParameters, axes: Axes, copies: EqualRanks) -> int:
+    """Elements of a block's experts on their way, where they are a unit of their own."""
+    return expert_shards(axes, copies) * held.block.experts if axes.ep > 1 else 0
 
 
 def _full_gradients(held: HeldParameters, step: EstimatedStep, plan: Plan, copies: EqualRanks) -> int:
@@ -333,8 +339,12 @@ def _gathered(
     flying: int,
     wire: int,
     moment: Moment,
+    apart: int,
 ) -> int:
-    """Bytes of parameters in the compute format while so many blocks are used; autocast converts in each forward."""
+    """Bytes of parameters in the compute format while so many blocks are used; autocast converts in each forward.
+
+    `apart`: elements of a block's experts that are not fetched ahead with it, but in its own backward.
+    """
     size = wire_bytes(step, plan)[0]
     if copies.engine != "fully_shard":
         if not blocks:
@@ -349,7 +359,8 @@ def _gathered(
     if copies.shards == 1 and size == step.stored_bytes:
         return 0
     used = min(blocks, len(held.blocks))  # one of them is on its way
-    return size * (held.root.whole + sum(held.blocks[1:used]) + min(used, 1) * max(wire, held.block.whole))
+    ahead = sum(each - apart if each == held.block.whole else each for each in held.blocks[1:used])
+    return size * (held.root.whole + ahead + min(used, 1) * max(wire, held.block.whole))
 
 
 def _root_gradients(held: HeldParameters, step: EstimatedStep, plan: Plan, copies: EqualRanks) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Callable
@@ -66,7 +67,7 @@ def own_of(ctx: accel.DistContext, whole: Tensor, own: Tensor) -> Tensor:
 
 def off(ranks: Simulator, entry: Handwritten, size: int) -> float:
     """The largest difference of outputs and of summed gradients on a mesh cp."""
-    batch = entry.batch(5, 2, LENGTH).inputs
+    batch = entry.batch(5, 3, LENGTH).inputs  # no number of samples that is one of own positions
     model = entry.make().eval()
     whole = floats(called(model, batch))
     draws = [
@@ -272,3 +273,119 @@ def test_checkpoints_in_checkpoints_pass_tensors_by_keyword(ranks: Simulator, al
         return max(float((accel.reduce(ctx, own.grad) - want.grad).abs().max()) for own, want in pairs)
 
     assert max(ranks.run(rank, 2, default_group=True)) < 1e-4
+
+
+def add_to_row(h: Tensor, v: Tensor) -> Tensor:
+    h[:, 0] += v[:, 1]
+    return h
+
+
+def copy_into_row(h: Tensor, v: Tensor) -> Tensor:
+    h.select(1, 0).copy_(v[:, 1])
+    return h
+
+
+def change_slice_of_view(h: Tensor, v: Tensor) -> Tensor:
+    h.transpose(1, 2)[:, :, 1:7][:, :2, 1:3].mul_(2).sub_(v[:, 2:4, :2].transpose(1, 2))
+    return h
+
+
+def rectify_slice(h: Tensor, v: Tensor) -> Tensor:
+    _ = nn.functional.relu(h[:, 2:5], inplace=True)
+    return h + v
+
+
+def change_detached(h: Tensor, v: Tensor) -> Tensor:
+    _ = h.detach()[:, 3:6].select(1, 1).zero_()
+    return h + v
+
+
+def change_integers(h: Tensor, v: Tensor) -> Tensor:
+    ids = (v.detach() * 3).long()
+    _ = ids[:, 0].fill_(2)
+    ids[:, 2:5] += int(ids[0, 0]) - 1  # 1
+    return h + v + ids.to(h.dtype)
+
+
+def read_after_the_change(h: Tensor, v: Tensor) -> Tensor:
+    row = h[:, 0]
+    same = h[:, 0]
+    _ = h.mul_(2)
+    _ = row.mul_(3)
+    return h + same[:, None] * v
+
+
+def scan(h: Tensor, v: Tensor) -> Tensor:
+    state = h[:, 0]
+    for at in range(1, LENGTH):
+        state = state * 0.5 + v[:, at]
+        _ = h[:, at].copy_(state)
+    return h
+
+
+def change_no_view(h: Tensor, v: Tensor) -> Tensor:
+    picked = h[:, [0, 3]]
+    picked += 1
+    flipped = h.flip(1)
+    flipped += v
+    return h + flipped + picked.sum(1, keepdim=True)
+
+
+WRITES = (
+    add_to_row, copy_into_row, change_slice_of_view, rectify_slice, change_detached, change_integers,
+    read_after_the_change, scan, change_no_view,
+)  # fmt: skip
+
+
+class Writing(nn.Module):
+    """Changes selections of positions in place, after its first call."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.write = write
+        self.called = False
+        self.attention = Attention()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        v = self.second(x)
+        return self.attention(self.write(h * 1, v) if self.called else h + v)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [pytest.param(each, marks=[] if each is copy_into_row else pytest.mark.slow) for each in WRITES],
+    ids=lambda each: each.__name__,
+)
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_is_written_into_a_selection_is_kept(
+    ranks: Simulator, write: Callable[[Tensor, Tensor], Tensor], trains: bool
+) -> None:
+    whole = torch.randn(2, LENGTH, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.manual_seed(0)
+    plain = Writing(write).double()
+    plain.called = True
+    expected = plain(whole)
+    expected.square().sum().backward()
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        own = cut(ctx, {"x": whole})["x"]
+        wrapped = accel.prepare_model(ctx, copy.deepcopy(plain))
+        model: Any = accel.unwrap_model(wrapped)
+        model.called = False
+        _ = wrapped(own)
+        model.called = True
+        with contextlib.nullcontext() if trains else torch.inference_mode():
+            out = wrapped(own)
+        off = float((out.detach() - own_of(ctx, expected.detach(), out)).abs().max())
+        if trains:
+            wrapped.zero_grad()
+            out.square().sum().backward()
+            pairs = zip(model.parameters(), plain.parameters(), strict=True)
+            off = max(off, *(float((accel.reduce(ctx, mine.grad) - want.grad).abs().max()) for mine, want in pairs))
+        return off
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-9

@@ -20,7 +20,7 @@ from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import note_module, notes_of, written_class
 from accel.parallel._private import called_eagerly, is_compiled, runs_in_backward, untraced
 from accel.parallel.axes.context._attention import whole_positions
-from accel.parallel.axes.context._positions import ApartError, PositionRanks, whole_of
+from accel.parallel.axes.context._positions import ApartError, PositionRanks, SelectedTensor, whole_of
 from accel.parallel.axes.context._split import (
     all_positions,
     attends,
@@ -149,8 +149,9 @@ class _Positions:
             return None
         name = next((each for each in keywords if not inputs), "")
         hidden = inputs[0] if inputs else keywords[name]
-        if isinstance(hidden, PartTensor):
+        if isinstance(hidden, PartTensor) and hidden.division is not None:
             return None
+        hidden = whole_of(hidden)
         own = self.within.part_of(hidden, 1)
         return ((own, *inputs[1:]), keywords) if inputs else (inputs, {**keywords, name: own})
 
@@ -180,7 +181,7 @@ class _Positions:
 
     def _left(self, each: Tensor) -> Tensor:
         if not isinstance(each, PartTensor) or each.division is None:
-            return plain_of(each)
+            return whole_of(each)
         ways = [ways for _, ways in each.division.cut.segments]
         is_own = each.ranks is self.ranks and ways == [self.ranks.size, -self.ranks.size]
         return plain_of(each) if is_own else whole_of(each)  # rows beside positions are on all ranks
@@ -447,5 +448,5 @@ def _off_by(want: Tensor, have: Tensor) -> float:
 def _outputs_of(output: Any) -> list[Tensor]:
     """Return the floating-point tensors of a forward's output."""
     found: list[Tensor] = []
-    map_tensors(found.append, output)
+    map_tensors(lambda each: found.append(whole_of(each) if isinstance(each, SelectedTensor) else each), output)
     return [each for each in found if each.is_floating_point()]

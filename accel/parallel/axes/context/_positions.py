@@ -9,6 +9,7 @@ on each rank, as those of data-parallel ranks: parameters stay plain, and the st
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, cast
 
@@ -151,7 +152,7 @@ class PositionRanks(Ranks):
         if changes(name) or name == "__setitem__":
             return _changed(func, args, kwargs)
         if all(not each.is_floating_point() and not each.is_complex() for each in parts):
-            return func(*_whole(args), **_whole(kwargs))  # ids and the like: a number each
+            return _selected(func, args, kwargs)  # ids and the like: a number each
         if name == "scaled_dot_product_attention":
             return _attended(self, *args, **kwargs)
         if name in _LOSSES:
@@ -164,7 +165,7 @@ class PositionRanks(Ranks):
             given, named_ones = gathers(args, kwargs)
             return func(*given, **named_ones)
         self.whole[name] = None
-        found = func(*_whole(tuple(args)), **_whole(dict(kwargs)))
+        found = _selected(func, args, kwargs)
         layout = next((each.division for each in parts if each.division is not None), None)
         if layout is None:
             return found
@@ -183,10 +184,112 @@ def _changed(func: Any, args: _Args, kwargs: _Named) -> Any:
         return func(target, *_whole(args[1:]), **_whole(kwargs))
     whole = whole_of(target)
     _ = func(whole, *_whole(args[1:]), **_whole(kwargs))
+    _keep(target, whole)
+    return target
+
+
+def _keep(target: PartTensor, whole: Tensor) -> None:
+    """Write the own ones of all positions into a part."""
+    assert target.division is not None
     rows = own_rows(whole, target.division.dim, target.division.cut, target.ranks)
     with without_subclasses():
         _ = plain_of(target).copy_(rows)
-    return target
+
+
+_READS = ("__iter__", "__int__", "__index__")
+
+
+class SelectedTensor(PartTensor):
+    """A selection of gathered positions, alike on all ranks, which torch would make as a view: what is written into it
+    is written into the own positions too, and it is gathered again after they have changed.
+
+    Attributes:
+        base: the part of which it is.
+        viewed: makes the selection of all positions of `base`, as a view.
+        value: the selection, plain.
+        version: of `base` when it was gathered.
+    """
+
+    base: PartTensor
+    viewed: Callable[[Tensor], Tensor]
+    value: Tensor
+    version: float
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: _Args = (), kwargs: _Named | None = None) -> Any:
+        name = name_of(func)
+        target = args[0] if args else None
+        named_ones = dict(kwargs or {})
+        if isinstance(named_ones.get("out"), SelectedTensor):
+            raise _refused(name, "with out=")
+        is_written = changes(name) and name not in _READS
+        if isinstance(target, SelectedTensor) and (is_written or name == "__setitem__" or named_ones.get("inplace")):
+            return target.write(func, _whole(args[1:]), _whole(named_ones))
+        given = _of_selected(tuple(args))
+        found = func(*given, **_of_selected(named_ones))
+        if not isinstance(target, SelectedTensor):
+            return found
+        return _views(found, target.base, given[0], lambda whole: func(target.viewed(whole), *given[1:], **named_ones))
+
+    @property
+    def current(self) -> Tensor:
+        """The selection, plain; gathered again where the positions have changed. That is a collective."""
+        if _version_of(self.base) != self.version:
+            self.value = self.viewed(whole_of(self.base))
+            self.version = _version_of(self.base)
+        return self.value
+
+    def write(self, func: Any, args: _Args, kwargs: _Named) -> Any:
+        """Change the selection in place, and the own positions of which it is. A collective."""
+        whole = whole_of(self.base)
+        self.value = self.viewed(whole)
+        found = func(self.value, *args, **kwargs)
+        _keep(self.base, whole)
+        self.version = _version_of(self.base)
+        return found if found is None else self
+
+
+def _version_of(part: Tensor) -> float:
+    with without_subclasses():  # tensors of inference mode count no changes: gathered for each use
+        return math.nan if part.is_inference() else part._version
+
+
+def _of_selected(tree: Any) -> Any:
+    return pytree.tree_map_only(SelectedTensor, lambda each: each.current, tree)
+
+
+def _selected(func: Any, args: _Args, kwargs: _Named) -> Any:
+    """Compute a function of all positions; views of them stay selections of the own ones."""
+    given = _whole(tuple(args))
+    named_ones = _whole(dict(kwargs))
+    found = func(*given, **named_ones)
+    base = args[0] if args else None
+    if not isinstance(base, PartTensor) or base.division is None:
+        return found
+    return _views(found, base, given[0], lambda whole: func(whole, *given[1:], **named_ones))
+
+
+def _at(viewed: Callable[[Tensor], Any], at: int) -> Callable[[Tensor], Any]:
+    return lambda whole: viewed(whole)[at]
+
+
+def _views(found: Any, base: PartTensor, source: Tensor, viewed: Callable[[Tensor], Any]) -> Any:
+    """Return what a function gave, tensors in it that share memory with its source as selections."""
+    if isinstance(found, tuple | list):
+        listed = cast("Sequence[Any]", found)
+        kind: Any = type(listed)
+        return kind([_views(each, base, source, _at(viewed, at)) for at, each in enumerate(listed)])
+    if type(found) is not Tensor or found.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
+        return found
+    with without_subclasses():
+        chosen = found.as_subclass(SelectedTensor)
+    chosen.division = None
+    chosen.ranks = base.ranks
+    chosen.base = base
+    chosen.viewed = viewed
+    chosen.value = found
+    chosen.version = _version_of(base)
+    return chosen
 
 
 def _refused(name: str, problem: str) -> NoRuleError:
@@ -206,7 +309,7 @@ def whole_of(tensor: Any) -> Any:
         return tensor
     layout = tensor.division
     if layout is None:
-        return plain_of(tensor)
+        return tensor.current if isinstance(tensor, SelectedTensor) else plain_of(tensor)
     if layout.cut == balanced(layout.cut.total, tensor.ranks.size):
         joined = tensor.ranks.joined(plain_of(tensor), layout.dim)
         return sorted_positions(joined, layout.dim, tensor.ranks.size)

@@ -319,13 +319,12 @@ def test_a_process_takes_a_lock_back_that_it_failed_to_release(mode: Any) -> Non
 def test_a_store_that_does_not_answer_is_told(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("accel.storage._objects._SILENT_S", 0.1)
-
     def told() -> list[str]:
         return [each.getMessage() for each in caplog.records if "has not answered" in each.getMessage()]
 
     accel.save_state(CPU, URL, held(0), step=0)
     assert told() == []
+    monkeypatch.setattr("accel.storage._objects._SILENT_S", 0.1)
     until = time.monotonic() + patience(10)
 
     def slow(found: str, work: Any) -> Any:

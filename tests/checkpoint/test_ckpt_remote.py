@@ -3,6 +3,7 @@
 
 import contextlib
 import os
+import re
 import sys
 import tempfile
 import time
@@ -318,13 +319,12 @@ def test_a_process_takes_a_lock_back_that_it_failed_to_release(mode: Any) -> Non
 def test_a_store_that_does_not_answer_is_told(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("accel.storage._objects._SILENT_S", 0.1)
-
     def told() -> list[str]:
         return [each.getMessage() for each in caplog.records if "has not answered" in each.getMessage()]
 
     accel.save_state(CPU, URL, held(0), step=0)
     assert told() == []
+    monkeypatch.setattr("accel.storage._objects._SILENT_S", 0.1)
     until = time.monotonic() + patience(10)
 
     def slow(found: str, work: Any) -> Any:
@@ -459,7 +459,7 @@ def test_the_commands_take_urls(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["NAME", "step-00000001", "step-00000002"]
     assert "kB" in lines[1]
-    assert " 0 s " in lines[1]
+    assert re.search(r" \d+ s ", lines[1])
     assert main(["checkpoint", "show", URL]) == 0
     assert capsys.readouterr().out.startswith(f"{URL}/step-00000002\nstep 2")
     assert main(["checkpoint", "verify", URL]) == 0

@@ -4,7 +4,8 @@
 Imported by name: `from accel import post_training`. Begin with `_losses.py`: how tokens and sequences are averaged, and
 losses of pairs. `_policy.py` has policy gradients and their advantages, `_packing.py` packs rows of tokens,
 `_logprobs.py` scores them, `_reference.py` has the model without its adapters. `_samples.py` holds sequences that a
-model drew, `_sample.py` draws them, `_buffer.py` has the states of their prompts, `_publish.py` sends weights.
+model drew, `_sample.py` asks servers for them, `_local.py` draws them, `_buffer.py` has the states of their prompts,
+`_publish.py` sends weights.
 """
 
 from accel.post_training import servers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers of weights: the protocol, and one in this process.
+"""Servers of weights: the protocol, and one in this process, which draws samples from its model.
 
 `publish` calls the methods in the order begin, load (again and again), commit; between begin and commit a server is
 half new, and refuses to sample.
@@ -8,27 +8,40 @@ half new, and refuses to sample.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from accel.checkpoint._live_tensors import checksums
+from accel.comm import all_reduce_flat
 from accel.context import DistContext
-from accel.errors import ServerError
+from accel.errors import ConfigError, DataError, ServerError
 from accel.items._whole import live_tensors
-from accel.post_training._sample import (
-    DrawnTokens,
-    Place,
-    SampleOptions,
-    SampleRequest,
-    draw_tokens,
-    is_spread,
-    samples_of,
+from accel.parallel._micro_batches import first_tensor
+from accel.parallel._modules import is_pipelined, prepared_of, unwrap_model
+from accel.parallel._sharded import is_sharded
+from accel.post_training._sample import DrawnTokens, Place, SampleOptions, SampleRequest, samples_of
+from accel.post_training._samples import FinishReason, Samples, Version
+from accel.tensors import integers, is_dtensor
+from accel.training._decoding import (
+    CachedTokens,
+    Decoder,
+    Sampling,
+    WholeSequences,
+    all_ended,
+    log_chances,
+    numbers_of,
+    share_tokens,
+    takes_cache,
+    tokens_at,
+    whole_rows,
 )
-from accel.post_training._samples import Samples, Version
-from accel.tensors import is_dtensor
+from accel.training._evaluating import evaluating
+from accel.training._generate import check_causal
 
 Layout = Literal["hub", "model"]
 Check = Literal["digest", "dtype", "version"]
@@ -220,3 +233,161 @@ def check_arrived(arrived: Digest, digest: str, count: int) -> None:
 def name_version(version: Version) -> str:
     """Return a version as errors show it."""
     return f"version {version.number} of session {version.session!r}"
+
+
+def draw_tokens(
+    ctx: DistContext,
+    model: nn.Module,
+    requests: Sequence[SampleRequest],
+    options: SampleOptions,
+    *,
+    most_rows: int,
+    vocab_parallel: bool,
+) -> list[DrawnTokens]:
+    """Draw tokens from a model of this process, in batches of rows. A collective if the model is spread over ranks,
+    of all ranks alike: those with fewer rows run one of their own again."""
+    check_causal(model, options.max_new_tokens, where="sample")
+    if "context" in prepared_of(unwrap_model(model)):
+        raise ConfigError(
+            "a token at a time cannot be shared along cp",
+            expected="a model that was not prepared on a mesh with cp",
+            got=type(unwrap_model(model)).__name__,
+            where="sample",
+            fix="Publish its weights to a plain copy, and sample from that: server = servers.local(copy).",
+        )
+    cached = takes_cache(model)
+    batches = _batches(requests, most_rows, alike=not cached)
+    together = ctx.world_size > 1 and is_spread(model)
+    if together:
+        count = torch.tensor([len(batches)], dtype=torch.int64, device=ctx.comm.control)
+        most = int(all_reduce_flat(ctx.comm, count, "max"))
+        filling = [SampleRequest(-1, 0, requests[0].ids if requests else (0,))]
+        batches += [filling] * (most - len(batches))
+    drawn: dict[tuple[int, int], DrawnTokens] = {}
+    with evaluating(model), torch.no_grad():
+        for batch in batches:
+            with _rows_fit(batch, options):
+                rows = _Batch(ctx, model, batch, options, cached, vocab_parallel).run(together=together)
+            drawn |= {(each.prompt, each.sample): row for each, row in zip(batch, rows, strict=True)}
+    return [drawn[each.prompt, each.sample] for each in requests]
+
+
+@contextmanager
+def _rows_fit(requests: Sequence[SampleRequest], options: SampleOptions) -> Generator[None]:
+    """Raise `DataError` for rows whose tokens or positions a model's tables do not have."""
+    try:
+        yield
+    except IndexError as error:
+        longest = max(len(each.ids) for each in requests)
+        raise DataError(
+            "the model has not so many positions, or not these tokens",
+            expected="prompts and new tokens within the model's context, and tokens within its vocabulary",
+            got=f"prompts of up to {longest} tokens with {options.max_new_tokens} new ones, and tokens up to"
+            f" {max(max(each.ids) for each in requests)}: {error}",
+            where="sample",
+            fix="Shorten the prompts, or lower max_new_tokens.",
+        ) from error
+
+
+def score_row(ctx: DistContext, model: nn.Module, ids: Sequence[int], first: int) -> list[float]:
+    """Return the log-probabilities of a row's tokens from `first` on, on every rank. A collective."""
+    row = torch.tensor([list(ids)], device=ctx.device)
+    decoder = WholeSequences(ctx, model, len(ids), lambda ids: ids, partial(first_tensor, containers=ctx.containers))
+    found: list[float] = []
+    with evaluating(model), torch.no_grad():
+        for at in range(first, len(ids)):
+            logits = decoder.logits(row[:, :at])
+            value = torch.zeros(1, dtype=torch.float64, device=ctx.device)
+            if logits is not None:
+                value = log_chances(logits, Sampling())[:, ids[at]].contiguous()
+            share_tokens(ctx, model, value)
+            found.append(float(value))
+    return found
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Return whether a forward of a model needs other ranks."""
+    return is_sharded(model) or is_pipelined(model)
+
+
+def _batches(requests: Sequence[SampleRequest], most: int, *, alike: bool) -> list[list[SampleRequest]]:
+    """Divide requests into batches, `alike` of prompts of one length."""
+    groups: dict[int, list[SampleRequest]] = {}
+    for each in requests:
+        groups.setdefault(len(each.ids) if alike else 0, []).append(each)
+    return [group[at : at + most] for group in groups.values() for at in range(0, len(group), most)]
+
+
+class _Batch:
+    """Rows that are drawn together; those that end leave it where the decoder can drop them."""
+
+    def __init__(
+        self,
+        ctx: DistContext,
+        model: nn.Module,
+        requests: Sequence[SampleRequest],
+        options: SampleOptions,
+        cached: bool,
+        vocab_parallel: bool,
+    ) -> None:
+        self._ctx, self._model, self._options = ctx, model, options
+        self._vocab_parallel = vocab_parallel
+        self._requests = requests
+        self._tokens: list[list[int]] = [[] for _ in requests]
+        self._logprobs: list[list[float]] = [[] for _ in requests]
+        self._reasons: list[FinishReason] = ["length"] * len(requests)
+        self._live = list(range(len(requests)))  # number of each row that is still run
+        self._ended = set[int]()
+        keys = [options.key.fold_in("sample", each.prompt, each.sample) for each in requests]
+        self._numbers = [numbers_of(each, options.max_new_tokens) for each in keys]
+        widest = max(len(each.ids) for each in requests)
+        self._ids = torch.tensor([[0] * (widest - len(each.ids)) + list(each.ids) for each in requests]).to(ctx.device)
+        select = partial(first_tensor, containers=ctx.containers)
+        self._decoder: Decoder
+        if cached:
+            mask = torch.tensor([[0] * (widest - len(each.ids)) + [1] * len(each.ids) for each in requests])
+            self._decoder = CachedTokens(ctx, model, mask.to(ctx.device), select)
+        else:
+            self._decoder = WholeSequences(ctx, model, widest + options.max_new_tokens - 1, lambda ids: ids, select)
+
+    def run(self, *, together: bool) -> list[DrawnTokens]:
+        """Draw until all rows have ended, `together` those of all ranks."""
+        for step in range(self._options.max_new_tokens):
+            self._step(step)
+            if together:
+                left = torch.tensor([len(self._live) > len(self._ended & {*self._live})], device=self._ctx.device)
+                if all_ended(self._ctx, ~left):
+                    break
+            elif self._ended.issuperset(self._live):
+                break
+        return [DrawnTokens(*row) for row in zip(self._tokens, self._logprobs, self._reasons, strict=True)]
+
+    def _step(self, step: int) -> None:
+        """Add a token to each row; drop those that have ended, but for one that keeps the ranks in step."""
+        logits = self._decoder.logits(self._ids)
+        # tokens, then their log-probabilities, in one message
+        drawn = torch.zeros(2 * len(self._live), dtype=torch.float64, device=self._ids.device)
+        if logits is not None:
+            logits = whole_rows(self._ctx, logits) if self._vocab_parallel else logits
+            chances = log_chances(logits, self._options)
+            numbers = torch.tensor([self._numbers[at][step] for at in self._live], dtype=torch.float64)
+            chosen = tokens_at(chances, numbers) if self._options.temperature else chances.argmax(-1)
+            drawn = torch.cat([chosen.double(), chances.gather(-1, chosen[:, None])[:, 0]])
+        share_tokens(self._ctx, self._model, drawn)
+        tokens = drawn[: len(self._live)].to(self._ids.dtype)
+        found = drawn[len(self._live) :]
+        self._ids = torch.cat([self._ids, tokens[:, None]], 1)
+        values = cast("list[float]", found.tolist())  # pyright: ignore[reportUnknownMemberType]
+        for at, token, value in zip(self._live, integers(tokens), values, strict=True):
+            if at in self._ended:
+                continue
+            self._tokens[at].append(token)
+            self._logprobs[at].append(value)
+            if token in self._options.stop:
+                self._reasons[at] = "stop"
+                self._ended.add(at)
+        stay = [place for place, at in enumerate(self._live) if at not in self._ended] or [0]
+        if len(stay) < len(self._live):
+            rows = torch.tensor(stay, device=self._ids.device)
+            if self._decoder.keep(rows):
+                self._ids, self._live = self._ids[rows], [self._live[place] for place in stay]

@@ -22,8 +22,8 @@ from accel.items._whole import facts, live_tensors, staged_tensors
 from accel.parallel._empty import check_filled
 from accel.parallel._engines import whole_model
 from accel.parallel._modules import unwrap_model
-from accel.post_training._local import Digest, Layout, WeightServer
-from accel.post_training._sample import SampleOptions, SampleRequest, SampleServer, score_row
+from accel.post_training._local import Digest, Layout, WeightServer, score_row
+from accel.post_training._sample import SampleOptions, SampleRequest, SampleServer
 from accel.post_training._samples import Version
 from accel.random import Key
 from accel.tensors import integers

@@ -1,44 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples drawn from a server: a draw is a function of key, prompt, sample and place alone."""
+"""Samples asked of a server, now or later: a draw is a function of key, prompt, sample and place alone."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError as FutureTimeout
-from contextlib import contextmanager
-from functools import partial
 from threading import Thread
-from typing import Any, Literal, Protocol, Required, TypedDict, Unpack, cast
+from typing import Any, Literal, Protocol, Required, TypedDict, Unpack
 
 import msgspec
-import torch
-from torch import nn
 
-from accel.comm import Call, all_reduce_flat, call_site, shared_failure
+from accel.comm import Call, call_site, shared_failure
 from accel.context import DistContext, context_first
-from accel.errors import AccelError, ConfigError, DataError, ServerError
+from accel.errors import AccelError, ConfigError, ServerError
 from accel.errors._checks import check_count
-from accel.parallel._micro_batches import first_tensor
-from accel.parallel._modules import is_pipelined
-from accel.parallel._sharded import is_sharded
 from accel.post_training._samples import FinishReason, SampleRow, Samples, Version
 from accel.random import Key
 from accel.tensors import integers
-from accel.training._decoding import (
-    CachedTokens,
-    Decoder,
-    Sampling,
-    WholeSequences,
-    all_ended,
-    log_chances,
-    numbers_of,
-    share_tokens,
-    takes_cache,
-    tokens_at,
-    whole_rows,
-)
-from accel.training._evaluating import evaluating
+from accel.training._decoding import Sampling
 
 Place = Literal["rank", "ranks", "remote"]
 _BIAS = (
@@ -77,7 +57,7 @@ class SampleOptions(Sampling, frozen=True, kw_only=True):
 
 
 class DrawnTokens(msgspec.Struct, frozen=True):
-    """What a server has drawn for a request.
+    """Tokens that a server has drawn for a request.
 
     Attributes:
         tokens: the new tokens.
@@ -149,7 +129,8 @@ def sample(
 
     Raises:
         ServerError: the server is gone, has other weights, or its model's logits are not finite.
-        ConfigError: an empty prompt, or arguments out of range.
+        ConfigError: an empty prompt, arguments out of range, or a model that is not causal, has no language head, or
+            was prepared on a mesh with cp.
         DataError: prompts with their new tokens are longer than the model's table of positions.
 
     Examples:
@@ -347,152 +328,3 @@ def samples_of(
     nothing = SampleRow([0], 1, logprobs=[])
     found = Samples.of(rows or [nothing], drawn_from="sampler" if limited else "model", version=version)
     return found if rows else found.rows([])
-
-
-def draw_tokens(
-    ctx: DistContext,
-    model: nn.Module,
-    requests: Sequence[SampleRequest],
-    options: SampleOptions,
-    *,
-    most_rows: int,
-    vocab_parallel: bool,
-) -> list[DrawnTokens]:
-    """Draw tokens from a model of this process, in batches of rows. A collective if the model is spread over ranks,
-    of all ranks alike: those with fewer rows run one of their own again."""
-    cached = takes_cache(model)
-    batches = _batches(requests, most_rows, alike=not cached)
-    together = ctx.world_size > 1 and is_spread(model)
-    if together:
-        count = torch.tensor([len(batches)], dtype=torch.int64, device=ctx.comm.control)
-        most = int(all_reduce_flat(ctx.comm, count, "max"))
-        filling = [SampleRequest(-1, 0, requests[0].ids if requests else (0,))]
-        batches += [filling] * (most - len(batches))
-    drawn: dict[tuple[int, int], DrawnTokens] = {}
-    with evaluating(model), torch.no_grad():
-        for batch in batches:
-            with _rows_fit(batch, options):
-                rows = _Batch(ctx, model, batch, options, cached, vocab_parallel).run(together=together)
-            drawn |= {(each.prompt, each.sample): row for each, row in zip(batch, rows, strict=True)}
-    return [drawn[each.prompt, each.sample] for each in requests]
-
-
-@contextmanager
-def _rows_fit(requests: Sequence[SampleRequest], options: SampleOptions) -> Generator[None]:
-    """Raise `DataError` for rows whose tokens or positions a model's tables do not have."""
-    try:
-        yield
-    except IndexError as error:
-        longest = max(len(each.ids) for each in requests)
-        raise DataError(
-            "the model has not so many positions, or not these tokens",
-            expected="prompts and new tokens within the model's context, and tokens within its vocabulary",
-            got=f"prompts of up to {longest} tokens with {options.max_new_tokens} new ones, and tokens up to"
-            f" {max(max(each.ids) for each in requests)}: {error}",
-            where="sample",
-            fix="Shorten the prompts, or lower max_new_tokens.",
-        ) from error
-
-
-def score_row(ctx: DistContext, model: nn.Module, ids: Sequence[int], first: int) -> list[float]:
-    """Return the log-probabilities of a row's tokens from `first` on, on every rank. A collective."""
-    row = torch.tensor([list(ids)], device=ctx.device)
-    decoder = WholeSequences(ctx, model, len(ids), lambda ids: ids, partial(first_tensor, containers=ctx.containers))
-    found: list[float] = []
-    with evaluating(model), torch.no_grad():
-        for at in range(first, len(ids)):
-            logits = decoder.logits(row[:, :at])
-            value = torch.zeros(1, dtype=torch.float64, device=ctx.device)
-            if logits is not None:
-                value = log_chances(logits, Sampling())[:, ids[at]].contiguous()
-            share_tokens(ctx, model, value)
-            found.append(float(value))
-    return found
-
-
-def is_spread(model: nn.Module) -> bool:
-    """Return whether a forward of a model needs other ranks."""
-    return is_sharded(model) or is_pipelined(model)
-
-
-def _batches(requests: Sequence[SampleRequest], most: int, *, alike: bool) -> list[list[SampleRequest]]:
-    """Divide requests into batches, `alike` of prompts of one length."""
-    groups: dict[int, list[SampleRequest]] = {}
-    for each in requests:
-        groups.setdefault(len(each.ids) if alike else 0, []).append(each)
-    return [group[at : at + most] for group in groups.values() for at in range(0, len(group), most)]
-
-
-class _Batch:
-    """Rows that are drawn together; those that end leave it where the decoder can drop them."""
-
-    def __init__(
-        self,
-        ctx: DistContext,
-        model: nn.Module,
-        requests: Sequence[SampleRequest],
-        options: SampleOptions,
-        cached: bool,
-        vocab_parallel: bool,
-    ) -> None:
-        self._ctx, self._model, self._options = ctx, model, options
-        self._vocab_parallel = vocab_parallel
-        self._requests = requests
-        self._tokens: list[list[int]] = [[] for _ in requests]
-        self._logprobs: list[list[float]] = [[] for _ in requests]
-        self._reasons: list[FinishReason] = ["length"] * len(requests)
-        self._live = list(range(len(requests)))  # number of each row that is still run
-        self._ended = set[int]()
-        keys = [options.key.fold_in("sample", each.prompt, each.sample) for each in requests]
-        self._numbers = [numbers_of(each, options.max_new_tokens) for each in keys]
-        widest = max(len(each.ids) for each in requests)
-        self._ids = torch.tensor([[0] * (widest - len(each.ids)) + list(each.ids) for each in requests]).to(ctx.device)
-        select = partial(first_tensor, containers=ctx.containers)
-        self._decoder: Decoder
-        if cached:
-            mask = torch.tensor([[0] * (widest - len(each.ids)) + [1] * len(each.ids) for each in requests])
-            self._decoder = CachedTokens(ctx, model, mask.to(ctx.device), select)
-        else:
-            self._decoder = WholeSequences(ctx, model, widest + options.max_new_tokens - 1, lambda ids: ids, select)
-
-    def run(self, *, together: bool) -> list[DrawnTokens]:
-        """Draw until all rows have ended, `together` those of all ranks."""
-        for step in range(self._options.max_new_tokens):
-            self._step(step)
-            if together:
-                left = torch.tensor([len(self._live) > len(self._ended & {*self._live})], device=self._ctx.device)
-                if all_ended(self._ctx, ~left):
-                    break
-            elif self._ended.issuperset(self._live):
-                break
-        return [DrawnTokens(*row) for row in zip(self._tokens, self._logprobs, self._reasons, strict=True)]
-
-    def _step(self, step: int) -> None:
-        """Add a token to each row; drop those that have ended, but for one that keeps the ranks in step."""
-        logits = self._decoder.logits(self._ids)
-        # tokens, then their log-probabilities, in one message
-        drawn = torch.zeros(2 * len(self._live), dtype=torch.float64, device=self._ids.device)
-        if logits is not None:
-            logits = whole_rows(self._ctx, logits) if self._vocab_parallel else logits
-            chances = log_chances(logits, self._options)
-            numbers = torch.tensor([self._numbers[at][step] for at in self._live], dtype=torch.float64)
-            chosen = tokens_at(chances, numbers) if self._options.temperature else chances.argmax(-1)
-            drawn = torch.cat([chosen.double(), chances.gather(-1, chosen[:, None])[:, 0]])
-        share_tokens(self._ctx, self._model, drawn)
-        tokens = drawn[: len(self._live)].to(self._ids.dtype)
-        found = drawn[len(self._live) :]
-        self._ids = torch.cat([self._ids, tokens[:, None]], 1)
-        values = cast("list[float]", found.tolist())  # pyright: ignore[reportUnknownMemberType]
-        for at, token, value in zip(self._live, integers(tokens), values, strict=True):
-            if at in self._ended:
-                continue
-            self._tokens[at].append(token)
-            self._logprobs[at].append(value)
-            if token in self._options.stop:
-                self._reasons[at] = "stop"
-                self._ended.add(at)
-        stay = [place for place, at in enumerate(self._live) if at not in self._ended] or [0]
-        if len(stay) < len(self._live):
-            rows = torch.tensor(stay, device=self._ids.device)
-            if self._decoder.keep(rows):
-                self._ids, self._live = self._ids[rows], [self._live[place] for place in stay]

@@ -101,7 +101,7 @@ def generate(
         tensor([[3, 4, 0, 1]])
     """
     ctx.comm.check_open()
-    _check_causal(
+    check_causal(
         model, max_new_tokens, attention_mask, by_inputs=inputs_of is not None, by_select=select is not first_tensor
     )
     if select is first_tensor:
@@ -199,7 +199,15 @@ def _checked_rows(rows: Sequence[int] | Tensor | None, count: int, *, has_key: b
     return found
 
 
-def _check_causal(model: nn.Module, count: int, mask: Tensor | None, *, by_inputs: bool, by_select: bool) -> None:
+def check_causal(
+    model: nn.Module,
+    count: int,
+    mask: Tensor | None = None,
+    *,
+    by_inputs: bool = False,
+    by_select: bool = False,
+    where: str = _WHERE,
+) -> None:
     """Raise `ConfigError` for a model of transformers that adds no tokens to its inputs, unless the caller says how it
     is called and what its logits are. No communication."""
     inner = unwrap_model(model)
@@ -217,7 +225,7 @@ def _check_causal(model: nn.Module, count: int, mask: Tensor | None, *, by_input
             "an encoder-decoder does not add tokens to its inputs",
             expected="a causal model, or inputs_of= with cache=False, which gives the decoder's tokens",
             got=f"{with_article(named)}, whose config has is_encoder_decoder=True",
-            where=_WHERE,
+            where=where,
             fix=f"Call the model's own: {line}" if whole else f"On a mesh without pp call the model's own: {line}",
         )
     if _sees_later_tokens(inner, config) and not by_inputs:
@@ -225,7 +233,7 @@ def _check_causal(model: nn.Module, count: int, mask: Tensor | None, *, by_input
             "the model attends to later tokens, so tokens that are added change what it made of those before",
             expected="a causal model, whose config has is_decoder=True",
             got=f"{with_article(named)}, whose config has is_decoder=False",
-            where=_WHERE,
+            where=where,
             fix=f"Make the model with config.is_decoder = True: {named}(config).",
         )
     if callable(can_generate) and not by_select and not can_generate():
@@ -233,7 +241,7 @@ def _check_causal(model: nn.Module, count: int, mask: Tensor | None, *, by_input
             "transformers does not generate from this model: its outputs are no logits of a causal model",
             expected="a model with a language head, or select=, which maps its outputs to logits",
             got=f"{with_article(named)}, whose can_generate() is False",
-            where=_WHERE,
+            where=where,
             fix=f"Build the class with a head in the place of {named}, such as AutoModelForCausalLM's.",
         )
 

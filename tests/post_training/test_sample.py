@@ -12,8 +12,8 @@ from profiles import share
 from torch import Tensor, nn
 
 import accel
-from accel.errors import AccelError
-from accel.post_training import Samples, Version, join_samples, sample, servers
+from accel.errors import AccelError, ConfigError
+from accel.post_training import Samples, Version, join_samples, publish, sample, servers
 from accel.seeding import Key
 from accel.testing import Simulator, simulate
 
@@ -211,3 +211,41 @@ def test_logits_that_are_not_finite_draw_nothing(bad: float, temperature: float)
         return ""
 
     assert all("inf or NaN in samples of prompts [4]" in said for said in simulate(rank, 2))
+
+
+@pytest.mark.parametrize("kind", ["LlamaModel", "BertLMHeadModel", "T5ForConditionalGeneration"])
+def test_models_that_add_no_tokens_are_refused_as_generate_refuses_them(kind: str) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    sizes = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    wide = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 4, "num_attention_heads": 4}
+    made: Any = getattr(transformers, kind)
+    model = made(made.config_class(**sizes, **(wide if kind.startswith("T5") else {"num_attention_heads": 4})))
+    said: list[str] = []
+    for call in (
+        lambda: drawn(accel.single(), model, PROMPTS),
+        lambda: accel.training.generate(accel.single(), model, torch.tensor([[1, 2]]), max_new_tokens=6),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        said.append(f"{caught.value.problem} {caught.value.fix}")
+    assert said[0] == said[1]
+    if kind == "BertLMHeadModel":
+        model.config.is_decoder = True
+        assert drawn(accel.single(), made(model.config), PROMPTS).prompts  # the line of the fix
+
+
+def test_a_model_of_a_mesh_with_cp_is_refused_with_the_copy_that_draws(ranks: Simulator) -> None:
+    whole = described(drawn(accel.single(), llama(), PROMPTS))
+
+    def rank(ctx: accel.DistContext) -> Any:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model, copy = accel.prepare_model(ctx, llama()), llama()
+        with pytest.raises(ConfigError, match=r"servers\.local\(copy\)"):
+            _ = drawn(ctx, model, PROMPTS)
+        for each in copy.parameters():
+            _ = each.data.zero_()
+        server = servers.local(copy)
+        version = publish(ctx, server, model, version=Version("a", 1)).version
+        return described(sample(ctx, server, PROMPTS, key=KEY, max_new_tokens=6, n=3, stop=STOP, version=version))
+
+    assert ranks.run(rank, 2, default_group=True) == [whole] * 2

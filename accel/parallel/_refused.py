@@ -327,7 +327,7 @@ def check_quantized(view: ModelView, where: str, *, left_out: Collection[int] = 
             expected="a model of plain weights",
             got=f"{len(names)} quantized: {_shown(names)}",
             where=where,
-            fix='Take strategy="ddp", which keeps all of them on each rank.',
+            fix='Use strategy="ddp", which keeps all of them on each rank.',
         )
 
 

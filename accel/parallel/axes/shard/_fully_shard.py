@@ -221,7 +221,7 @@ def _check(ctx: DistContext, view: ModelView, options: ShardOptions) -> None:
 
 def _check_device(ctx: DistContext) -> None:
     if ctx.device.type == "xla":
-        raise ConfigError("fully_shard does not know XLA devices", where=_WHERE, fix="Take the strategy ddp.")
+        raise ConfigError("fully_shard does not know XLA devices", where=_WHERE, fix="Use the strategy ddp.")
     if ctx.device.type == "cpu":
         return
     current = torch.get_device_module(ctx.device).current_device()

@@ -203,9 +203,9 @@ def _way_out(job: Job, found: Choices, more: tuple[int, Choice] | None) -> Itera
         need = show_size(found.too_large[0].memory.total)
         yield f"The smallest need is {need}: take more ranks, a shorter --tokens or another --optimizer."
     elif job.batch is not None:
-        yield "Take another --batch: ranks that do not share samples have equally many each."
+        yield "Use another --batch: ranks that do not share samples have equally many each."
     else:
-        yield "Take another number of ranks, or --tokens that more ranks can share."
+        yield "Use another number of ranks, or --tokens that more ranks can share."
 
 
 def _too_large(choices: Sequence[Choice]) -> Iterator[str]:

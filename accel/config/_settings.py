@@ -339,7 +339,7 @@ def refuse_clash(values: Mapping[str, Any], places: Mapping[str, str]) -> None:
             device == "cpu" and values["backend"] == "nccl",
             ("backend", "device"),
             "nccl carries messages between GPUs only",
-            "Take gloo, or leave the backend out.",
+            "Use gloo, or leave the backend out.",
         ),
         (fewest > most, ("nnodes",), "more hosts at least than at most", "Write the smaller number first."),
         (

@@ -376,9 +376,9 @@ def take_step(optimizer: Optimizer, step: Callable[[], object]) -> None:
             expected="an optimizer whose operators torch can run on DTensors",
             got=f"{type(optimizer).__name__}: {text.splitlines()[0]}",
             where="optimizer_step",
-            fix="Take accel.optim.Adafactor(model.parameters())."
+            fix="Use accel.optim.Adafactor(model.parameters())."
             if isinstance(optimizer, torch.optim.Adafactor)
-            else "Take one that steps each element by itself: torch.optim.AdamW(model.parameters()). Or take the "
+            else "Use one that steps each element by itself: torch.optim.AdamW(model.parameters()). Or take the "
             "strategy ddp without tp, whose parameters are plain tensors.",
         ) from error
 

@@ -244,5 +244,5 @@ def _refused(optimizer: Optimizer, got: str) -> ConfigError:
         expected="plain tensors for each parameter, as torch.optim.AdamW has",
         got=got,
         where=_WHERE,
-        fix="Take torch.optim.AdamW, or leave offload out of the plan.",
+        fix="Use torch.optim.AdamW, or leave offload out of the plan.",
     )

@@ -315,7 +315,7 @@ def check_states(record: ForwardRecord, ends: Sequence[int], *, several: bool) -
             "code outside of modules changes a buffer, which each stage of a rank would change again",
             expected="one stage on each rank, or a change in the forward of a module with parameters",
             got=", ".join(shared),
-            fix='Take Plan(schedule="1F1B"), or let a module with parameters hold the buffer and change it.',
+            fix='Use Plan(schedule="1F1B"), or let a module with parameters hold the buffer and change it.',
         )
 
 

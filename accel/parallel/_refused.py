@@ -336,7 +336,7 @@ def quantized_divided(
         "quantized weights cannot be divided among ranks",
         find,
         expected="a model of plain weights",
-        fix='Take strategy="ddp", which keeps all of them on each rank.',
+        fix='Use strategy="ddp", which keeps all of them on each rank.',
     )
 
 

@@ -111,7 +111,7 @@ class SameBatches:
             expected=f"one batch on the ranks {', '.join(map(str, ranks))}, which share a model along tp or pp",
             got=f"{left} on rank {ranks[0]}, {right} on rank {ranks[other]}",
             where=f"the model's first forward in {mode}",
-            fix="Take the batches of accel.prepare_loader(ctx, loader); a sampler of your own chooses by "
+            fix="Use the batches of accel.prepare_loader(ctx, loader); a sampler of your own chooses by "
             "ctx.data_parallel, (index, count), where it has ctx.rank and ctx.world_size.",
         )
 

@@ -194,13 +194,12 @@ def alert_text(alert: Alert) -> str:
 
 
 def is_absent(run: RunData, state: RunState) -> bool:
-    """Return whether a folder has nothing of a run."""
+    """Return whether a folder has no run."""
     return state.kind == "unknown" and run.curves.last_step is None and not run.checkpoints
 
 
 def exit_status(run: RunData, state: RunState) -> int:
-    """Return the exit status of `accel watch`: 0 finished or running, 1 failed, stopped or lost, 3 nothing of a run, 2
-    if it cannot be read."""
+    """Return the exit status of `accel watch`: 0 finished or running, 1 failed, 2 unreadable, 3 no run."""
     if is_absent(run, state):
         return 2 if run.problems else 3
     return int(state.kind in ("failed", "stopped", "lost"))

@@ -172,7 +172,7 @@ class Graph(NamedTuple):
                 expected="create_graph=True on one rank",
                 got=f"strategy {ctx.strategy} on {ctx.world_size} ranks",
                 where="backward, create_graph=",
-                fix="Take torch.autograd.grad(loss, tensors, create_graph=True), and add the term of it to the loss.",
+                fix="Use torch.autograd.grad(loss, tensors, create_graph=True), and add the term of it to the loss.",
             )
         leaves = [self.inputs] if isinstance(self.inputs, torch.Tensor) else self.inputs or ()
         if leaves and (spread or any(map(is_dtensor, leaves))):
@@ -379,7 +379,7 @@ def add_loss(
     """Add the gradients of a loss times its weight to the parameters; return the window with the weight added."""
     ctx.comm.check_open()
     graph.check(ctx)
-    check_loss(loss, "backward", "Take the mean over what `weight=` counts: loss.mean().")
+    check_loss(loss, "backward", "Use the mean over what `weight=` counts: loss.mean().")
     if loss.dtype in (torch.float16, torch.bfloat16):
         loss = loss.float()  # weight times scale does not fit into 16 bits
     accum = window.accum

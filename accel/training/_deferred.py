@@ -145,7 +145,7 @@ def check_deferrable(ctx: DistContext, optimizers: Sequence[Optimizer], scaler: 
                 type(each).__name__,
                 f"Build it with fused=True: torch.optim.{type(each).__name__}(..., fused=True)."
                 if "fused" in each.defaults
-                else "Take one of those, with fused=True.",
+                else "Use one of those, with fused=True.",
             )
         if isinstance(each, SGD | Adagrad) and any(map(is_dtensor, parameters_of([each]))):
             raise _refused(

@@ -250,7 +250,7 @@ def _refuse_emptied(model: nn.Module) -> None:
             expected="weights on each rank, replicated or as DTensors",
             got=f"{source}, which gathers weights for a pass",
             where="Ema(model)",
-            fix="Take a stage below 3, or strategy='fsdp', whose shards are averaged.",
+            fix="Use a stage below 3, or strategy='fsdp', whose shards are averaged.",
         )
 
 

@@ -91,7 +91,7 @@ def fused_step(ctx: DistContext, loss: torch.Tensor, optimizer: Optimizer, *, no
         if parameter.requires_grad
     ]
     try:
-        check_loss(loss, "fused_step", "Take the mean over the batch: loss.mean().")
+        check_loss(loss, "fused_step", "Use the mean over the batch: loss.mean().")
         run_backward(ctx, loss, 1.0)
     finally:
         for handle in handles:

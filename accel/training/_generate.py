@@ -159,7 +159,7 @@ def _check(
     shape = list(ids.shape)
     problem = expected = got = fix = ""
     if engine_of(ctx) is not None:
-        problem, got, fix = "an engine runs its own models", f"strategy {ctx.strategy}", "Take another strategy."
+        problem, got, fix = "an engine runs its own models", f"strategy {ctx.strategy}", "Use another strategy."
     elif ctx.axis("cp").size > 1:
         problem, got = "a token at a time cannot be shared along cp", f"cp={ctx.axis('cp').size}"
         fix = "Generate on a mesh without cp: load the checkpoint there."

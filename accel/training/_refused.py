@@ -62,7 +62,7 @@ def _check_accumulation(ctx: DistContext, accum: Accumulation) -> None:
         expected=f"accumulation={ctx.accumulation} ({ctx.launched['accumulation']})",
         got=f"a step of {accum.steps}",
         where="optimizer_step",
-        fix="Take the setting: accel.train_state(ctx), whose number accel.resume keeps; or, without a state,"
+        fix="Use the setting: accel.train_state(ctx), whose number accel.resume keeps; or, without a state,"
         " accel.Accumulation(ctx.accumulation). For a loop that is to have its own: ctx = accel.replace(ctx,"
         f" accumulation={accum.steps}).",
     )

@@ -75,7 +75,7 @@ def train_step(
     check_kind(
         state,
         TrainState,
-        "train_step carries the full state",
+        "train_step needs the full state",
         expected="a TrainState, from accel.train_state(ctx)",
         where="train_step, state",
         fix="For a loss scale and an accumulation without a state, see accel.training.parts.",

@@ -250,7 +250,7 @@ def test_a_prime_number_of_ranks_is_told_what_it_cannot_divide(
     status, text = asked(capsys, ".", "--ranks", "61", "--memory", "80GB", "--batch", "64")
     assert status == 1
     assert "the batch cannot be divided" in text
-    assert "Take another --batch" in text
+    assert "Use another --batch" in text
 
 
 def test_faster_links_between_hosts_make_wide_tensor_parallelism_cheaper(

@@ -89,7 +89,7 @@ def test_the_refusal_of_torchs_under_shards_names_it(ranks: Simulator) -> None:
         model, optimizer, state = model_of(ctx, lambda model: torch.optim.Adafactor(model.parameters()))
         with pytest.raises(StepError) as error:
             stepped(ctx, model, optimizer, state)
-        line = error.value.fix.removeprefix("Take ").removesuffix(".")
+        line = error.value.fix.removeprefix("Use ").removesuffix(".")
         assert isinstance(eval(line, {"accel": accel, "model": model}), Adafactor)
 
     ranks.run(rank, 2, default_group=True)

@@ -272,7 +272,7 @@ def test_equals_attention_that_is_written_out_for_drawn_cases(ranks: Simulator, 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"attn_mask": torch.zeros(6, 12), "method": "ring"}, 'Take Plan\\(context="gather"\\)'),
+        ({"attn_mask": torch.zeros(6, 12), "method": "ring"}, 'Use Plan\\(context="gather"\\)'),
         ({"mask_mod": lambda b, h, i, j: i < j, "method": "heads"}, "got mask_mod with the method 'heads'"),
         ({"attn_mask": torch.zeros(6, 6)}, r"expands to \[1, 4, 6, 12\]"),
         ({"attn_mask": torch.zeros(6, 12, dtype=torch.int64)}, r"mask\.bool\(\)"),

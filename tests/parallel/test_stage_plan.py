@@ -192,7 +192,7 @@ def test_ranks_share_the_stages_or_the_schedule_is_refused(schedule: str, ranks:
         ("1F1B", 1, 2, "expected 3 or more, got 2"),
         ("DualPipeV", 2, 5, "expected 6 or more, got 5"),
         ("Interleaved1F1B", 2, 7, "expected a multiple of 2"),
-        ("GPipe", 2, None, "Take Interleaved1F1B"),
+        ("GPipe", 2, None, "Use Interleaved1F1B"),
         ("ZBVZeroBubble", 1, None, "2, one on each side of its V"),
         ("LoopedBFS", 1, None, "2 or more"),
     ],

@@ -312,7 +312,7 @@ def refused(optimizer: Callable[[Any], Optimizer], ctx: accel.DistContext | None
 def test_what_cannot_leave_a_step_out_is_refused() -> None:
     assert "torch.optim.AdamW(..., fused=True)" in refused(AdamW)
     assert "torch.optim.SGD(..., fused=True)" in refused(lambda held: SGD(held, lr=0.1))
-    assert "Take one of those, with fused=True" in refused(torch.optim.RMSprop)
+    assert "Use one of those, with fused=True" in refused(torch.optim.RMSprop)
     assert "dampening=0" in refused(lambda held: SGD(held, 0.1, momentum=0.9, dampening=0.5, fused=True))
     mixed = [{"params": [], "fused": False}]
     assert "fused=True" in refused(lambda held: SGD([{"params": list(held)}, *mixed], lr=0.1, fused=True))

@@ -211,7 +211,7 @@ def test_other_methods_are_refused(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
         for method in ("ring", "heads"):
             plan = accel.parallel.Plan(context=method)
-            with pytest.raises(PrepareError, match='Take Plan\\(context="gather"\\)'):
+            with pytest.raises(PrepareError, match='Use Plan\\(context="gather"\\)'):
                 accel.prepare_model(accel.replace(ctx, mesh="cp=2"), make_bloom(), plan=plan)
 
     ranks.run(rank, 2, default_group=True)

@@ -308,7 +308,7 @@ def _check_values(model: nn.Module, stage: int) -> None:
             expected="plain weights, or those of bitsandbytes at stage 1 or 2",
             got=f"stage {stage}, {len(wrong)} weights such as {wrong[0]}",
             where="prepare",
-            fix="Take strategy='ddp', which keeps all of them on each rank.",
+            fix="Use strategy='ddp', which keeps all of them on each rank.",
         )
 
 

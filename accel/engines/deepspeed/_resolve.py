@@ -136,7 +136,7 @@ def _settle_offload(draft: Draft, section: Key, what: str, stage: int) -> None:
     if stage < least:
         draft.problem(f"{name}: moves {what} from stage {least} on, but the stage is {stage}.")
     elif device == "nvme" and stage != 3:
-        draft.problem(f'{name}: "nvme" needs stage 3, but the stage is {stage}. Take "cpu".')
+        draft.problem(f'{name}: "nvme" needs stage 3, but the stage is {stage}. Use "cpu".')
     path = draft.said((*section, "nvme_path"))
     if device == "nvme" and not path:
         draft.problem(f'{name}: "nvme" needs the folder of its files. Write nvme_path.')
@@ -235,7 +235,7 @@ def _settle_precision(draft: Draft, facts: RunFacts) -> None:
         ("converted outputs", precision.outputs is not None),
     ):
         if holds:
-            draft.problem(f'{place}: {problem}, which this engine does not have. Take "bf16", "fp16" or "fp32".')
+            draft.problem(f'{place}: {problem}, which this engine does not have. Use "bf16", "fp16" or "fp32".')
     for name in ("bf16", "fp16"):
         on = precision.compute == name and precision.params is None
         key = (name, "enabled")

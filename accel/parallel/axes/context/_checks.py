@@ -128,7 +128,7 @@ def check_method(q: Tensor, terms: Terms, method: str, size: int) -> None:
             expected=f"a multiple of {size}",
             got=f"{q.shape[1]} heads",
             where=f"{_WHERE}, method='heads'",
-            fix="Take the method 'gather' or 'ring', or a smaller cp.",
+            fix="Use the method 'gather' or 'ring', or a smaller cp.",
         )
     if method != "gather" and terms.given:
         raise ConfigError(
@@ -136,7 +136,7 @@ def check_method(q: Tensor, terms: Terms, method: str, size: int) -> None:
             expected='the method "gather"',
             got=f"{' and '.join(terms.given)} with the method {method!r}",
             where=_WHERE,
-            fix='Take Plan(context="gather"). causal, window, documents and key_padding_mask go with every method.',
+            fix='Use Plan(context="gather"). causal, window, documents and key_padding_mask go with every method.',
         )
 
 
@@ -338,7 +338,7 @@ def check_transformers(path: str, model: Any, method: str) -> bool:
     if not reason:
         return False
     if method != "gather":
-        fix = 'Take Plan(context="gather"), which gathers the keys and values.'
+        fix = 'Use Plan(context="gather"), which gathers the keys and values.'
         raise refuse(reason, f"an attention that the method {method!r} reaches", _found(model, "Attention"), fix)
     if not takes_cut_tokens(model):
         _check_blocks(model, reason, refuse)

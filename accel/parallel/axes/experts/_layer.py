@@ -221,7 +221,7 @@ def _check(tokens: Tensor, indices: Tensor, experts: int, ranks: int) -> None:
             expected=f"a multiple of {ranks}",
             got=f"{experts} experts",
             where="dispatch_tokens",
-            fix="Take an ep that divides the number of experts.",
+            fix="Use an ep that divides the number of experts.",
         )
 
 
@@ -330,7 +330,7 @@ def run_sorted(module: Any, run: Callable[..., Any], inputs: Sequence[Any], name
             expected=f"forward(rows), of shape [{experts} * tokens, width], the rows of one expert side by side",
             got=", ".join(str(list(each.shape)) if isinstance(each, Tensor) else type(each).__name__ for each in given),
             where="Plan.experts",
-            fix='Take the style "dispatch" for a forward(tokens, indices, weights).',
+            fix='Use the style "dispatch" for a forward(tokens, indices, weights).',
         )
     chosen = rows.detach().ne(0).any(-1).nonzero().flatten()  # the host waits for the number
     indices = (chosen // max(rows.shape[0] // experts, 1))[:, None]

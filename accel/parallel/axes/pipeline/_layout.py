@@ -53,7 +53,7 @@ def make_layout(schedule: str, ranks: int, stages_per_rank: int, micro_batches: 
     stages = ranks * stages_per_rank
     micro = stages if micro_batches is None else micro_batches
     if schedule in _ONE_STAGE and stages_per_rank != 1:
-        raise _refused(schedule, "1", stages_per_rank, "Take Interleaved1F1B, or leave stages_per_rank out.")
+        raise _refused(schedule, "1", stages_per_rank, "Use Interleaved1F1B, or leave stages_per_rank out.")
     if schedule in SCHEDULES_IN_A_V and stages_per_rank != 2:
         raise _refused(schedule, "2, one on each side of its V", stages_per_rank, "Pass Plan(stages_per_rank=2).")
     if schedule not in (*_ONE_STAGE, *SCHEDULES_IN_A_V) and stages_per_rank < 2:
@@ -89,7 +89,7 @@ def _refused(schedule: str, expected: str, got: int, fix: str) -> ConfigError:
 
 
 Norms = tuple[tuple[str, _BatchNorm], ...]
-_OTHER_NORMS = "Take nn.GroupNorm, or call .eval() on the norms, which use their own statistics then"
+_OTHER_NORMS = "Use nn.GroupNorm, or call .eval() on the norms, which use their own statistics then"
 
 
 def batch_norms(model: nn.Module | Mapping[str, nn.Module]) -> Norms:

@@ -142,7 +142,7 @@ def _check_shared(found: Sequence[tuple[Sequence[str], Sequence[int]]], layout: 
                 expected="stages of one rank without parameters in common",
                 got=", ".join(names),
                 where=_WHERE,
-                fix="Take a schedule whose ranks have one stage or take turns, such as 1F1B or Interleaved1F1B.",
+                fix="Use a schedule whose ranks have one stage or take turns, such as 1F1B or Interleaved1F1B.",
             )
 
 

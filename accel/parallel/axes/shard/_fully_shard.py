@@ -223,7 +223,7 @@ def _refusals(ctx: DistContext, view: ModelView, options: ShardOptions) -> list[
 
 def _check_device(ctx: DistContext) -> None:
     if ctx.device.type == "xla":
-        raise ConfigError("fully_shard does not know XLA devices", where=_WHERE, fix="Take the strategy ddp.")
+        raise ConfigError("fully_shard does not know XLA devices", where=_WHERE, fix="Use the strategy ddp.")
     if ctx.device.type == "cpu":
         return
     current = torch.get_device_module(ctx.device).current_device()

@@ -83,7 +83,7 @@ class TensorOptions(SpreadOptions, frozen=True, kw_only=True):
                 expected='tensor="model"',
                 got="a mapping",
                 where="plan.head",
-                fix="Take the styles of accel.parallel.tensor_plan(model, head=...), and leave head out.",
+                fix="Use the styles of accel.parallel.tensor_plan(model, head=...), and leave head out.",
             )
         if self.sequence and self.tensor != "model":
             raise ConfigError(
@@ -91,7 +91,7 @@ class TensorOptions(SpreadOptions, frozen=True, kw_only=True):
                 expected='tensor="model"',
                 got="a mapping",
                 where="plan.sequence",
-                fix="Take the styles of accel.parallel.tensor_plan(model, sequence=True), and leave sequence out.",
+                fix="Use the styles of accel.parallel.tensor_plan(model, sequence=True), and leave sequence out.",
             )
 
 

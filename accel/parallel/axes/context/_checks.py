@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from accel.errors import ConfigError, PrepareError
 from accel.parallel._blocks import ModuleGroup, block_groups, outermost_groups
 from accel.parallel._modules import forward_names, layerdrops, named_modules, passes_keyword, written_class
-from accel.parallel._refused import ModelRefusal, PrepareCall, RefusedFact
 from accel.parallel.axes.context._kernels import Terms
 
 _WHERE = "context_attention"
@@ -146,9 +145,7 @@ def _misfit(expected: str, *tensors: Any) -> ConfigError:
 
 
 FORWARD = "forward of a model on a mesh with cp"
-_LEAVE = "Leave cp out of the mesh."
-_PREPARE = "prepare_model, on a mesh with cp"
-_SHOWN = 3
+LEAVE = "Leave cp out of the mesh."
 SAMPLES = ("pixel_values", "input_features", "input_values")  # inputs that are no tokens
 _LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 _ONE_POSITION = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
@@ -218,73 +215,6 @@ def text_decoder(model: Any) -> Any:
     return decoder if hasattr(decoder, "set_attn_implementation") and decoder is not model else None
 
 
-def _mixes(kind: Callable[[nn.Module], bool]) -> Callable[[PrepareCall], RefusedFact | None]:
-    """Make a condition: a model has a module of a kind that mixes positions and that no attention of accel replaces."""
-
-    def find(asked: PrepareCall) -> RefusedFact | None:
-        models = [each for _, each in transformers_models(asked.view.modules)]
-        if asked.ctx.axis("pp").size == 1 and not models:
-            return None  # all of it computes with parts of positions, and its first call is proved
-        crossing = [each for each in models if _out_of_reach(each)]
-        known = _inside([*crossing, *(tower for each in models for tower in towers_of(each))])
-        found = [name for name, each in asked.view.modules.items() if id(each) not in known and kind(each)]
-        if not found:
-            return None
-        named = (f"{type(asked.view.modules[name]).__name__} at {name or 'the top'}" for name in found[:_SHOWN])
-        return RefusedFact(", ".join(named), _PREPARE)
-
-    return find
-
-
-def _beside(asked: PrepareCall) -> RefusedFact | None:
-    models = [each for _, each in transformers_models(asked.view.modules)]
-    inner = multihead_attentions(asked.view.modules, models) if models else {}
-    return RefusedFact(f"MultiheadAttention at {', '.join([*inner][:_SHOWN])}", _PREPARE) if inner else None
-
-
-def _hooked(asked: PrepareCall) -> RefusedFact | None:
-    models = [each for _, each in transformers_models(asked.view.modules)]
-    hooked = [*filter(_out_of_reach, models), *multihead_attentions(asked.view.modules, models).values()]
-    is_cut = bool(hooked) and asked.ctx.axis("pp").size > 1
-    return RefusedFact(type(hooked[0]).__name__, "prepare_model") if is_cut else None
-
-
-def _is_convolution(module: nn.Module) -> bool:
-    # outside of blocks of tokens, one of two or three dimensions works on images
-    return isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
-
-
-_POINTWISE = "modules that work on positions one by one, and accel.parallel.context_attention"
-_ELSEWHERE = f"{_LEAVE} Where this module works along another dimension: accel.replace(ctx, mesh=ctx.mesh)."
-# Rows of models whose models of transformers `check_transformers` takes.
-REFUSED = (
-    ModelRefusal(
-        "a module with a state along the tokens, which begins anew on every rank",
-        _mixes(lambda module: isinstance(module, nn.RNNBase)),
-        expected=_POINTWISE,
-        fix=_ELSEWHERE,
-    ),
-    ModelRefusal(
-        "a convolution along the tokens, which ends where a rank's part ends",
-        _mixes(_is_convolution),
-        expected=_POINTWISE,
-        fix=_ELSEWHERE,
-    ),
-    ModelRefusal(
-        "an attention that sees the own positions alone, beside a model of transformers",
-        _beside,
-        expected="attention of one of them",
-        fix="Call accel.parallel.context_attention in its place, or leave cp out of the mesh.",
-    ),
-    ModelRefusal(
-        "an attention that hooks gather sequences for, in a model that is cut into stages",
-        _hooked,
-        expected="a mesh without cp or without pp",
-        fix="Leave cp or pp out of the mesh.",
-    ),
-)
-
-
 def towers_of(model: Any) -> list[nn.Module]:
     """Return the outermost modules beside the text model of a model that puts images among its tokens."""
     text = text_decoder(model)
@@ -298,12 +228,13 @@ def multihead_attentions(
     modules: Mapping[str, nn.Module], excluded: Sequence[nn.Module]
 ) -> dict[str, nn.MultiheadAttention]:
     """Return torch's modules of attention by path; none of those inside of the models `excluded`."""
-    known = _inside(excluded)
+    known = inside(excluded)
     found = {name: each for name, each in modules.items() if isinstance(each, nn.MultiheadAttention)}
     return {name: each for name, each in found.items() if id(each) not in known}
 
 
-def _inside(models: Iterable[nn.Module]) -> set[int]:
+def inside(models: Iterable[nn.Module]) -> set[int]:
+    """Return the `id` of each module of some models."""
     return {id(module) for each in models for module in each.modules()}
 
 
@@ -315,7 +246,7 @@ def check_transformers(path: str, model: Any, method: str) -> bool:
     cannot cross ranks."""
     where = f"prepare_model, {path or type(model).__name__}"
 
-    def refuse(problem: str, expected: str, got: str, fix: str = _LEAVE) -> PrepareError:
+    def refuse(problem: str, expected: str, got: str, fix: str = LEAVE) -> PrepareError:
         return PrepareError(problem, expected=expected, got=got, where=where, fix=fix)
 
     if getattr(model, "_is_stateful", False):
@@ -329,10 +260,10 @@ def check_transformers(path: str, model: Any, method: str) -> bool:
         if type(model).__name__.endswith(_ONE_POSITION):
             raise refuse("a head that reads one position", "a value for each position", type(model).__name__)
         if pooler := _found(text_decoder(model) or model, "Pooler", default=""):
-            fix = f"Make the model with add_pooling_layer=False. {_LEAVE}"
+            fix = f"Make the model with add_pooling_layer=False. {LEAVE}"
             raise refuse("a pooler, which reads one position", "a value for each position", pooler, fix)
     _check_layerdrop(model, refuse)
-    reason = _out_of_reach(model)
+    reason = out_of_reach(model)
     if not reason and (inner := _found(text_decoder(model) or model, "MultiheadAttention", default="")):
         raise refuse("an attention that sees the own positions alone", "transformers' own attention", inner)
     if not reason:
@@ -345,7 +276,7 @@ def check_transformers(path: str, model: Any, method: str) -> bool:
     return True
 
 
-def _out_of_reach(model: Any) -> str:
+def out_of_reach(model: Any) -> str:
     """Return the reason for which a model's attention cannot work on own positions; "" for none."""
     if not model._can_set_attn_implementation():
         return "an attention that does not come from transformers' AttentionInterface"
@@ -416,7 +347,7 @@ def check_inputs(known: Mapping[str, Any], size: int, *, has_positions: bool, ta
             expected="tokens alone",
             got=", ".join(given),
             where=FORWARD,
-            fix=f"Pass text only. {_LEAVE}",
+            fix=f"Pass text only. {LEAVE}",
         )
     if known.get("past_key_values") is not None:
         raise ConfigError(

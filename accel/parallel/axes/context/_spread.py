@@ -4,7 +4,7 @@ among them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,18 +16,25 @@ from accel.parallel._modules import forward_names, note_prepared, prepared_of
 from accel.parallel._refused import ModelRefusal, PrepareCall, RefusedFact, raised, refused
 from accel.parallel._spread import ModelView, Spread, SpreadOptions, compare_models
 from accel.parallel.axes.context._checks import (
-    REFUSED,
+    LEAVE,
     SAMPLES,
     check_inputs,
     check_transformers,
     first_blocks,
+    inside,
+    multihead_attentions,
+    out_of_reach,
     takes_cut_tokens,
+    towers_of,
     transformers_models,
 )
 from accel.parallel.axes.context._forward import use_positions
 from accel.parallel.axes.context._split import has_plan, plan_method, planned_method
 from accel.parallel.axes.context._transformers import check_first, kept_for_padding, use_context_attention
 from accel.topology import ContextMethod
+
+_PREPARE = "prepare_model, on a mesh with cp"
+_SHOWN = 3
 
 
 class ContextOptions(SpreadOptions, frozen=True, kw_only=True):
@@ -39,6 +46,73 @@ class ContextOptions(SpreadOptions, frozen=True, kw_only=True):
 def _is_done(ctx: DistContext, view: ModelView) -> bool:
     """Return whether a model was prepared, or is on a mesh of the user's, whose axes are the user's own."""
     return not ctx.position.opened or any("context" in prepared_of(module) for module in view.modules.values())
+
+
+def _mixes(kind: Callable[[nn.Module], bool]) -> Callable[[PrepareCall], RefusedFact | None]:
+    """Make a condition: a model has a module of a kind that mixes positions and that no attention of accel replaces."""
+
+    def find(asked: PrepareCall) -> RefusedFact | None:
+        models = [each for _, each in transformers_models(asked.view.modules)]
+        if asked.ctx.axis("pp").size == 1 and not models:
+            return None  # all of it computes with parts of positions, and its first call is proved
+        crossing = [each for each in models if out_of_reach(each)]
+        known = inside([*crossing, *(tower for each in models for tower in towers_of(each))])
+        found = [name for name, each in asked.view.modules.items() if id(each) not in known and kind(each)]
+        if not found:
+            return None
+        named = (f"{type(asked.view.modules[name]).__name__} at {name or 'the top'}" for name in found[:_SHOWN])
+        return RefusedFact(", ".join(named), _PREPARE)
+
+    return find
+
+
+def _beside(asked: PrepareCall) -> RefusedFact | None:
+    models = [each for _, each in transformers_models(asked.view.modules)]
+    inner = multihead_attentions(asked.view.modules, models) if models else {}
+    return RefusedFact(f"MultiheadAttention at {', '.join([*inner][:_SHOWN])}", _PREPARE) if inner else None
+
+
+def _hooked(asked: PrepareCall) -> RefusedFact | None:
+    models = [each for _, each in transformers_models(asked.view.modules)]
+    hooked = [*filter(out_of_reach, models), *multihead_attentions(asked.view.modules, models).values()]
+    is_cut = bool(hooked) and asked.ctx.axis("pp").size > 1
+    return RefusedFact(type(hooked[0]).__name__, "prepare_model") if is_cut else None
+
+
+def _is_convolution(module: nn.Module) -> bool:
+    # outside of blocks of tokens, one of two or three dimensions works on images
+    return isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
+
+
+_POINTWISE = "modules that work on positions one by one, and accel.parallel.context_attention"
+_ELSEWHERE = f"{LEAVE} Where this module works along another dimension: accel.replace(ctx, mesh=ctx.mesh)."
+# Rows of models whose models of transformers `check_transformers` takes.
+_REFUSED = (
+    ModelRefusal(
+        "a module with a state along the tokens, which begins anew on every rank",
+        _mixes(lambda module: isinstance(module, nn.RNNBase)),
+        expected=_POINTWISE,
+        fix=_ELSEWHERE,
+    ),
+    ModelRefusal(
+        "a convolution along the tokens, which ends where a rank's part ends",
+        _mixes(_is_convolution),
+        expected=_POINTWISE,
+        fix=_ELSEWHERE,
+    ),
+    ModelRefusal(
+        "an attention that sees the own positions alone, beside a model of transformers",
+        _beside,
+        expected="attention of one of them",
+        fix="Call accel.parallel.context_attention in its place, or leave cp out of the mesh.",
+    ),
+    ModelRefusal(
+        "an attention that hooks gather sequences for, in a model that is cut into stages",
+        _hooked,
+        expected="a mesh without cp or without pp",
+        fix="Leave cp or pp out of the mesh.",
+    ),
+)
 
 
 def _planned_before(asked: PrepareCall) -> RefusedFact | None:
@@ -61,7 +135,7 @@ def _refusals(ctx: DistContext, view: ModelView, options: ContextOptions) -> lis
     asked = PrepareCall(ctx, view, options=options)
     models = transformers_models(view.modules)
     unknown = raised(partial(check_transformers, path, each, options.context) for path, each in models)
-    return [*refused(asked, [_METHODS]), *(unknown or refused(asked, REFUSED))]
+    return [*refused(asked, [_METHODS]), *(unknown or refused(asked, _REFUSED))]
 
 
 def _takes_parts(ctx: DistContext, view: ModelView) -> bool:

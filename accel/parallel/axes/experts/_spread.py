@@ -72,10 +72,10 @@ _REFUSED = (
 
 
 def _refusals(ctx: DistContext, view: ModelView, options: ExpertOptions) -> list[AccelError]:
-    return [
-        *refused(PrepareCall(ctx, view, options=options), _REFUSED),
-        *raised([lambda: _check_styles(ctx, view, options)]),
-    ]
+    # by such a mesh nothing can be said of the styles
+    return refused(PrepareCall(ctx, view, options=options), _REFUSED) or raised(
+        [lambda: _check_styles(ctx, view, options)]
+    )
 
 
 def _check_styles(ctx: DistContext, view: ModelView, options: ExpertOptions) -> None:

@@ -80,9 +80,14 @@ def _options_from(plan: Plan, keywords: ReplicateOptions, view: ModelView) -> St
     )
 
 
+def _on_xla(asked: PrepareCall) -> RefusedFact | None:
+    return RefusedFact(str(asked.ctx.device), _WHERE) if asked.ctx.device.type == "xla" else None
+
+
 def _wrapped(asked: PrepareCall) -> RefusedFact | None:
-    name = wrapped_name(asked.view.model)
-    return name and RefusedFact(f"{with_article(type(asked.view.model).__name__)} with it as {name}", _WHERE)
+    if (name := wrapped_name(asked.view.model)) is None:
+        return None
+    return RefusedFact(f"{with_article(type(asked.view.model).__name__)} with it as {name}", _WHERE)
 
 
 def _beside(asked: PrepareCall) -> RefusedFact | None:
@@ -100,7 +105,7 @@ def _compiled(asked: PrepareCall) -> RefusedFact | None:
 _REFUSED = (
     ModelRefusal(
         "pipelines do not know XLA devices",
-        lambda asked: RefusedFact(str(asked.ctx.device), _WHERE) if asked.ctx.device.type == "xla" else None,
+        _on_xla,
         fix="Leave pp out of the mesh.",
     ),
     ModelRefusal(

@@ -310,6 +310,7 @@ def _shard_unit(
     except (ValueError, AssertionError, NotImplementedError, RuntimeError) as error:
         where = f"{_WHERE}, {name or type(unit).__name__}"
         raise PrepareError("torch cannot shard this", got=str(error), where=where) from error
+    gather_outside_of_inference(unit)
 
 
 def _shard(
@@ -326,7 +327,6 @@ def _shard(
     # its import takes most of a second
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-    root = view.model
     own_parameters = list(view.parameters.values())
     below = ignored_ids(whole, options.ignored)
     alone = [each for each in own_parameters if each.ndim == 0 and id(each) not in below]
@@ -344,9 +344,9 @@ def _shard(
         name: wire_format(own, wide, ctx.precision, options.gather_dtype, options.reduce_dtype)
         for name, own in owned.items()
     }
-    compute_in({root.get_submodule(name): each.gather for name, each in formats.items()}, ctx.device.type)
+    compute_in({view.modules[name]: each.gather for name, each in formats.items()}, ctx.device.type)
     for name, own in owned.items():
-        unit = root.get_submodule(name)
+        unit = view.modules[name]
         along = same_experts if name in experts else mesh
         if not is_empty:
             tensors = [*own, *(unit.buffers() if name else view.buffers.values())]
@@ -364,7 +364,6 @@ def _shard(
             "ignored_params": ignored or None,
         }
         _shard_unit(ctx, unit, along, name, how, holds_experts=name in experts)
-        gather_outside_of_inference(unit)
         for each in own:
             if not is_dtensor(each):  # an optimizer may hold the whole one still, so its memory is freed
                 each.data = each.data.new_empty(0)
@@ -373,7 +372,7 @@ def _shard(
         _move(alone, ctx.device)
         begin_alike(ctx, stage, mesh, alone)
     keep_whole(view, mesh, plain, below, watch=options.find_unused_parameters)
-    return {name: root.get_submodule(name) for name in names}
+    return {name: view.modules[name] for name in names}
 
 
 def _unit_names(

@@ -1,0 +1,421 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that tensor, context, pipeline and expert parallelism refuse, with the line that each error has."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Program(NamedTuple):
+    """A program that is refused, and what it does with the line.
+
+    Attributes:
+        file, problem: of the site.
+        before: statements before the refused ones; run again before the line.
+        refused: the statements that raise.
+        line: text within the fix.
+        then: statements in the place of the refused ones, with the line at `{line}`.
+        ranks: number of simulated ranks.
+        strategy, mesh: of the context.
+        needs: an optional package.
+    """
+
+    file: str
+    problem: str
+    before: str
+    refused: str
+    line: str
+    then: str = "{line}"
+    ranks: int = 1
+    strategy: str = "ddp"
+    mesh: str | None = None
+    needs: str = ""
+
+
+CHAIN = "model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)); x = torch.ones(4, 4)\n"
+STYLED = CHAIN + "styles = {'0': 'colwise', '2': 'rowwise'}; Plan = accel.parallel.Plan\n"
+LLAMA = (
+    "import transformers; VOCABULARY = 16\n"
+    "sizes = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, use_cache=False,"
+    " num_key_value_heads=2, vocab_size=VOCABULARY)\n"
+    "make = lambda **more: transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **more))\n"
+    "ids = torch.arange(16).view(2, 8); model = make()\n"
+)
+CUT = LLAMA + (
+    "part = accel.parallel.split_sequence(ctx, {'input_ids': ids, 'labels': ids})\n"
+    "model = accel.prepare_model(ctx, model); tokens = part['input_ids']; places = part['position_ids']\n"
+)
+QUERIES = (
+    "q, k, v = torch.ones(3, 1, 2, 4, 8).unbind(); more = torch.ones(1, 2, 6, 8)\n"
+    "attend = functools.partial(accel.parallel.context_attention, ctx)\n"
+)
+STAGED = CHAIN + (
+    "Plan = accel.parallel.Plan; state = accel.train_state(ctx).next()\n"
+    "train = lambda model: accel.forward_backward(ctx, model, state, (x,), loss_fn=lambda out: out.sum(), weight=4)\n"
+)
+STEPPED = (
+    "net = nn.Sequential(nn.Linear(4, 4)); x = torch.ones(4, 4)\n"
+    "def step(x):\n    optimizer = SGD(net.parameters(), lr=0.1)\n"
+    "    model, optimizer = accel.prepare(ctx, net, optimizer)\n"
+    "    state = accel.backward(ctx, model(x).sum(), accel.train_state(ctx).next(), weight=4)\n"
+    "    accel.optimizer_step(ctx, optimizer, state)\n"
+)
+NORMED = (
+    "model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)); x = torch.ones(4, 4)\n"
+    "Plan = accel.parallel.Plan\n"
+)
+AXIS_PROGRAMS: tuple[Program, ...] = (
+    Program(
+        "parallel/axes/tensor/_deferred.py",
+        "the layer that gives the logits is not known",
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.words, self.head = nn.Embedding(8, 4), nn.Linear(4, 6)\n"
+        "    def forward(self, ids): return self.head(self.words(ids))\n"
+        "model = Net()\n",
+        "accel.defer_logits(model)",
+        'accel.defer_logits(model, "head")',
+        "{line}; assert model(torch.tensor([[1]])).shape == (1, 1, 6)",
+    ),
+    Program(
+        "parallel/axes/tensor/_overlap.py",
+        "layers with a forward of their own",
+        STYLED + "class Own(nn.Linear):\n    def forward(self, x): return super().forward(x)\nmodel[0] = Own(4, 8)\n",
+        "accel.prepare_model(ctx, model, plan=Plan(overlap=True, tensor=styles))",
+        "plan=accel.parallel.Plan(overlap=False)",
+        "plan = eval({line!r}.removeprefix('plan=').replace(')', ', tensor=styles)'))\n"
+        "accel.prepare_model(ctx, model, plan=plan)(x)",
+        ranks=2,
+        mesh="tp=2",
+    ),
+    Program(
+        "parallel/axes/tensor/_spread.py",
+        "messages beside products",
+        STYLED,
+        "vars(model)['_compiled_call_impl'] = model.forward\n"
+        "accel.prepare_model(ctx, model, plan=Plan(overlap=True, tensor=styles))",
+        "plan=accel.parallel.Plan(overlap=False)",
+        "plan = eval({line!r}.removeprefix('plan=').replace(')', ', tensor=styles)'))\n"
+        "accel.prepare_model(ctx, model, plan=plan)(x)",
+        ranks=2,
+        mesh="tp=2",
+    ),
+    Program(
+        "parallel/axes/tensor/_rules.py",
+        "the model cannot be spread by this tensor-parallel plan",
+        STYLED,
+        "accel.prepare_model(ctx, model, plan=Plan(tensor={'other': 'colwise'}))",
+        "accel.parallel.Plan(tensor=...)",
+        "plan = eval({line!r}.replace('...', 'accel.parallel.tensor_plan(model)'))\n"
+        "accel.prepare_model(ctx, model, plan=plan)(x)",
+        ranks=2,
+        mesh="tp=2",
+    ),
+    Program(
+        "parallel/axes/tensor/_spread.py",
+        "head has no effect with your own styles",
+        LLAMA,
+        "accel.prepare_model(ctx, model, plan=accel.parallel.Plan(tensor={'lm_head': 'colwise'}, head='colwise'))",
+        "accel.parallel.tensor_plan(model, head=...)",
+        "styles = eval({line!r}.replace('...', repr('colwise')))\n"
+        "accel.prepare_model(ctx, model, plan=accel.parallel.Plan(tensor=styles))(ids)",
+        ranks=2,
+        mesh="tp=2",
+        needs="transformers",
+    ),
+    Program(
+        "parallel/axes/tensor/_spread.py",
+        "sequence has no effect with your own styles",
+        LLAMA,
+        "accel.prepare_model(ctx, model, plan=accel.parallel.Plan(tensor={'lm_head': 'colwise'}, sequence=True))",
+        "accel.parallel.tensor_plan(model, sequence=True)",
+        "accel.prepare_model(ctx, model, plan=accel.parallel.Plan(tensor={line}))(ids)",
+        ranks=2,
+        mesh="tp=2",
+        needs="transformers",
+    ),
+    Program(
+        "parallel/axes/tensor/_tensor_plan.py",
+        "the head of the model is not known",
+        STYLED,
+        "accel.prepare_model(ctx, model, plan=Plan(head='colwise'))",
+        "accel.parallel.Plan(tensor={**styles, \"head\": 'colwise'})",
+        "plan = eval({line!r}.replace('\"head\"', repr('2')).replace('colwise', 'rowwise'))\n"
+        "accel.prepare_model(ctx, model, plan=plan)(x)",
+        ranks=2,
+        mesh="tp=2",
+    ),
+    Program(
+        "parallel/axes/tensor/_tensor_plan.py",
+        "the tokens of this model cannot be shared",
+        STYLED,
+        "accel.parallel.tensor_plan(model, sequence=True)",
+        "accel.parallel.Plan(tensor={...})",
+        "plan = eval({line!r}.replace('{...}', 'styles')); accel.prepare_model(ctx, model, plan=plan)(x)",
+        ranks=2,
+        mesh="tp=2",
+    ),
+    Program(
+        "parallel/axes/tensor/_vocabulary.py",
+        "logits and targets do not fit",
+        "logits, ids = torch.zeros(2, 5, 8), torch.ones(2, 5, dtype=torch.long); cut = ids[:, :4]\n",
+        "accel.parallel.vocab_cross_entropy(ctx, logits, cut)",
+        "(ctx, logits[:, :-1], ids[:, 1:])",
+        "assert accel.parallel.vocab_cross_entropy{line}.ndim == 0",
+    ),
+    Program(
+        "parallel/axes/context/_checks.py",
+        "queries and keys of other positions",
+        QUERIES,
+        "attend(q, more, more)",
+        "causal=False",
+        "assert attend(q, more, more, {line}).shape == q.shape",
+        ranks=2,
+        mesh="cp=2",
+    ),
+    Program(
+        "parallel/axes/context/_checks.py",
+        "documents or a window of two sequences",
+        QUERIES + "sees = torch.ones(4, 12, dtype=torch.bool)\n",
+        "attend(q, more, more, causal=False, window=2)",
+        "attn_mask=",
+        "assert attend(q, more, more, causal=False, {line}sees).shape == q.shape",
+        ranks=2,
+        mesh="cp=2",
+    ),
+    Program(
+        "parallel/axes/context/_checks.py",
+        "not a mask of the own queries and all keys",
+        QUERIES + "mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()\n",
+        "attend(q, k, v, attn_mask=mask[..., :4], causal=False)",
+        "accel.parallel.split_sequence(ctx, {'mask': mask}, dim=2)",
+        "assert attend(q, k, v, attn_mask={line}['mask'], causal=False).shape == q.shape",
+        ranks=2,
+        mesh="cp=2",
+    ),
+    Program(
+        "parallel/axes/context/_checks.py",
+        "not a mask",
+        QUERIES + "mask = torch.ones(4, 8, dtype=torch.long)\n",
+        "attend(q, k, v, attn_mask=mask, causal=False)",
+        "mask.bool()",
+        "assert attend(q, k, v, attn_mask={line}, causal=False).shape == q.shape",
+        ranks=2,
+        mesh="cp=2",
+    ),
+    Program(
+        "parallel/axes/context/_checks.py",
+        "a mask or scores of all keys where ranks have some",
+        QUERIES + "Plan = accel.parallel.Plan; mask = torch.ones(4, 8, dtype=torch.bool)\n",
+        "attend(q, k, v, attn_mask=mask, causal=False, method='ring')",
+        'Plan(context="gather")',
+        "method = {line}.context; assert attend(q, k, v, attn_mask=mask, causal=False, method=method).shape == q.shape",
+        ranks=2,
+        mesh="cp=2",
+    ),
+    Program(
+        "parallel/axes/context/_spread.py",
+        "two methods of context parallelism",
+        QUERIES + "prepare = lambda method: accel.prepare_model(\n"
+        "    ctx, nn.Sequential(nn.Linear(2, 2)), plan=accel.parallel.Plan(context=method))\n"
+        "prepare('gather')\n",
+        "prepare('ring')",
+        "method=",
+        "assert attend(q, k, v, {line}'ring').shape == q.shape",
+        ranks=2,
+        mesh="cp=2",
+    ),
+    Program(
+        "parallel/axes/context/_split.py",
+        "a sequence that ranks cannot share equally",
+        "ids = torch.arange(5).view(1, 5)\n",
+        "accel.parallel.split_sequence(ctx, {'ids': ids})",
+        "pad={name: value}",
+        "name, value = 'ids', 9; part = accel.parallel.split_sequence(ctx, {'ids': ids}, {line})\n"
+        "assert part['ids'].shape == (1, 4)",
+        ranks=2,
+        mesh="cp=2",
+    ),
+    Program(
+        "parallel/axes/context/_spread.py",
+        "a convolution along the tokens",
+        LLAMA + "model.other = nn.Conv1d(4, 4, 3); mesh = ctx.mesh\n",
+        "accel.prepare_model(ctx, model)",
+        "accel.replace(ctx, mesh=ctx.mesh)",
+        "ctx = {line}; accel.prepare_model(ctx, model)",
+        ranks=2,
+        mesh="cp=2",
+        needs="transformers",
+    ),
+    Program(
+        "parallel/axes/context/_spread.py",
+        "a module with a state along the tokens",
+        LLAMA + "model.other = nn.GRU(4, 4); mesh = ctx.mesh\n",
+        "accel.prepare_model(ctx, model)",
+        "accel.replace(ctx, mesh=ctx.mesh)",
+        "ctx = {line}; accel.prepare_model(ctx, model)",
+        ranks=2,
+        mesh="cp=2",
+        needs="transformers",
+    ),
+    Program(
+        "parallel/axes/context/_checks.py",
+        "the model would number the positions",
+        CUT,
+        "model(tokens)",
+        "position_ids=part['position_ids']",
+        "model(tokens, {line})",
+        ranks=2,
+        mesh="cp=2",
+        needs="transformers",
+    ),
+    Program(
+        "parallel/axes/context/_checks.py",
+        "transformers would shift labels",
+        CUT,
+        "model(tokens, position_ids=places, labels=part['labels'])",
+        "labels=part['labels'], shift_labels=part['labels']",
+        "assert model(tokens, position_ids=places, {line}).loss.ndim == 0",
+        ranks=2,
+        mesh="cp=2",
+        needs="transformers",
+    ),
+    Program(
+        "parallel/axes/context/_transformers.py",
+        "dropout of attention does not cross ranks",
+        LLAMA.replace("model = make()", "given = dict(attention_dropout=0.5)") + "part = accel.parallel.split_sequence("
+        "ctx, {'input_ids': ids})\nrun = lambda model: accel.prepare_model(ctx, model.train())(**part)\n",
+        "run(make(**given))",
+        "attention_dropout=0",
+        "run(make({line}))",
+        ranks=2,
+        mesh="cp=2",
+        needs="transformers",
+    ),
+    Program(
+        "parallel/axes/pipeline/_stages.py",
+        "the plan has another number of stages",
+        STAGED,
+        "accel.prepare_model(ctx, model, plan=Plan(stages=(('0',), ('1',), ('2',))))",
+        "accel.parallel.stage_plan(model, 2)",
+        "train(accel.prepare_model(ctx, model, plan=Plan(stages={line})))",
+        ranks=2,
+        mesh="pp=2",
+    ),
+    Program(
+        "parallel/axes/pipeline/_pipeline.py",
+        "a pipelined model cannot be called",
+        STAGED + "inputs = (x,)\n",
+        "accel.prepare_model(ctx, model)(x)",
+        "accel.training.forward(ctx, model, inputs)",
+        "model = accel.prepare_model(ctx, model); {line}",
+        ranks=2,
+        mesh="pp=2",
+    ),
+    Program(
+        "parallel/axes/pipeline/_planned.py",
+        "the forward does not call the modules of the stages",
+        STAGED,
+        "accel.prepare_model(ctx, model, plan=Plan(stages=(('2',), ('0',))), example=x)",
+        "Plan(stages=[[...], [...]])",
+        "plan = eval({line!r}.replace('...', repr('0'), 1).replace('...', repr('2')))\n"
+        "train(accel.prepare_model(ctx, model, plan=plan, example=x))",
+        ranks=2,
+        mesh="pp=2",
+    ),
+    Program(
+        "parallel/axes/pipeline/_layout.py",
+        "a batch norm takes the statistics of each micro-batch",
+        NORMED,
+        "accel.prepare_model(ctx, model)",
+        "accel.parallel.Plan(micro_batches=2)",
+        "accel.prepare_model(ctx, model, plan={line})",
+        ranks=2,
+        mesh="pp=2",
+    ),
+    Program(
+        "parallel/axes/pipeline/_stages.py",
+        "a model that is compiled as one",
+        STAGED,
+        "vars(model)['_compiled_call_impl'] = model.forward\naccel.prepare_model(ctx, model)",
+        "accel.compile_model(model)",
+        "model = accel.prepare_model(ctx, model); {line}",
+        ranks=2,
+        mesh="pp=2",
+    ),
+    Program(
+        "parallel/axes/experts/_routing.py",
+        "not the bias of these experts",
+        "router = types.SimpleNamespace(e_score_correction_bias=torch.zeros(4, dtype=torch.bfloat16))\n"
+        "balance = lambda: accel.parallel.balanced_bias(router.e_score_correction_bias, torch.arange(4), 0.1)\n",
+        "balance()",
+        "router.e_score_correction_bias = router.e_score_correction_bias.float()",
+        "{line}; assert balance().dtype == torch.float32",
+    ),
+    Program(
+        "parallel/axes/experts/_spread.py",
+        "a mesh with a separate ep",
+        CHAIN,
+        "mesh = torch.distributed.init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'ep'))\n"
+        "accel.prepare_model(accel.replace(ctx, mesh=mesh), model)",
+        'accel.replace(ctx, mesh="dp=4,ep=2")',
+        "assert {line}.axes.ep == 2",
+        ranks=4,
+    ),
+    Program(
+        "parallel/axes/context/_split.py",
+        "ranks that share a sequence computed the same",
+        STEPPED,
+        "step(x)",
+        "accel.replace(ctx, mesh=ctx.mesh)",
+        "ctx = {line}; step(x)",
+        ranks=2,
+        mesh="cp=2",
+    ),
+    Program(
+        "parallel/axes/context/_checks.py",
+        "a mask of other positions",
+        CUT + "mask = torch.ones(2, 1, 8, 8, dtype=torch.bool).tril()\n",
+        "model(tokens, position_ids=places, attention_mask=torch.ones(2, 8))",
+        "split_sequence(ctx, {'mask': mask}, dim=2)",
+        "own = accel.parallel.{line}; model(tokens, position_ids=places, attention_mask=own['mask'])",
+        ranks=2,
+        mesh="cp=2",
+        needs="transformers",
+    ),
+    Program(
+        "parallel/axes/context/_checks.py",
+        "on one rank, transformers would not keep packed documents apart beside a cache",
+        CUT + "places = accel.parallel.split_sequence(ctx, {'at': torch.arange(8).repeat(2, 1) % 4})['at']\n",
+        "model(tokens, position_ids=places, use_cache=True)",
+        "use_cache=False",
+        "model(tokens, position_ids=places, {line})",
+        ranks=2,
+        mesh="cp=2",
+        needs="transformers",
+    ),
+    Program(
+        "parallel/axes/pipeline/_layout.py",
+        "a batch norm would take the statistics of rows",
+        NORMED + "DataLoader, rows = torch.utils.data.DataLoader, torch.utils.data.TensorDataset(torch.ones(7, 4))\n"
+        "model = accel.prepare_model(ctx, model, plan=Plan(micro_batches=2))\n"
+        "train = lambda x: accel.forward_backward(\n"
+        "    ctx, model, accel.train_state(ctx).next(), (x,), loss_fn=lambda out: out.sum(), weight=len(x))\n",
+        "train(torch.ones(7, 4))",
+        "DataLoader(drop_last=True)",
+        "for (each,) in eval({line!r}.replace('(', '(rows, batch_size=4, ')): train(each)",
+        ranks=2,
+        mesh="pp=2",
+    ),
+    Program(
+        "parallel/axes/tensor/_vocabulary.py",
+        "logits are a DTensor",
+        "from torch.distributed.tensor import Shard, distribute_tensor\n"
+        "logits = distribute_tensor(torch.zeros(2, 5, 8), ctx.mesh['tp'], [Shard(2)])\n"
+        "targets = torch.ones(2, 5, dtype=torch.long); vocab_cross_entropy = accel.parallel.vocab_cross_entropy\n",
+        "vocab_cross_entropy(ctx, logits, targets)",
+        "vocab_cross_entropy(ctx, logits.to_local(), targets)",
+        "assert {line}.ndim == 0",
+        ranks=2,
+        mesh="tp=2",
+    ),
+)

@@ -78,7 +78,7 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "parallel/axes/tensor/_overlap.py",
-        "layers with a forward of their own",
+        "layers with a custom forward",
         STYLED + "class Own(nn.Linear):\n    def forward(self, x): return super().forward(x)\nmodel[0] = Own(4, 8)\n",
         "accel.prepare_model(ctx, model, plan=Plan(overlap=True, tensor=styles))",
         "plan=accel.parallel.Plan(overlap=False)",

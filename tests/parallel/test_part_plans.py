@@ -84,7 +84,7 @@ LEAST: Mapping[str, int] = {
 
 
 # Operators of messages, and copies.
-MESSAGES = frozenset({"clone", "alias", "detach", "copy", "index_select", "lift_fresh_copy", "new_empty"})
+MESSAGES = frozenset({"clone", "alias", "detach", "copy", "cat", "new_empty"})
 
 
 class Attention(nn.Module):

@@ -935,6 +935,12 @@ PROGRAMS: tuple[Program, ...] = (
 
 # Sites whose line another test runs: the function that does.
 ELSEWHERE = {
+    Site("training/_loss_sums.py", "loss_fn returns a value that the model has computed"): (
+        "training/test_loss_probe.py", "_own"
+    ),
+    Site("training/_loss_sums.py", "the model has computed its loss with rows that fill up"): (
+        "training/test_loss_probe.py", "test_a_loss_of_the_models_own_takes_the_line_to_write"
+    ),
     Site("training/_prepare.py", "the optimizer was built on other parameters"): (
         "training/test_lines_to_write.py", "test_a_criterion_with_parameters_is_prepared_along"
     ),

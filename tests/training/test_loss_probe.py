@@ -17,6 +17,7 @@ from catching import caught
 from steps import begin_batch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout, one_hot
+from torch.utils.data import DataLoader
 
 import accel
 from accel.testing import Simulator
@@ -226,8 +227,9 @@ def _own(ctx: accel.DistContext, mesh: str, reduction: str, wraps: bool, line: s
     given = dict(zip(("inputs", "labels"), _batch(rows), strict=True))
     plan = accel.parallel.Plan(micro_batches=MICRO)
     model = accel.prepare_model(ctx, model, plan=plan, example=given)
-    options: dict[str, Any] = eval(f"dict({line})", {"labels": given["labels"]})
-    loss, _ = accel.forward_backward(ctx, model, begin_batch(ctx), given, weight=rows, **options)
+    scope: dict[str, Any] = {"labels": given["labels"]}
+    exec(f"options = dict({line})", scope)
+    loss, _ = accel.forward_backward(ctx, model, begin_batch(ctx), given, weight=rows, **scope["options"])
     named = model.named_parameters()
     return [float(loss), *(float(each.grad.square().sum()) for _, each in named if each.grad is not None)]
 
@@ -263,4 +265,8 @@ def test_a_loss_of_the_models_own_takes_the_line_to_write(ranks: Simulator, mesh
         if mesh:  # micro-batches of one size
             with pytest.raises(accel.errors.StepError, match="with rows that fill up a micro-batch") as caught:
                 run(reduction, line, ROWS - 1)
-            assert "drop_last=True" in caught.value.fix
+            made = re.findall(r"DataLoader\(.*?\)", caught.value.fix)[0]
+            loader = functools.partial(DataLoader, range(2 * ROWS - 1), batch_size=ROWS)
+            scope: dict[str, Any] = {"DataLoader": loader}
+            exec(f"sizes = [len(batch) for batch in {made}]", scope)
+            assert scope["sizes"] == [ROWS]

@@ -124,7 +124,7 @@ def test_latest_skips_what_is_no_checkpoint_and_says_so(tmp_path: Path, caplog: 
     (tmp_path / "step-00000010").write_text("a file")
     assert latest_checkpoint(tmp_path) == paths[0]
     reasons = {
-        "step-00000006": "half-written",
+        "step-00000006": "no complete",
         "step-00000005": "missing",
         "step-00000004": "wrong size",
         "step-00000003": "damaged",
@@ -153,7 +153,7 @@ def test_latest_verified_skips_damaged_bytes_and_names_the_file(
 def test_a_folder_that_is_no_checkpoint_is_refused_with_the_way_out(tmp_path: Path) -> None:
     save_state(CPU, tmp_path, {"x": 1}, step=0)
     (tmp_path / "step-00000000" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"half-written.*given to save_state"):
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint.*given to save_state"):
         load_state(CPU, tmp_path / "step-00000000", {"x": 0})
 
 

@@ -89,7 +89,7 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "parallel/axes/tensor/_spread.py",
-        "messages beside products",
+        "only eager layers can overlap messages",
         STYLED,
         "vars(model)['_compiled_call_impl'] = model.forward\n"
         "accel.prepare_model(ctx, model, plan=Plan(overlap=True, tensor=styles))",

@@ -16,6 +16,7 @@ from accel.parallel._fakes import without_memory
 from accel.parallel._micro_batches import MicroBatch, example_batch
 from accel.parallel._record import ForwardRecord
 from accel.parallel._recorder import record_forward
+from accel.parallel._spread import ModelView
 from accel.parallel.axes.pipeline._cut import Cut, call_costs, cut_record
 from accel.parallel.axes.pipeline._held import drop_others
 from accel.parallel.axes.pipeline._planned import planned
@@ -109,7 +110,7 @@ def stage_at(given: Example, plan: Cut, at: int) -> ReplayedModule:
     calls = Calls()
     for path in given.record.units:
         let_answer(model.get_submodule(path), calls.of(path))
-    _ = drop_others(model, plan.stages[at].holds, given.record.units, CPU)
+    _ = drop_others(ModelView(model), plan.stages[at].holds, given.record.units, CPU)
     return ReplayedModule(model, calls, at, 0, len(plan.stages), ())
 
 

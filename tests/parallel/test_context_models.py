@@ -303,7 +303,7 @@ def change_detached(h: Tensor, v: Tensor) -> Tensor:
 def change_integers(h: Tensor, v: Tensor) -> Tensor:
     ids = (v.detach() * 3).long()
     _ = ids[:, 0].fill_(2)
-    ids[:, 2:5] += int(ids[0, 0]) - 1  # 1
+    ids[:, 2:5] += int(ids[0, 0, 0]) - 1  # 1
     return h + v + ids.to(h.dtype)
 
 

@@ -124,7 +124,7 @@ SEVERAL: dict[str, tuple[int, Callable[[], nn.Module], Plan, tuple[str, ...]]] =
         2,
         compiled,
         Plan(overlap=True, tensor={"other": "colwise"}),
-        ("messages beside products", "cannot be spread by this tensor-parallel plan"),
+        ("overlap messages and matmuls", "cannot be spread by this tensor-parallel plan"),
     ),
     "pp=2,cp=2": (
         4,

@@ -124,7 +124,7 @@ class PositionRanks(Ranks):
             self.agrees = False
 
     def met(self, output: Tensor) -> Tensor:
-        """Let ranks agree before the backward of a collective too; `output` is what it gave."""
+        """Let ranks agree before the backward of a collective too; `output` is the collective's."""
         return cast(Any, _Met).apply(output, self) if self.agrees else output
 
     def part(self, rows: Tensor, dim: int) -> PartTensor:
@@ -204,7 +204,7 @@ class SelectedTensor(PartTensor):
     is written into the own positions too, and it is gathered again after they have changed.
 
     Attributes:
-        base: the part that it selects from.
+        base: the part that has the positions.
         viewed: makes the selection of all positions of `base`, as a view.
         value: the selection, plain.
         version: of `base` when it was gathered.
@@ -240,7 +240,7 @@ class SelectedTensor(PartTensor):
         return self.value
 
     def write(self, func: Any, args: _Args, kwargs: _Named) -> Any:
-        """Change the selection in place, and the own positions that it selects. A collective."""
+        """Change the selection in place, and with it the own positions. A collective."""
         whole = whole_of(self.base)
         self.value = self.viewed(whole)
         found = func(self.value, *args, **kwargs)

@@ -254,18 +254,15 @@ def _with_attributes(
 def _refused(problems: list[str], size: int) -> PrepareError:
     listed = list(dict.fromkeys(problems))
     shown = "; ".join(listed[:20]) + (f"; and {len(listed) - 20} more" if len(listed) > 20 else "")
-    fix = "Print accel.parallel.tensor_plan(model), change it, and pass it as accel.parallel.Plan(tensor=...)."
-    if all(f": {ADAPTER} " in each for each in listed):
-        fix = (
-            'Adapt linear layers alone, without DoRA: peft.LoraConfig(target_modules="all-linear", use_dora=False). Or'
-            ' shard the model in place of tp: ctx = accel.replace(ctx, mesh="", strategy="fsdp").'
-        )
     return PrepareError(
         "the model cannot be spread by this tensor-parallel plan",
         expected=f"styles of its modules that {size} ranks along tp can share",
         got=shown,
         where=WHERE,
-        fix=fix,
+        fix='Adapt linear layers alone, without DoRA: peft.LoraConfig(target_modules="all-linear", use_dora=False). Or'
+        ' shard the model in place of tp: ctx = accel.replace(ctx, mesh="", strategy="fsdp").'
+        if all(f": {ADAPTER} " in each for each in listed)
+        else "Print accel.parallel.tensor_plan(model), change it, and pass it as accel.parallel.Plan(tensor=...).",
     )
 
 

@@ -86,7 +86,9 @@ class Kept:
 
 
 MESHES = [
+    pytest.param("llama", "dp=2", "ddp", marks=pytest.mark.slow),
     ("llama", "dp=2", "fsdp"),
+    pytest.param("llama", "dp_replicate=2,dp_shard=2", "fsdp", marks=pytest.mark.slow),
     ("llama", "tp=2", "ddp"),
     pytest.param("llama", "pp=2", "ddp", marks=pytest.mark.slow),
     ("tied", "dp=2", "fsdp"),

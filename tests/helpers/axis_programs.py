@@ -49,6 +49,17 @@ QUERIES = (
     "q, k, v = torch.ones(3, 1, 2, 4, 8).unbind(); more = torch.ones(1, 2, 6, 8)\n"
     "attend = functools.partial(accel.parallel.context_attention, ctx)\n"
 )
+NESTED = (
+    "from torch.utils.checkpoint import checkpoint\n"
+    "class Block(nn.Module):\n"
+    "    def __init__(self):\n        super().__init__()\n        self.layer = nn.Linear(4, 4)\n"
+    "    def forward(self, x): return torch.softmax(self.layer(x) @ x.transpose(1, 2), -1) @ x\n"
+    "class Net(nn.Module):\n    def __init__(self, inner):\n        super().__init__()\n"
+    "        self.block, self.inner = Block(), inner\n"
+    "    def forward(self, x): return checkpoint(lambda x: self.inner(self.block, x), x, use_reentrant=False)\n"
+    "own = accel.parallel.split_sequence(ctx, {'x': torch.ones(2, 8, 4)})['x'].requires_grad_()\n"
+    "prepared = lambda inner: accel.prepare_model(ctx, Net(inner))\n"
+)
 STAGED = CHAIN + (
     "Plan = accel.parallel.Plan; state = accel.train_state(ctx).next()\n"
     "train = lambda model: accel.forward_backward(ctx, model, state, (x,), loss_fn=lambda out: out.sum(), weight=4)\n"
@@ -209,6 +220,16 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
         "attend(q, k, v, attn_mask=mask, causal=False, method='ring')",
         'Plan(context="gather")',
         "method = {line}.context; assert attend(q, k, v, attn_mask=mask, causal=False, method=method).shape == q.shape",
+        ranks=2,
+        mesh="cp=2",
+    ),
+    Program(
+        "parallel/axes/context/_forward.py",
+        "a checkpoint under hooks of saved tensors",
+        NESTED,
+        "model = prepared(lambda block, x: checkpoint(block, x, use_reentrant=False)); model(own).sum().backward()",
+        "checkpoint(block, x=x, use_reentrant=False)",
+        "model = prepared(lambda block, x: {line}); model(own).sum().backward()",
         ranks=2,
         mesh="cp=2",
     ),

@@ -142,7 +142,7 @@ def test_other_errors_of_a_call_stay_as_they_are() -> None:
         accel.find_executable_batch_size(ctx, function, 8)
 
 
-def check_names(text: str) -> None:
+def assert_names(text: str) -> None:
     """Raise where a text names what is no public name, in its place."""
     for path in re.findall(r"accel\.([A-Za-z]\w*(?:\.[A-Za-z]\w*)*)", text):
         module, _, name = f"accel.{path}".rpartition(".")
@@ -151,7 +151,7 @@ def check_names(text: str) -> None:
 
 def test_each_answer_to_a_keyword_names_functions_that_are_there() -> None:
     for fix in _FIXES.values():
-        check_names(fix)
+        assert_names(fix)
 
 
 def test_no_name_of_ours_is_taken_for_another() -> None:
@@ -160,7 +160,7 @@ def test_no_name_of_ours_is_taken_for_another() -> None:
 
 @rows("name", accel._OTHERS)
 def test_a_name_of_another_library_is_answered_by_ours(name: str) -> None:
-    check_names(accel._OTHERS[name])
+    assert_names(accel._OTHERS[name])
     with pytest.raises(AttributeError, match=rf"{name}'\. Use"):
         getattr(accel, name)
     assert not hasattr(accel, name)

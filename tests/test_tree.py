@@ -100,7 +100,7 @@ trees = st.recursive(atoms, _containers, max_leaves=12)
 relaxed = settings(deadline=None, max_examples=share(2))
 
 
-def _same(a: Any, b: Any) -> None:
+def assert_same(a: Any, b: Any) -> None:
     """Equal in types, keys, their order, and leaves; written without the functions under test."""
     assert type(a) is type(b)
     if isinstance(a, torch.Tensor):
@@ -110,16 +110,16 @@ def _same(a: Any, b: Any) -> None:
         assert vars(a) == vars(b) if isinstance(a, Named) else True
         assert getattr(a, "default_factory", None) is getattr(b, "default_factory", None)
         for key in a:
-            _same(a[key], b[key])
+            assert_same(a[key], b[key])
     elif isinstance(a, list | tuple):
         assert len(a) == len(b)
         for one, other in zip(a, b, strict=True):
-            _same(one, other)
+            assert_same(one, other)
     elif isinstance(a, Plain | Frozen | Record):
-        _same(a.a, b.a)
-        _same(a.b, b.b)
+        assert_same(a.a, b.a)
+        assert_same(a.b, b.b)
     elif isinstance(a, Slotted):
-        _same(a.a, b.a)
+        assert_same(a.a, b.a)
     else:
         assert a == b
 
@@ -127,8 +127,8 @@ def _same(a: Any, b: Any) -> None:
 @relaxed
 @given(tree=trees)
 def test_mapping_nothing_gives_an_equal_tree(tree):
-    _same(map_leaves(lambda leaf: leaf, tree), tree)
-    _same(replace_tensors(tree, [leaf for _, leaf in tensors(tree)]), tree)
+    assert_same(map_leaves(lambda leaf: leaf, tree), tree)
+    assert_same(replace_tensors(tree, [leaf for _, leaf in tensors(tree)]), tree)
     assert structure(map_leaves(lambda leaf: leaf, tree)) == structure(tree)
 
 
@@ -148,7 +148,7 @@ def test_containers_are_new_and_the_old_are_left_as_they_were(tree):
 @given(tree=trees, offset=st.integers(-5, 5))
 def test_maps_compose_and_touch_tensors_only(tree, offset):
     once = map_tensors(lambda x: x + offset, tree)
-    _same(map_tensors(lambda x: x - offset, once), tree)
+    assert_same(map_tensors(lambda x: x - offset, once), tree)
     assert [x.tolist() for _, x in tensors(once)] == [(x + offset).tolist() for _, x in tensors(tree)]
     others = [leaf for _, leaf in leaves(tree) if not isinstance(leaf, torch.Tensor)]
     assert [leaf for _, leaf in leaves(once) if not isinstance(leaf, torch.Tensor)] == others
@@ -303,7 +303,7 @@ def test_a_batch_cut_in_two_and_joined_is_the_batch(batch, cut):
     parts = [accel.tree.slice_tensors(batch, slice(cut)), accel.tree.slice_tensors(batch, slice(cut, None))]
     assert accel.tree.find_batch_size(parts[0]) == min(cut, rows)
     joined = accel.tree.concatenate(parts)
-    _same(joined, batch)
+    assert_same(joined, batch)
     assert accel.tree.tensors_equal(joined, batch)
     halves = accel.tree.convert_to_fp32(batch)
     assert all(tensor.dtype != torch.bfloat16 for _, tensor in tensors(halves))

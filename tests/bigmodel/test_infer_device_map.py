@@ -108,7 +108,7 @@ def infer(case: Case, **limits: int | None) -> DeviceMap | accel.errors.Placemen
         return error
 
 
-def check_refusal(case: Case, error: accel.errors.PlacementError) -> None:
+def assert_refusal(case: Case, error: accel.errors.PlacementError) -> None:
     """The limit that the error names works, and one byte less does not."""
     least = re.search(r"at least (\d+) bytes", error.expected)
     place = re.search(r"\['(.*)'\]", error.where)
@@ -129,12 +129,12 @@ def check_refusal(case: Case, error: accel.errors.PlacementError) -> None:
     assert isinstance(infer(case, **{place[1]: int(least[1])}), DeviceMap)
 
 
-def check_laws(case: Case) -> None:
+def assert_laws(case: Case) -> None:
     """A map keeps every limit, and a refusal names the smallest that works."""
     skeleton, limits, _ = case
     found = infer(case)
     if isinstance(found, accel.errors.PlacementError):
-        check_refusal(case, found)
+        assert_refusal(case, found)
         return
     for place in {*found.home.values(), *found.runs.values(), "cpu"}:
         limit = limits.get(place)
@@ -152,14 +152,14 @@ def check_laws(case: Case) -> None:
 @settings(max_examples=share(1.2))
 @given(cases())
 def test_maps_keep_every_limit_and_refusals_name_the_smallest_that_works(case: Case) -> None:
-    check_laws(case)
+    assert_laws(case)
 
 
 @pytest.mark.nightly
 @settings(max_examples=share(16))
 @given(cases())
 def test_the_laws_hold_of_many_models(case: Case) -> None:
-    check_laws(case)
+    assert_laws(case)
 
 
 @settings(max_examples=share(0.6))
@@ -222,7 +222,7 @@ def test_devices_are_filled_in_equal_shares_or_in_order_or_with_little_on_the_fi
 WAYS = list(itertools.product(get_args(Fill), (1, 2, 3)))
 
 
-def check_choice(case: Case) -> None:
+def assert_choice(case: Case) -> None:
     """No way that can be named has fewer bytes in files, and a way that was named is the one that is taken."""
     skeleton, limits, options = case
     placement = options["placement"]
@@ -249,14 +249,14 @@ def check_choice(case: Case) -> None:
 @settings(max_examples=share(1.2))
 @given(cases())
 def test_no_way_that_can_be_named_has_fewer_bytes_in_files(case: Case) -> None:
-    check_choice(case)
+    assert_choice(case)
 
 
 @pytest.mark.nightly
 @settings(max_examples=share(24))
 @given(cases())
 def test_no_way_has_fewer_bytes_in_files_of_many_models(case: Case) -> None:
-    check_choice(case)
+    assert_choice(case)
 
 
 def mixtral() -> Skeleton:

@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, trained: Model, ctx: accel.
     return folder
 
 
-def same(one: nn.Module, other: nn.Module) -> None:
+def assert_same(one: nn.Module, other: nn.Module) -> None:
     facts = [dict(model.state_dict()) | dict(model.named_buffers()) for model in (one, other)]
     assert facts[0].keys() == facts[1].keys()
     for name, tensor in facts[0].items():
@@ -81,7 +81,7 @@ def test_every_layout_loads_into_models_with_and_without_values(
     weight = model.embed.weight
     read: list[int] = []
     assert load_checkpoint_in_model(ctx, model, folder / path, advance=read.append) is model
-    same(model, trained)
+    assert_same(model, trained)
     assert model.head.weight is model.embed.weight is weight
     assert model.norm.num_batches_tracked.dtype == torch.int64
     assert sum(read) == sum(each.nbytes for each in (*model.parameters(), *model.norm.buffers()))

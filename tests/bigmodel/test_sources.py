@@ -49,7 +49,7 @@ def somewhere(tensor: torch.Tensor, offset: int) -> torch.Tensor:
     return memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
-def check(source: WeightSource, offset: int) -> None:
+def assert_law(source: WeightSource, offset: int) -> None:
     targets = {name: somewhere(tensor, offset) for name, tensor in TENSORS.items()}
     source.read(list(targets.items()))
     for name, tensor in TENSORS.items():
@@ -73,12 +73,12 @@ def test_every_layout_gives_the_same_tensors(folder: Path, path: str, direct: bo
         offset = source.entries["g"].page_offset
         assert offset is not None
         for place in (0, 8, offset):
-            check(source, place)
+            assert_law(source, place)
 
 
 def test_threads_share_a_source(folder: Path) -> None:
     with open_weights(folder) as source, ThreadPoolExecutor(4) as pool:
-        list(pool.map(check, itertools.repeat(source, 8), range(0, 64, 8)))
+        list(pool.map(assert_law, itertools.repeat(source, 8), range(0, 64, 8)))
 
 
 def test_names_can_be_mapped(folder: Path) -> None:
@@ -116,18 +116,18 @@ def test_a_file_that_shrinks_or_changes_is_refused_and_a_replaced_one_stays_the_
     with open_weights(path, direct=direct) as source:
         (tmp_path / "new").write_bytes(b"other")
         os.replace(tmp_path / "new", path)
-        check(source, 0)
+        assert_law(source, 0)
     save_file(TENSORS, path)
     with open_weights(path, direct=direct) as source:
         with open(path, "r+b") as file:
             file.seek(-100, os.SEEK_END)
             file.write(b"x")
         with assert_raises(CheckpointError, problem="the file changed while it was read", where=r"model\.safetensors"):
-            check(source, 0)
+            assert_law(source, 0)
     with open_weights(path, direct=direct) as source:
         os.truncate(path, 1_000_000)
         with pytest.raises(CheckpointError, match=r"too short.*model\.safetensors"):
-            check(source, 0)
+            assert_law(source, 0)
     with pytest.raises(CheckpointError, match="ends before its tensors do"):
         open_weights(path)
 
@@ -151,7 +151,7 @@ def test_what_is_no_weights_says_so(tmp_path: Path, folder: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_forked_process_reads_too(folder: Path) -> None:
     with open_weights(folder) as source:
-        check(source, 0)  # starts the readers, which the child does not have
+        assert_law(source, 0)  # starts the readers, which the child does not have
         weight = torch.empty_like(TENSORS["b"])
         child = os.fork()
         if not child:
@@ -160,4 +160,4 @@ def test_a_forked_process_reads_too(folder: Path) -> None:
             source.read([("b", weight)])
             os._exit(0 if weight.equal(TENSORS["b"]) else 1)
         assert os.waitpid(child, 0)[1] == 0
-        check(source, 0)
+        assert_law(source, 0)

@@ -105,14 +105,14 @@ def test_a_crash_at_any_file_operation_loses_nothing(
         else:
             assert layout == "fresh"
             assert code == CRASHED
-        check_next_save(out, run, step, keep)
+        assert_next_save(out, run, step, keep)
         if code == DONE:
             break
         points += 1
     assert points > 20 // every
 
 
-def check_next_save(out: Path, run: Run, step: int, keep: int | None) -> None:
+def assert_next_save(out: Path, run: Run, step: int, keep: int | None) -> None:
     """Whatever the crash left, the next save works and clears it up."""
     path = save_state(CPU, out, run.items(), step=step + 1, keep=keep)
     assert latest_checkpoint(out) == path

@@ -361,7 +361,7 @@ def sealed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, Any]:
     return path, (path / "manifest.json").read_bytes(), run.state()[0]
 
 
-def check_mutation(sealed: tuple[Path, bytes, Any], change: Callable[[Any], Any]) -> None:
+def assert_mutation(sealed: tuple[Path, bytes, Any], change: Callable[[Any], Any]) -> None:
     """A typed error and nothing changed, or the module that was saved."""
     path, whole, saved = sealed
     manifest = msgspec.json.decode(whole)
@@ -384,14 +384,14 @@ def check_mutation(sealed: tuple[Path, bytes, Any], change: Callable[[Any], Any]
 def test_a_manifest_mutated_by_hypothesis_is_refused_with_a_typed_error_or_loads(
     sealed: tuple[Path, bytes, Any], change: Callable[[Any], Any]
 ) -> None:
-    check_mutation(sealed, change)
+    assert_mutation(sealed, change)
 
 
 @pytest.mark.nightly
 @settings(max_examples=share(4), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(change=mutations())
 def test_many_mutated_manifests(sealed: tuple[Path, bytes, Any], change: Callable[[Any], Any]) -> None:
-    check_mutation(sealed, change)
+    assert_mutation(sealed, change)
 
 
 def reseal_from(path: Path, original: dict[str, Any], change: Callable[[dict[str, Any]], None]) -> None:

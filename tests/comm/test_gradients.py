@@ -43,7 +43,7 @@ def _spread(ranks: Simulator, call: Callable[..., Tensor], inputs: Inputs, weigh
     return outputs, grads
 
 
-def _close(first: tuple[Outputs, Outputs], second: tuple[Outputs, Outputs]) -> None:
+def assert_near(first: tuple[Outputs, Outputs], second: tuple[Outputs, Outputs]) -> None:
     torch.testing.assert_close(list(first[0]), list(second[0]), rtol=0, atol=1e-13)
     torch.testing.assert_close(list(first[1]), list(second[1]), rtol=0, atol=1e-13)
 
@@ -61,10 +61,10 @@ def test_what_ranks_use_each_in_its_own_way(ranks, size, dim, seed):
     long[dim] *= size
     weights = _draws(seed + 1, size, *long)
     both = _whole(lambda each: [torch.cat(list(each), dim)] * size, parts, weights)
-    _close(_spread(ranks, lambda x, group: gathered_summed(x, dim, group), parts, weights), both)
+    assert_near(_spread(ranks, lambda x, group: gathered_summed(x, dim, group), parts, weights), both)
     wide = _draws(seed + 2, size, *long)
     both = _whole(lambda each: torch.stack(list(each)).sum(0).chunk(size, dim), wide, parts)
-    _close(_spread(ranks, lambda x, group: scattered(x, dim, group), wide, parts), both)
+    assert_near(_spread(ranks, lambda x, group: scattered(x, dim, group), wide, parts), both)
 
 
 @given(size=sizes, dim=dims, seed=st.integers(0, 99))
@@ -78,10 +78,10 @@ def test_what_is_alike_on_all_ranks(ranks, size, dim, seed):
     alike = _draws(seed + 1, 1, *long) * size
     once = [alike[0]] + [alike[0] * 0] * (size - 1)
     both = _whole(lambda each: [torch.cat(list(each), dim)] * size, parts, once)
-    _close(_spread(ranks, lambda x, group: gathered(x, dim, group), parts, alike), both)
+    assert_near(_spread(ranks, lambda x, group: gathered(x, dim, group), parts, alike), both)
     summands = _draws(seed + 2, size, *long)
     both = _whole(lambda each: [torch.stack(list(each)).sum(0)] * size, summands, once)
-    _close(_spread(ranks, summed, summands, alike), both)
+    assert_near(_spread(ranks, summed, summands, alike), both)
 
 
 @given(size=sizes, dim=dims, seed=st.integers(0, 99))
@@ -92,10 +92,12 @@ def test_gradients_of_a_tensor_that_is_alike_are_summed(ranks, size, dim, seed):
     alike = _draws(seed, 1, *shape)
     weights = _draws(seed + 1, size, *shape)
     outputs, [grad] = _whole(lambda each: [each[0]] * size, alike, weights)
-    _close(_spread(ranks, copied, alike * size, weights), (outputs, [grad] * size))
+    assert_near(_spread(ranks, copied, alike * size, weights), (outputs, [grad] * size))
     chunks = [each.chunk(size, dim)[0] for each in weights]
     outputs, [grad] = _whole(lambda each: each[0].chunk(size, dim), alike, chunks)
-    _close(_spread(ranks, lambda x, group: own_part(x, dim, group), alike * size, chunks), (outputs, [grad] * size))
+    assert_near(
+        _spread(ranks, lambda x, group: own_part(x, dim, group), alike * size, chunks), (outputs, [grad] * size)
+    )
 
 
 @given(data=st.data(), size=sizes, seed=st.integers(0, 99))
@@ -115,7 +117,7 @@ def test_rows_travel_in_any_numbers(ranks, data, size, seed):
     def call(x: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
         return exchanged(x, counts[group.rank()], back[group.rank()], group)
 
-    _close(_spread(ranks, call, rows, weights), _whole(whole, rows, weights))
+    assert_near(_spread(ranks, call, rows, weights), _whole(whole, rows, weights))
 
 
 def test_tensors_go_round_the_ring():

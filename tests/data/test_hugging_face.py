@@ -141,35 +141,35 @@ def _ids(make, cursor, workers=0, **options) -> list[tuple[list[int], Cursor]]:
 
 @pytest.mark.parametrize("name", ["mapped in batches", "interleaved", "in streams"])
 def test_a_shuffle_buffer_anywhere_is_replayed(name):
-    _check_kills(FORGETFUL[name], 0, [3, 2], replay=True)
+    assert_kills(FORGETFUL[name], 0, [3, 2], replay=True)
 
 
 def test_sources_in_another_order_are_not_replayed():
-    _check_kills(COMPLETE["order of sources"], 1, [3], replay=False)
+    assert_kills(COMPLETE["order of sources"], 1, [3], replay=False)
 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=share(0.8))
 @given(name=st.sampled_from(sorted(FORGETFUL)), epoch=st.integers(0, 1), kills=st.lists(st.integers(1, 4), max_size=3))
 def test_a_stream_with_a_shuffle_buffer_gives_every_sample_once_over_kills(name, epoch, kills):
-    _check_kills(FORGETFUL[name], epoch, kills, replay=True)
+    assert_kills(FORGETFUL[name], epoch, kills, replay=True)
 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=share(0.4))
 @given(name=st.sampled_from(sorted(COMPLETE)), epoch=st.integers(0, 1), kills=st.lists(st.integers(1, 4), max_size=3))
 def test_a_stream_with_a_complete_state_is_not_replayed(name, epoch, kills):
-    _check_kills(COMPLETE[name], epoch, kills, replay=False)
+    assert_kills(COMPLETE[name], epoch, kills, replay=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("kind", ["shuffled", "mapped in batches", "interleaved", "in a stream"])
 def test_workers_replay_their_parts(kind, workers):
-    _check_kills(FORGETFUL[kind], 0, [3, 2], replay=True, workers=workers)
+    assert_kills(FORGETFUL[kind], 0, [3, 2], replay=True, workers=workers)
 
 
-def _check_kills(make, epoch, kills, *, replay, workers=0):
+def assert_kills(make, epoch, kills, *, replay, workers=0):
     assert accel.prepare_loader(accel.single(), DataLoader(make()), stream="dispatch").replay is replay
     cursor = Cursor(epoch=epoch)
     whole = [ids for ids, _ in _ids(make, cursor, workers)]

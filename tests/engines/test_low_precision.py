@@ -90,7 +90,7 @@ def test_losses_in_fp8_stay_near_those_in_bf16_and_resume_exactly(tmp_path: Path
     assert train(fp8, STEPS, out=tmp_path, resume=True)[0] == rounded[-5:]
 
 
-def _near_bf16(rank: int, environs: list[dict[str, str]]) -> None:
+def assert_near_bf16(rank: int, environs: list[dict[str, str]]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     steps = STEPS // 2
@@ -105,7 +105,7 @@ def _near_bf16(rank: int, environs: list[dict[str, str]]) -> None:
 @pytest.mark.multiprocess
 def test_sharded_weights_are_gathered_in_fp8() -> None:
     """By processes: torchao's gathers of fp8 end simulated ranks with a segmentation fault."""
-    run_ranks(_near_bf16, job(2))
+    run_ranks(assert_near_bf16, job(2))
 
 
 @pytest.mark.parametrize("weights", ["int4", "int8"])

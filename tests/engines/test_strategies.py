@@ -30,7 +30,7 @@ def found(folder: Path, strategies: str) -> dict[str, Any]:
     return json.loads((folder / "found.json").read_text())
 
 
-def check(figures: dict[str, Any], strategies: str) -> None:
+def assert_law(figures: dict[str, Any], strategies: str) -> None:
     names = strategies.split(",")
     first = names[0]
     assert list(figures["losses"]) == names
@@ -47,4 +47,4 @@ def check(figures: dict[str, Any], strategies: str) -> None:
 def test_strategies_train_alike_and_load_each_others_checkpoints(tmp_path: Path) -> None:
     has_deepspeed = "deepspeed" in ENGINES and importlib.util.find_spec("deepspeed") is not None
     strategies = "ddp,fsdp,zero1,zero2,zero3" if has_deepspeed else "ddp,fsdp"
-    check(found(tmp_path, strategies), strategies)
+    assert_law(found(tmp_path, strategies), strategies)

@@ -64,10 +64,10 @@ def test_a_killed_group_costs_a_step_and_no_sample(tmp_path: Path) -> None:
             for process in (first, second, third):
                 if process is not None and process.poll() is None:
                     process.kill()
-    check_ledgers(tmp_path, died)
+    assert_ledgers(tmp_path, died)
 
 
-def check_ledgers(folder: Path, died: float) -> None:
+def assert_ledgers(folder: Path, died: float) -> None:
     """Check both ends, and that each sample is in exactly one step that counts, in each epoch."""
     a, b, c = (read(folder / name) for name in "abc")
     assert a[-1]["end"] == c[-1]["end"] == STEPS

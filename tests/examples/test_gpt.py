@@ -96,7 +96,7 @@ def losses(ranks: Simulator, example: ModuleType) -> Iterator[Losses]:
     torch.set_default_dtype(torch.float32)
 
 
-def _check(losses: Losses, name: str, axes: Axes, strategy: str) -> None:
+def assert_law(losses: Losses, name: str, axes: Axes, strategy: str) -> None:
     if name in ("llama", "gpt2", "mixtral"):
         pytest.importorskip("transformers", reason="needs accel-torch[transformers]")
     expected = losses(name, Axes(), "ddp")
@@ -118,7 +118,7 @@ def _check(losses: Losses, name: str, axes: Axes, strategy: str) -> None:
     ids=str,
 )
 def test_a_model_trains_alike_on_one_axis(losses: Losses, name: str, axes: Axes, strategy: str) -> None:
-    _check(losses, name, axes, strategy)
+    assert_law(losses, name, axes, strategy)
 
 
 MESHES = (
@@ -143,7 +143,7 @@ OF_EXPERTS = (("mixtral", Axes(tp=2, ep=2), "ddp"), ("mixtral", Axes(dp=2, tp=2,
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "axes", "strategy"), [*ON_MESHES, *OF_EXPERTS], ids=str)
 def test_models_train_alike_on_every_mesh(losses: Losses, name: str, axes: Axes, strategy: str) -> None:
-    _check(losses, name, axes, strategy)
+    assert_law(losses, name, axes, strategy)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -268,7 +268,7 @@ CASES: list[Any] = [
 ]
 
 
-def check(name: str, read: Reader, options: dict[str, Any], steps: list[Steps], folder: Path) -> None:
+def assert_law(name: str, read: Reader, options: dict[str, Any], steps: list[Steps], folder: Path) -> None:
     """Write a tracker's files, and read them back."""
     places = {"uri": f"sqlite:///{folder}/mlflow.db", "files": (folder / "files").as_uri()}
     given = {key: value.format(**places) if isinstance(value, str) else value for key, value in options.items()}
@@ -281,7 +281,7 @@ def test_a_tracker_is_read_back_by_its_own_reader(
     name: str, read: Reader, options: dict[str, Any], steps: list[Steps], tmp_path: Path
 ) -> None:
     _ = pytest.importorskip(name)
-    check(name, read, options, steps, tmp_path)
+    assert_law(name, read, options, steps, tmp_path)
 
 
 def write_clearml(folder: Path) -> None:

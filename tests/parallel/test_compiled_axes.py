@@ -123,7 +123,7 @@ def trained(ctx: accel.DistContext, case: Case, backend: str | None) -> tuple[li
     return found, compiled, graphs
 
 
-def check(ranks: Simulator, case: Case, backend: str) -> None:
+def assert_law(ranks: Simulator, case: Case, backend: str) -> None:
     size = 4 if "," in case.mesh else 2
     eager = ranks.run(lambda ctx: trained(ctx, case, None), size, default_group=True)
     assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -140,14 +140,14 @@ def check(ranks: Simulator, case: Case, backend: str) -> None:
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
 def test_no_graph_breaks_and_gradients_are_the_same(ranks, name):
-    check(ranks, CASES[name], "aot_eager")
+    assert_law(ranks, CASES[name], "aot_eager")
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of modules that Inductor imports
 @pytest.mark.parametrize("name", ["ddp, whole", "tp"])
 def test_inductor_gives_the_same_gradients(ranks, name):
-    check(ranks, CASES[name], "inductor")
+    assert_law(ranks, CASES[name], "inductor")
 
 
 def test_micro_batches_of_any_number_of_rows_take_two_graphs():

@@ -56,7 +56,7 @@ def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: full_tensor(each).clone() for name, each in held}
 
 
-def _check(found: list[dict[str, torch.Tensor]], expected: dict[str, torch.Tensor]) -> None:
+def assert_law(found: list[dict[str, torch.Tensor]], expected: dict[str, torch.Tensor]) -> None:
     assert {name for each in found for name in each} == expected.keys()
     for each in found:
         for name, value in each.items():
@@ -70,7 +70,7 @@ def test_ranks_without_values_get_those_of_rank_0(ranks: Simulator, axes: Axes, 
         return _step(ctx, *_prepared(ctx, empty=ctx.rank > 0))
 
     expected = ranks.run(lambda ctx: rank(ctx, alone=True), 1, default_group=True)[0]
-    _check(ranks.run(lambda ctx: rank(ctx, alone=False), axes.world_size, default_group=True), expected)
+    assert_law(ranks.run(lambda ctx: rank(ctx, alone=False), axes.world_size, default_group=True), expected)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_a_load_fills_what_each_rank_has(ranks: Simulator, saved: Any, axes: Axe
         accel.load_state(ctx, saved[0], {"model": model, "optimizer": optimizer})
         return _step(ctx, model, optimizer)
 
-    _check(ranks.run(rank, axes.world_size, default_group=True), saved[1])
+    assert_law(ranks.run(rank, axes.world_size, default_group=True), saved[1])
 
 
 @pytest.mark.parametrize(("axes", "strategy"), [(Axes(), "ddp"), (Axes(dp=2), "ddp"), (Axes(pp=2, tp=2), "fsdp")])

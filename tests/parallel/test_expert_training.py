@@ -129,7 +129,7 @@ def alone() -> tuple[dict[str, Tensor], list[float]]:
     return train(accel.single(), "")
 
 
-def check(results: list[Any], alone: tuple[dict[str, Tensor], list[float]]) -> None:
+def assert_law(results: list[Any], alone: tuple[dict[str, Tensor], list[float]]) -> None:
     for parameters, norms in results:
         assert norms == pytest.approx(alone[1], abs=1e-12)
         for name, each in alone[0].items():
@@ -146,7 +146,7 @@ def check(results: list[Any], alone: tuple[dict[str, Tensor], list[float]]) -> N
 )
 def test_training_is_that_of_one_process(ranks, mesh, strategy, uneven, alone):
     run = simulate(lambda ctx: train(ctx, mesh, strategy=strategy, uneven=uneven), ranks, default_group=True)
-    check(run, alone)
+    assert_law(run, alone)
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_training_is_that_of_one_process(ranks, mesh, strategy, uneven, alone):
     ],
 )
 def test_training_on_more_axes_is_that_of_one_process(ranks, mesh, strategy, alone):
-    check(simulate(lambda ctx: train(ctx, mesh, strategy=strategy, uneven=True), ranks, default_group=True), alone)
+    assert_law(simulate(lambda ctx: train(ctx, mesh, strategy=strategy, uneven=True), ranks, default_group=True), alone)
 
 
 def _real_rank(rank: int, environ: list[dict[str, str]], path: str) -> None:
@@ -173,7 +173,7 @@ def _real_rank(rank: int, environ: list[dict[str, str]], path: str) -> None:
 @pytest.mark.slow
 def test_training_in_processes_is_that_of_one(alone, tmp_path):
     run_ranks(_real_rank, job(2), str(tmp_path / "rank0.pt"))
-    check([torch.load(tmp_path / "rank0.pt")], alone)
+    assert_law([torch.load(tmp_path / "rank0.pt")], alone)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_training_in_processes_is_that_of_one(alone, tmp_path):
     [(2, "tp=2,ep=2"), (4, "dp=2,tp=2,ep=4"), pytest.param(4, "tp=4,ep=2", marks=pytest.mark.slow)],
 )
 def test_ranks_along_tp_dispatch_a_part_of_their_tokens_each(ranks, mesh, alone):
-    check(simulate(lambda ctx: train(ctx, mesh, uneven=True), ranks, default_group=True), alone)
+    assert_law(simulate(lambda ctx: train(ctx, mesh, uneven=True), ranks, default_group=True), alone)
 
 
 def test_a_module_that_dispatches_tokens_itself_sees_its_own_experts(alone):
@@ -202,7 +202,7 @@ def test_a_module_that_dispatches_tokens_itself_sees_its_own_experts(alone):
         norms = steps(ctx, model, torch.optim.SGD(model.parameters(), lr=0.5), uneven=True)
         return {name: whole(each) for name, each in model.named_parameters()}, norms
 
-    check(simulate(run, 2, default_group=True), alone)
+    assert_law(simulate(run, 2, default_group=True), alone)
 
 
 def test_ranks_whose_experts_nobody_chooses_and_frozen_routers(alone):
@@ -220,7 +220,7 @@ def test_ranks_whose_experts_nobody_chooses_and_frozen_routers(alone):
         return {name: whole(each) for name, each in model.named_parameters()}, norms
 
     one = run(accel.single(), "")
-    check(simulate(lambda ctx: run(ctx, "dp=2,ep=2"), 2, default_group=True), one)
+    assert_law(simulate(lambda ctx: run(ctx, "dp=2,ep=2"), 2, default_group=True), one)
     assert one[1] != pytest.approx(alone[1], abs=1e-3)
 
 
@@ -281,7 +281,7 @@ def test_a_checkpoint_goes_on_in_any_layout(saved, loaded, tmp_path):
         return {name: whole(each) for name, each in model.named_parameters()}, norms
 
     stayed = simulate(save, saved[0], default_group=True)[0]
-    check(simulate(load, loaded[0], default_group=True), stayed)
+    assert_law(simulate(load, loaded[0], default_group=True), stayed)
 
 
 def test_evaluation_and_averaged_weights():

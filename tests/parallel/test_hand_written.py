@@ -238,7 +238,7 @@ def _staged(ctx: accel.DistContext, model: nn.Module, optimizer: Any) -> list[tu
     return figures
 
 
-def _check(found: list[Any], expected: Any) -> None:
+def assert_law(found: list[Any], expected: Any) -> None:
     for figures, parameters in found:
         torch.testing.assert_close(torch.tensor(figures), torch.tensor(expected[0]), rtol=0, atol=1e-10)
         want: Mapping[str, Tensor] = expected[1]
@@ -263,7 +263,7 @@ def test_a_model_written_by_hand_trains_as_in_one_process(
     ranks: Simulator, block: Callable[[], nn.Module], mesh: str, example: Any
 ) -> None:
     found = ranks.run(partial(_train, block=block, mesh=mesh, example=example), 2, default_group=True)
-    _check(found, _train(accel.single(), block))
+    assert_law(found, _train(accel.single(), block))
 
 
 def test_torch_s_attention_is_divided_by_an_example_too() -> None:
@@ -306,7 +306,7 @@ class _Tied(nn.Module):
 def test_the_python_of_a_forward_runs_in_its_stage(ranks: Simulator, block: Callable[[], nn.Module]) -> None:
     """Draws of Python's module random, new data of parameters, and functions with gradients of their own."""
     expected = _train(accel.single(), block)
-    _check(ranks.run(lambda ctx: _train(ctx, block, "pp=2"), 2, default_group=True), expected)
+    assert_law(ranks.run(lambda ctx: _train(ctx, block, "pp=2"), 2, default_group=True), expected)
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped")  # outputs that are views
@@ -328,7 +328,7 @@ def test_bounds_of_parameters_in_a_forward_are_warned_about_once(
 ) -> None:
     expected = _train(accel.single(), Bounded)
     work = partial(_train, block=Bounded, mesh="dp=2")
-    _check(ranks.run(lambda ctx: work(accel.replace(ctx, strategy="fsdp")), 2, default_group=True), expected)
+    assert_law(ranks.run(lambda ctx: work(accel.replace(ctx, strategy="fsdp")), 2, default_group=True), expected)
     assert caplog.text.count("the forward bounds parameters (blocks.0.norm.weight") == 2  # ranks
 
 
@@ -347,7 +347,7 @@ class Routed(nn.Module):
 def test_a_conversion_in_a_forward_that_changes_nothing_is_no_change_of_parameters(ranks: Simulator) -> None:
     expected = _train(accel.single(), Routed)
     work = partial(_train, block=Routed, mesh="dp=2")
-    _check(ranks.run(lambda ctx: work(accel.replace(ctx, strategy="fsdp")), 2, default_group=True), expected)
+    assert_law(ranks.run(lambda ctx: work(accel.replace(ctx, strategy="fsdp")), 2, default_group=True), expected)
 
 
 def test_torch_s_attention_along_cp_takes_masks_by_the_number_of_tokens_and_subclasses(ranks: Simulator) -> None:

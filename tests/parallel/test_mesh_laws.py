@@ -22,7 +22,7 @@ def _alone(accumulation: int, **options: Any) -> Run:
     return simulate(lambda ctx: train(ctx, "dp=1", accumulation=accumulation, **options), 1, default_group=True)[0]
 
 
-def _check(run: Run, expected: Run) -> None:
+def assert_law(run: Run, expected: Run) -> None:
     for name, parameter in run.parameters.items():
         torch.testing.assert_close(parameter, expected.parameters[name], rtol=0, atol=1e-10, msg=name)
     assert run.norms == pytest.approx(expected.norms, rel=1e-12, abs=1e-12)
@@ -46,7 +46,7 @@ def _law(
 
     runs = ranks.run(rank, axes.world_size, default_group=True, timeout_s=300)
     for run in runs:
-        _check(run, expected)
+        assert_law(run, expected)
     assert {name for run in runs for name in run.parameters} == expected.parameters.keys()  # of all stages
 
 

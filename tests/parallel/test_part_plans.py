@@ -431,7 +431,7 @@ def test_an_example_never_divides_less_than_none(what: str) -> None:
     assert found >= share_of(model, rules_of(model, accel.parallel.tensor_plan(model), 2)) > 0.5
 
 
-def _checked(ranks: Simulator, entry: Handwritten, mesh: str, size: int) -> None:
+def assert_law(ranks: Simulator, entry: Handwritten, mesh: str, size: int) -> None:
     if entry.name in REFUSED or (entry.name, mesh) in REFUSED_ON:
         with pytest.raises((PrepareError, NoRuleError)):
             compared(ranks, entry, mesh, size)
@@ -445,7 +445,7 @@ def _checked(ranks: Simulator, entry: Handwritten, mesh: str, size: int) -> None
     ids=lambda each: each.name,
 )
 def test_a_hand_written_model_trains_divided_as_in_one_process(ranks: Simulator, entry: Handwritten) -> None:
-    _checked(ranks, entry, "tp=2", 2)
+    assert_law(ranks, entry, "tp=2", 2)
 
 
 @pytest.mark.nightly
@@ -455,4 +455,4 @@ def test_a_hand_written_model_trains_divided_as_in_one_process(ranks: Simulator,
 def test_each_hand_written_model_trains_as_in_one_process_or_is_refused(
     ranks: Simulator, entry: Handwritten, mesh: str, size: int
 ) -> None:
-    _checked(ranks, entry, mesh, size)
+    assert_law(ranks, entry, mesh, size)

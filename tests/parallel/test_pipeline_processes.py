@@ -50,7 +50,7 @@ with accel.session(device="cpu", mesh="pp=-1", timeout_s=60) as ctx:
 """
 
 
-def _trains(rank: int, environs: list[dict[str, str]]) -> None:
+def assert_trains(rank: int, environs: list[dict[str, str]]) -> None:
     torch.set_num_threads(1)
     with accel.session(environs[rank], device="cpu") as ctx:
         for tied in (False, True):
@@ -72,7 +72,7 @@ def _schedule(name: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_every_schedule_trains_in_two_processes() -> None:
-    run_ranks(_trains, job(2))
+    run_ranks(assert_trains, job(2))
 
 
 def _written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -110,7 +110,7 @@ def test_others_are_told_of_a_rank_that_dies_inside_a_stage(tmp_path: Path, monk
     assert time.monotonic() - began < patience(40)  # and not the 60 s of the time-out
 
 
-def _traces(rank: int, environs: list[dict[str, str]], folder: str) -> None:
+def assert_traces(rank: int, environs: list[dict[str, str]], folder: str) -> None:
     torch.set_num_threads(1)
     with accel.session(environs[rank], device="cpu") as ctx, pytest.MonkeyPatch.context() as patch:
         replayed_models.widen(patch, "bert")
@@ -127,4 +127,4 @@ def _traces(rank: int, environs: list[dict[str, str]], folder: str) -> None:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_traced_model_trains_and_resumes_in_two_processes(tmp_path: Path) -> None:
-    run_ranks(_traces, job(2), str(tmp_path / "saved"))
+    run_ranks(assert_traces, job(2), str(tmp_path / "saved"))

@@ -152,17 +152,19 @@ def test_generation_with_a_cache_is_that_of_transformers(ranks: Simulator, make:
     }
     if make is _llama:  # a tied parameter cannot be in two stages of one rank
         plans["pp=2,dp=1"] = accel.parallel.Plan(schedule="ZBVZeroBubble", stages_per_rank=2)
-    _compare(ranks, make, plans, eos)
+    assert_equal_runs(ranks, make, plans, eos)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [_gemma3, _mistral, _bloom, _lfm2])
 def test_stages_keep_windows_biases_and_states_of_their_layers(ranks: Simulator, make: Any) -> None:
     plans = {"pp=2": accel.parallel.Plan(micro_batches=3), "pp=4": accel.parallel.Plan(micro_batches=4)}
-    _compare(ranks, make, plans)
+    assert_equal_runs(ranks, make, plans)
 
 
-def _compare(ranks: Simulator, make: Any, plans: dict[str, accel.parallel.Plan], eos: int | None = None) -> None:
+def assert_equal_runs(
+    ranks: Simulator, make: Any, plans: dict[str, accel.parallel.Plan], eos: int | None = None
+) -> None:
     with accel.seeding.seeded(accel.single(), 0):
         whole = make().double()
     more = {"eos_token_id": eos, "pad_token_id": eos or 0}

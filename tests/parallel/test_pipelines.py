@@ -33,7 +33,7 @@ SCHEDULES = [
 ]
 
 
-def _check(
+def assert_law(
     ranks: Simulator, count: int, plan: accel.parallel.Plan, *, tied: bool = False, accumulation: int = 1
 ) -> None:
     make = partial(Words, tied=tied)
@@ -51,7 +51,7 @@ def test_a_schedule_takes_the_steps_of_one_process(
     ranks: Simulator, schedule: Any, per: int, micro: int, tied: bool
 ) -> None:
     plan = accel.parallel.Plan(schedule=schedule, stages_per_rank=per, micro_batches=micro)
-    _check(ranks, 2, plan, tied=tied, accumulation=2)
+    assert_law(ranks, 2, plan, tied=tied, accumulation=2)
 
 
 class _Sum(nn.Module):
@@ -82,7 +82,7 @@ def test_backwards_in_halves_give_each_gradient_its_own_memory(ranks: Simulator)
 @pytest.mark.parametrize(("schedule", "per", "micro"), SCHEDULES)
 def test_four_ranks_take_the_steps_of_one_process(ranks: Simulator, schedule: Any, per: int, micro: int) -> None:
     plan = accel.parallel.Plan(schedule=schedule, stages_per_rank=per, micro_batches=max(micro, 8))
-    _check(ranks, 4, plan, tied=True, accumulation=3)
+    assert_law(ranks, 4, plan, tied=True, accumulation=3)
 
 
 REPLICAS = [
@@ -158,10 +158,10 @@ def test_a_tied_parameter_of_two_sharded_stages_of_a_rank_is_refused(ranks: Simu
 
 def test_stages_by_name_need_no_order_of_length(ranks: Simulator) -> None:
     stages = [["embed"], [f"blocks.{at}" for at in range(8)] + ["norm", "head"]]
-    _check(ranks, 2, accel.parallel.Plan(stages=stages), tied=True)
+    assert_law(ranks, 2, accel.parallel.Plan(stages=stages), tied=True)
 
 
-def _check_two_stages(ranks: Simulator, make: Callable[[], Words]) -> None:
+def assert_two_stages(ranks: Simulator, make: Callable[[], Words]) -> None:
     found = ranks.run(partial(train, make=make, mesh="pp=2"), 2, default_group=True)
     parameters, figures = differences(found, by_hand(make))
     assert parameters < PARAMETERS
@@ -176,7 +176,7 @@ def _one_norm() -> Words:
 
 
 def test_a_module_in_blocks_of_several_stages_is_tied(ranks: Simulator) -> None:
-    _check_two_stages(ranks, _one_norm)
+    assert_two_stages(ranks, _one_norm)
 
 
 def _hooked() -> Words:
@@ -188,7 +188,7 @@ def _hooked() -> Words:
 
 
 def test_hooks_run_where_their_module_is(ranks: Simulator) -> None:
-    _check_two_stages(ranks, _hooked)
+    assert_two_stages(ranks, _hooked)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -401,7 +401,7 @@ def test_a_way_to_cut_is_refused_with_the_line_to_write(cut: Any) -> None:
 
 
 def test_a_forward_may_look_at_modules_of_other_stages(ranks: Simulator) -> None:
-    _check_two_stages(ranks, Questions)
+    assert_two_stages(ranks, Questions)
 
 
 def _failing_loss(_output: torch.Tensor, _targets: torch.Tensor) -> torch.Tensor:

@@ -204,14 +204,16 @@ def test_models_without_a_language_head_are_refused() -> None:
 def test_a_model_that_attends_to_later_tokens_is_refused() -> None:
     with pytest.raises(accel.errors.ConfigError, match="later tokens"):
         _ = accel.training.generate(accel.single(), _bert(is_decoder=False), IDS, max_new_tokens=2)
-    _same_as_its_own(_bert(is_decoder=True))
+    assert_same_as_its_own(_bert(is_decoder=True))
     sizes = {"vocab_size": 64, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-    _same_as_its_own(transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes, intermediate_size=16)).eval())
+    assert_same_as_its_own(
+        transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes, intermediate_size=16)).eval()
+    )
     config = transformers.BartConfig(**_LAYERS, **_TOKENS, forced_eos_token_id=None)
-    _same_as_its_own(transformers.BartForCausalLM(config).eval())
+    assert_same_as_its_own(transformers.BartForCausalLM(config).eval())
 
 
-def _same_as_its_own(net: Any) -> None:
+def assert_same_as_its_own(net: Any) -> None:
     found = accel.training.generate(accel.single(), net, IDS, max_new_tokens=3)
     with torch.no_grad():
         own = net.generate(input_ids=IDS, max_new_tokens=3, do_sample=False, eos_token_id=None)

@@ -58,7 +58,7 @@ def _gradients(model: Any, **inputs: Any) -> dict[str, torch.Tensor]:
     return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
-def _same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, each in expected.items():
         torch.testing.assert_close(found[name], each, msg=lambda text, name=name: f"{name}: {text}")
@@ -75,7 +75,7 @@ def test_causal_models_recompute_as_they_come(family: str, attention: str, maske
     inputs: dict[str, Any] = {"attention_mask": MASK} if masked else {}
     for more in ({}, {"use_cache": True}, {"use_cache": False}):
         expected = _gradients(_made(family, attention), **inputs, **more)
-        _same(_gradients(accel.checkpoint_activations(_made(family, attention)), **inputs, **more), expected)
+        assert_same(_gradients(accel.checkpoint_activations(_made(family, attention)), **inputs, **more), expected)
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
@@ -101,7 +101,7 @@ def test_a_cache_with_entries_is_restored(family: str, twice: bool) -> None:
         return {name: each.grad for name, each in named}
 
     found = gradients(recomputes=True)
-    _same(found, gradients(recomputes=False))
+    assert_same(found, gradients(recomputes=False))
     assert all(found[f"prefix.{at}"].abs().sum() > 0 for at in range(4))
 
 
@@ -140,7 +140,7 @@ def test_blocks_recompute_along_cp(ranks: Simulator, family: str) -> None:
     found = ranks.run(lambda ctx: _along_cp(ctx, family, recomputes=True), 2, default_group=True)
     plain = ranks.run(lambda ctx: _along_cp(ctx, family, recomputes=False), 2, default_group=True)
     for one, other in zip(found, plain, strict=True):
-        _same(one, other)
+        assert_same(one, other)
 
 
 class Block(nn.Module):
@@ -277,4 +277,4 @@ def test_compiled_models_with_a_cache_recompute(regions: Any) -> None:
     expected = _gradients(_made("llama"), use_cache=False)
     model = accel.checkpoint_activations(_made("llama"))
     accel.compile_model(model, regions, backend="aot_eager")
-    _same(_gradients(model, use_cache=False), expected)
+    assert_same(_gradients(model, use_cache=False), expected)

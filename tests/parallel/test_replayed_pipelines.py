@@ -26,7 +26,7 @@ from accel.testing import Simulator
 PARAMETERS, FIGURES = 1e-10, 1e-10
 
 
-def _check(ranks: Simulator, name: str, mesh: str, world: int, accumulation: int = 1, **options: Any) -> None:
+def assert_law(ranks: Simulator, name: str, mesh: str, world: int, accumulation: int = 1, **options: Any) -> None:
     rows, pieces = (4, 4, 3), 1
     if name == "unet":  # statistics of micro-batches see copies of the last row, so there are none here
         rows, pieces = (8, 8, 4), 4 if mesh == "pp=4" else 2
@@ -44,7 +44,7 @@ def _check(ranks: Simulator, name: str, mesh: str, world: int, accumulation: int
 @pytest.mark.parametrize("name", ["bert", pytest.param("t5", marks=pytest.mark.slow), "unet"])
 def test_a_model_takes_the_steps_of_one_process(ranks: Simulator, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     widen(monkeypatch, name)
-    _check(ranks, name, "pp=2", 2, accumulation=3)
+    assert_law(ranks, name, "pp=2", 2, accumulation=3)
 
 
 @pytest.mark.slow
@@ -56,7 +56,7 @@ def test_families_take_the_steps_of_one_process(
     widen(monkeypatch, name)
     if name == "unet" and "dp" in mesh:
         pytest.skip("statistics of batches are each rank's own")
-    _check(ranks, name, mesh, world, accumulation)
+    assert_law(ranks, name, mesh, world, accumulation)
 
 
 TURNS = accel.parallel.Plan(schedule="Interleaved1F1B", stages_per_rank=2, micro_batches=4)
@@ -76,7 +76,7 @@ def test_several_stages_of_a_rank_take_the_steps_of_one_process(
     ranks: Simulator, monkeypatch: pytest.MonkeyPatch, name: str, mesh: str, accumulation: int
 ) -> None:
     widen(monkeypatch, name)
-    _check(ranks, name, mesh, 4 if "dp" in mesh else 2, accumulation, plan=TURNS)
+    assert_law(ranks, name, mesh, 4 if "dp" in mesh else 2, accumulation, plan=TURNS)
 
 
 def test_stages_of_a_rank_without_a_module_of_their_own_are_refused_beside_dp(ranks: Simulator) -> None:
@@ -237,7 +237,7 @@ def _lose_ties(model: nn.Module) -> None:
 @pytest.mark.slow
 def test_the_law_notices_a_lost_tie(ranks: Simulator) -> None:
     with pytest.raises(AssertionError):
-        _check(ranks, "bert", "pp=2", 2, change=_lose_ties)
+        assert_law(ranks, "bert", "pp=2", 2, change=_lose_ties)
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def _trained(
     return Found(losses, {name: each.grad.clone() for name, each in held if each.grad is not None})
 
 
-def _check(found: list[Found], expected: Found) -> None:
+def assert_law(found: list[Found], expected: Found) -> None:
     for each in found:
         assert each.losses == pytest.approx(expected.losses, rel=1e-10)
         for name, gradient in each.gradients.items():
@@ -117,7 +117,7 @@ def test_random_numbers_are_those_of_every_other_cut(ranks: Simulator, alike: bo
     whole: dict[str, Tensor] = {name: each for found in first for name, each in found.gradients.items()}
     expected = Found(first[0].losses, whole)
     for found in [first, *others]:
-        _check(found, expected)
+        assert_law(found, expected)
     dry = _trained(accel.single(), _made(Dropped).eval(), "", Plan(micro_batches=4), _words(7), LOSS)
     assert abs(dry.losses[0] - expected.losses[0]) > 1e-3
     assert expected.losses[0] != expected.losses[1]
@@ -152,7 +152,7 @@ def test_micro_batches_may_call_modules_in_other_orders(
     found = ranks.run(
         lambda ctx: _trained(ctx, _made(Skips), mesh, plan, batches, LOSS, example), int(mesh[-1]), default_group=True
     )
-    _check(found, expected)
+    assert_law(found, expected)
 
 
 class OfRank(Words):

@@ -113,7 +113,7 @@ FREE = ("towers", "clip", "lambdas", "functional_head", "shared_block", "t5", "u
 EVERY = [*((schedule, 2) for schedule in TWO), ("1F1B", 1), ("GPipe", 1)]
 
 
-def _check(ranks: Simulator, each: Handwritten, schedule: Any, per_rank: int) -> None:
+def assert_law(ranks: Simulator, each: Handwritten, schedule: Any, per_rank: int) -> None:
     plan = Plan(schedule=schedule, stages_per_rank=per_rank, micro_batches=4)
     found = ranks.run(lambda ctx: piped(ctx, each, "pp=2", plan), 2, default_group=True)
     assert compare(found, plain(each, 4), outputs="rows" not in each.tags) == []
@@ -147,7 +147,7 @@ def _squares(output: Tensor, _targets: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
 def test_two_towers_train_alike_where_the_backward_is_split(ranks: Simulator, schedule: str) -> None:
-    _check(ranks, Handwritten("pair", _Pair, _pairs, _squares), schedule, 2)
+    assert_law(ranks, Handwritten("pair", _Pair, _pairs, _squares), schedule, 2)
 
 
 @pytest.mark.nightly
@@ -159,4 +159,4 @@ def test_every_parameter_gets_its_gradient_under_every_schedule(
     ranks: Simulator, schedule: str, per_rank: int, name: str
 ) -> None:
     [each] = named(name)
-    _check(ranks, each, schedule, per_rank)
+    assert_law(ranks, each, schedule, per_rank)

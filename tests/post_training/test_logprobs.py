@@ -38,7 +38,7 @@ def plain(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Te
     return chosen.masked_fill(~counted, 0.0), torch.special.entr(every.exp()).sum(-1)
 
 
-def close(found: Any, expected: Any, atol: float = 1e-10) -> None:
+def assert_near(found: Any, expected: Any, atol: float = 1e-10) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
@@ -71,11 +71,11 @@ def test_deferred_logits_give_the_same_scores(temperature: float, entropy: bool)
         (scores[0].square().sum() + sum(each.sum() for each in scores)).backward()
         found.append([*scores, *(each.grad for each in model.parameters())])
         assert not deferred or not logits.is_made  # type: ignore[attr-defined]
-    close(*found)
+    assert_near(*found)
     with torch.no_grad():
         model.train(False)
         scores = post.token_logprobs(ONE, logits, targets, temperature=temperature, entropy=entropy)
-        close([*(scores if entropy else (scores,))], [each.detach() for each in found[0][: 1 + entropy]])
+        assert_near([*(scores if entropy else (scores,))], [each.detach() for each in found[0][: 1 + entropy]])
         assert not logits.is_made  # type: ignore[attr-defined]
 
 
@@ -107,17 +107,17 @@ def test_scores_are_those_of_log_softmax(seed: int, temperature: float, words: i
     else:
         found = (post.token_logprobs(ONE, own, targets, temperature=temperature),)
     expected = expected[: len(found)]
-    close(found, expected)
+    assert_near(found, expected)
     grads = [
         torch.autograd.grad([*each], leaf, [*upstream[: len(found)]]) for each, leaf in ((found, own), (expected, twin))
     ]
-    close(*grads)
+    assert_near(*grads)
 
 
 def test_words_without_probability_have_no_entropy_and_no_gradient() -> None:
     logits = torch.tensor([[[0.0, -float("inf"), 1.0], [-2000.0, 0.0, 1.0]]], dtype=torch.float64, requires_grad=True)
     logprobs, entropy = post.token_logprobs(ONE, logits, torch.tensor([[0, 1]]), entropy=True)
-    close(entropy, torch.tensor([[0.5822033, 0.5822033]], dtype=torch.float64), 1e-6)
+    assert_near(entropy, torch.tensor([[0.5822033, 0.5822033]], dtype=torch.float64), 1e-6)
     (logprobs + entropy).sum().backward()
     assert logits.grad is not None
     assert torch.isfinite(logits.grad).all()
@@ -127,7 +127,7 @@ def test_words_without_probability_have_no_entropy_and_no_gradient() -> None:
 def test_16_bits_are_scored_in_32_and_no_class_is_nan() -> None:
     logits = torch.randn(1, 2, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
     found = post.token_logprobs(ONE, logits, torch.tensor([[4, 5]]))
-    close(found[0, 0], logits.float().log_softmax(-1)[0, 0, 4], 1e-6)
+    assert_near(found[0, 0], logits.float().log_softmax(-1)[0, 0, 4], 1e-6)
     assert found[0, 1].isnan()
 
 
@@ -171,7 +171,7 @@ def test_a_dtensor_is_refused_with_the_line_that_scores_its_part(ranks: Simulato
         runs = ranks.run(lambda ctx, placement=placement: lines(ctx, placement), 2, default_group=True)
         for rank, found in enumerate(runs):
             for each in found:
-                close(each, (total, grad.chunk(2, -1)[rank] if placement.is_shard() else grad))
+                assert_near(each, (total, grad.chunk(2, -1)[rank] if placement.is_shard() else grad))
 
 
 # Meshes
@@ -252,7 +252,7 @@ def test_every_mesh_trains_as_one_rank_does(
     for found in runs:
         assert found
         for name, each in found.items():
-            close(each, expected[name])
+            assert_near(each, expected[name])
 
 
 # Packed rows
@@ -328,4 +328,4 @@ def test_packed_is_padded_is_alone(ranks: Simulator, how: str, mesh: str, averag
     )
     for found in runs:
         for name, each in found.items():
-            close(each, expected[name])
+            assert_near(each, expected[name])

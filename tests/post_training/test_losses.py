@@ -22,7 +22,7 @@ ROWS, TOKENS = 6, 8
 AVERAGES = ["token", "sequence", 5]
 
 
-def close(found: Any, expected: Any, atol: float = 1e-10) -> None:
+def assert_near(found: Any, expected: Any, atol: float = 1e-10) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
@@ -134,7 +134,7 @@ def test_any_split_over_ranks_and_micro_batches_is_one_gradient(
             return step(accel.replace(ctx, mesh=mesh), loss, split, seed, average, packed)
 
         for found in ranks.run(run, world, default_group=True):
-            close(found, expected)
+            assert_near(found, expected)
 
     law()
 
@@ -150,17 +150,17 @@ GAINS = torch.tensor([1.5, -0.5], dtype=torch.float64)
 def test_averages_are_those_of_tokens_sequences_and_a_constant_length() -> None:
     losses = torch.tensor([[1.0, 2.0, 100.0, 3.0], [100.0, 4.0, 8.0, 100.0]], dtype=torch.float64)
     by_token = post.weighted_sum(ONE, losses, MASK)
-    close((by_token.sum, by_token.weight), (double(18.0), double(5.0)))
+    assert_near((by_token.sum, by_token.weight), (double(18.0), double(5.0)))
     by_sequence = post.weighted_sum(ONE, losses, MASK, average="sequence")
-    close((by_sequence.mean, by_sequence.weight), (double(4.0), double(2.0)))
+    assert_near((by_sequence.mean, by_sequence.weight), (double(4.0), double(2.0)))
     constant = post.weighted_sum(ONE, losses, MASK, average=10)
-    close((constant.mean, constant.weight), (double(0.9), double(2.0)))
+    assert_near((constant.mean, constant.weight), (double(0.9), double(2.0)))
     cut = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1]])
     pieces = post.weighted_sum(ONE, losses, MASK, average="sequence", documents=cut)
-    close((pieces.mean, pieces.weight), (double((1.5 + 3 + 4 + 8) / 4), double(4.0)))
+    assert_near((pieces.mean, pieces.weight), (double((1.5 + 3 + 4 + 8) / 4), double(4.0)))
     factors = torch.tensor([[0.5, 0.25, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
     weighted = post.weighted_sum(ONE, losses, factors, average="sequence")
-    close((weighted.mean, weighted.weight), (double(1.0 / 0.75), double(1.0)))
+    assert_near((weighted.mean, weighted.weight), (double(1.0 / 0.75), double(1.0)))
     nothing = post.weighted_sum(ONE, losses, torch.zeros_like(MASK))
     assert float(nothing.mean) == float(nothing.weight) == 0.0
 
@@ -169,7 +169,7 @@ def test_averages_are_those_of_tokens_sequences_and_a_constant_length() -> None:
 def test_the_weight_is_known_before_the_losses(average: Any) -> None:
     for documents in (None, torch.tensor([[0, 0, 1, 1], [0, 1, 1, 2]])):
         found = post.weighted_sum(ONE, NEW, MASK, average=average, documents=documents)
-        close(post.loss_weight(ONE, MASK, average=average, documents=documents).double(), found.weight)
+        assert_near(post.loss_weight(ONE, MASK, average=average, documents=documents).double(), found.weight)
 
 
 def reference_policy(new: Tensor, ratio: str, sampler: Tensor | None, clip: tuple[float, float]) -> Tensor:
@@ -199,8 +199,8 @@ def test_a_policy_loss_is_that_of_a_plain_loop(ratio: Any, sampled: bool, clip: 
     new, twin = NEW.clone().requires_grad_(), NEW.clone().requires_grad_()
     found = post.policy_loss(ONE, new, OLD, GAINS, MASK, clip=clip, ratio=ratio, sampler=sampler, average="sequence")
     expected = reference_policy(twin, ratio, sampler, clip)
-    close(found.mean, expected)
-    close(torch.autograd.grad(found.mean, new), torch.autograd.grad(expected, twin))
+    assert_near(found.mean, expected)
+    assert_near(torch.autograd.grad(found.mean, new), torch.autograd.grad(expected, twin))
     assert float(found.tokens) == 5.0
 
 
@@ -211,12 +211,12 @@ def test_shares_of_a_policy_loss_count_tokens() -> None:
         ONE, NEW, OLD, GAINS, MASK, clip=(0.2, 0.28), sampler=sampler, reference=reference, beta=0.1
     )
     # ratios exp(-0.4), exp(0.6), exp(-0.1) of a gain above 0, exp(0.1), exp(-0.5) of one below
-    close(found.clipped, double(2 / 5))
-    close(found.kl, double(-0.5).exp() - 0.5)
-    close(found.mismatch, double(1.5 / 5))
-    close(found.truncated, double(1 / 5))
+    assert_near(found.clipped, double(2 / 5))
+    assert_near(found.kl, double(-0.5).exp() - 0.5)
+    assert_near(found.mismatch, double(1.5 / 5))
+    assert_near(found.truncated, double(1 / 5))
     without = post.policy_loss(ONE, NEW, OLD, GAINS, MASK, clip=(0.2, 0.28), sampler=sampler)
-    close(found.sum - without.sum, 0.1 * 5 * found.kl)
+    assert_near(found.sum - without.sum, 0.1 * 5 * found.kl)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan"), -1e4, 1e4])
@@ -236,7 +236,7 @@ def test_tokens_that_do_not_count_may_have_any_number(bad: float, average: Any, 
         shown += post.gae(other, old, MASK)
         return [each.detach() for each in shown], torch.autograd.grad(total, [new, values])
 
-    close(losses(bad), losses(-0.3))
+    assert_near(losses(bad), losses(-0.3))
 
 
 def test_losses_of_pairs_are_those_of_their_papers() -> None:
@@ -244,26 +244,26 @@ def test_losses_of_pairs_are_those_of_their_papers() -> None:
     before = double([-1.5, -2.0]), double([-1.5, -2.0])
     ratio = chosen - rejected
     found = post.dpo_loss(chosen, rejected, *before, beta=0.5)
-    close(found.sum, (1 + (-0.5 * ratio).exp()).log().sum())
-    close((found.weight, found.margin), (double(2.0), double(-0.25)))
+    assert_near(found.sum, (1 + (-0.5 * ratio).exp()).log().sum())
+    assert_near((found.weight, found.margin), (double(2.0), double(-0.25)))
     assert float(found.accuracy) == 0.5
-    close(post.dpo_loss(chosen, rejected, *before, beta=0.5, kind="ipo").sum, ((ratio - 1) ** 2).sum())
+    assert_near(post.dpo_loss(chosen, rejected, *before, beta=0.5, kind="ipo").sum, ((ratio - 1) ** 2).sum())
     one = post.dpo_loss(chosen, rejected, *before, beta=0.5, weights=torch.tensor([True, False]))
-    close(one.mean, (1 + (-0.5 * ratio[0]).exp()).log())
+    assert_near(one.mean, (1 + (-0.5 * ratio[0]).exp()).log())
     reward = post.reward_loss(chosen, rejected, margins=torch.full((2,), 0.5).double())
-    close(reward.mean, (1 + (0.5 - ratio).exp()).log().mean())
+    assert_near(reward.mean, (1 + (0.5 - ratio).exp()).log().mean())
     bad = double([-1.0, float("nan")]).requires_grad_()
     placeholder = post.reward_loss(bad, rejected, weights=torch.tensor([1.0, 0.0]))
-    close(torch.autograd.grad(placeholder.mean, bad)[0][1], double(0.0))
+    assert_near(torch.autograd.grad(placeholder.mean, bad)[0][1], double(0.0))
 
 
 def test_rewards_are_compared_with_their_group() -> None:
     rewards = double([1.0, 0.0, 0.0, 1.0, 5.0, 5.0, 5.0, 5.0])
     found = post.group_advantages(ONE, rewards, 4, eps=0.0)
-    close(found[:4], double([1.0, -1, -1, 1]) * 0.75**0.5)
+    assert_near(found[:4], double([1.0, -1, -1, 1]) * 0.75**0.5)
     assert not torch.isfinite(found[4:]).any()
     assert post.group_advantages(ONE, rewards, 4)[4:].eq(0).all()
-    close(post.group_advantages(ONE, rewards, 4, scale="none")[:4], double([0.5, -0.5, -0.5, 0.5]))
+    assert_near(post.group_advantages(ONE, rewards, 4, scale="none")[:4], double([0.5, -0.5, -0.5, 0.5]))
 
 
 @pytest.mark.parametrize(("mesh", "world"), [("dp=2", 2), ("dp=3", 3), ("dp=2,tp=2", 4)])
@@ -280,12 +280,12 @@ def test_ranks_whiten_and_scale_as_one_does(ranks: Simulator, mesh: str, world: 
         ctx = accel.replace(ctx, mesh=mesh)
         rank, size = ctx.data_parallel
         rows = slice(6 * rank // size, 6 * (rank + 1) // size)
-        close(post.whiten(ctx, values[rows], mask[rows], eps=0.0), expected[rows])
+        assert_near(post.whiten(ctx, values[rows], mask[rows], eps=0.0), expected[rows])
         shifted = post.whiten(ctx, values[rows], mask[rows], eps=0.0, shift_mean=False)
-        close(shifted, (expected[rows] + kept.mean()).masked_fill(~mask[rows], 0.0))
+        assert_near(shifted, (expected[rows] + kept.mean()).masked_fill(~mask[rows], 0.0))
         own = values[rows].flatten()
         found = post.group_advantages(ctx, own, 2, scale="batch", eps=0.0)
-        close(found, scaled.view(6, 4)[rows].flatten())
+        assert_near(found, scaled.view(6, 4)[rows].flatten())
 
     ranks.run(run, world, default_group=True)
 
@@ -305,8 +305,8 @@ def test_advantages_are_weighted_sums_of_errors(seed: int, discount: float, deca
             errors = [rewards[row, at] + discount * v - values[row, at] for at, v in zip(kept, later, strict=True)]
             for first, at in enumerate(kept):
                 sums = [(discount * decay) ** n * each for n, each in enumerate(errors[first:])]
-                close(advantages[row, at], torch.stack(sums).sum())
-                close(returns[row, at], advantages[row, at] + values[row, at])
+                assert_near(advantages[row, at], torch.stack(sums).sum())
+                assert_near(returns[row, at], advantages[row, at] + values[row, at])
     assert not advantages[~mask].any()
     assert not returns[~mask].any()
 

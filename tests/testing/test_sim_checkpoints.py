@@ -52,7 +52,7 @@ def _alone() -> list[list[float]]:
     return _numbers(model)
 
 
-def _close(got: list[list[float]], expected: list[list[float]]) -> None:
+def assert_near(got: list[list[float]], expected: list[list[float]]) -> None:
     for mine, other in zip(got, expected, strict=True):
         assert mine == pytest.approx(other, rel=1e-10, abs=1e-10)
 
@@ -80,7 +80,7 @@ def test_torchs_sharded_checkpoint(tmp_path, seed):
     expected = _alone()
     for size in SIZES:
         for got in simulate_groups(load, size, seed=seed, default_group=True):
-            _close(got, expected)
+            assert_near(got, expected)
 
 
 @pytest.mark.parametrize("default_group", [False, True])
@@ -106,4 +106,4 @@ def test_accels_checkpoint_of_ddp(tmp_path, seed, default_group):
     expected = _alone()
     for size in SIZES:
         for got in simulate(load, size, seed=seed, default_group=default_group):
-            _close(got, expected)
+            assert_near(got, expected)

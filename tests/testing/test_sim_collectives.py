@@ -48,7 +48,7 @@ def _draw(size: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int | Non
     return [torch.randint(1, 3, shape, generator=generator).to(dtype) for _ in range(size)]
 
 
-def _same(got: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_same(got: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
@@ -65,8 +65,8 @@ def test_all_reduce_and_reduce(simulator, size, shape, dtype, op, seed):
 
     expected = REDUCTIONS[op](xs)
     for i, (everywhere, at_root) in enumerate(simulator.run_groups(rank, size, seed=seed)):
-        _same(everywhere, expected)
-        _same(at_root, expected if i == root else xs[i])
+        assert_same(everywhere, expected)
+        assert_same(at_root, expected if i == root else xs[i])
 
 
 @relaxed
@@ -85,7 +85,7 @@ def test_all_reduce_of_sparse_tensors(simulator, size, counts, seed):
 
     for got in simulator.run_groups(rank, size, seed=seed):
         assert got.is_coalesced()
-        _same(got.to_dense(), sum(each.to_dense() for each in xs[:size]))
+        assert_same(got.to_dense(), sum(each.to_dense() for each in xs[:size]))
         assert got.indices()[0].tolist() == torch.cat(rows[:size], 1).unique().tolist()
 
 
@@ -108,7 +108,7 @@ def test_bitwise_all_reduce(simulator, size, shape, op, seed):
         return x
 
     for got in simulator.run_groups(rank, size, seed=seed):
-        _same(got, functools.reduce(BITWISE[op], xs))
+        assert_same(got, functools.reduce(BITWISE[op], xs))
 
 
 @relaxed
@@ -122,7 +122,7 @@ def test_average(simulator, size, shape, dtype, seed):
         return x
 
     for got in simulator.run_groups(rank, size, seed=seed):
-        _same(got, (torch.stack(xs).double().sum(0) / size).to(dtype))
+        assert_same(got, (torch.stack(xs).double().sum(0) / size).to(dtype))
 
 
 @relaxed
@@ -146,13 +146,13 @@ def test_moving_data(simulator, size, shape, dtype, seed):
         return sent, listed, single, gathered, part
 
     for i, (sent, listed, single, gathered, part) in enumerate(simulator.run_groups(rank, size, seed=seed)):
-        _same(sent, xs[root])
-        _same(single, torch.cat([x.reshape(-1) for x in xs]))
-        _same(part, xs[i])
+        assert_same(sent, xs[root])
+        assert_same(single, torch.cat([x.reshape(-1) for x in xs]))
+        assert_same(part, xs[i])
         for j in range(size):
-            _same(listed[j], xs[j])
+            assert_same(listed[j], xs[j])
             if i == root:
-                _same(gathered[j], xs[j])
+                assert_same(gathered[j], xs[j])
 
 
 @relaxed
@@ -172,10 +172,10 @@ def test_reduce_scatter_and_all_to_all(simulator, size, width, dtype, seed):
 
     total = functools.reduce(operator.add, xs)
     for i, (listed, single, swapped, rows) in enumerate(simulator.run_groups(rank, size, seed=seed)):
-        _same(listed, total[i])
-        _same(single, total[i])
-        _same(swapped, torch.stack([x[i] for x in xs]))
-        _same(rows, swapped)
+        assert_same(listed, total[i])
+        assert_same(single, total[i])
+        assert_same(swapped, torch.stack([x[i] for x in xs]))
+        assert_same(rows, swapped)
 
 
 @relaxed
@@ -209,7 +209,7 @@ def test_messages_round_a_ring(simulator, size, length, seed):
         return other
 
     for i, got in enumerate(simulator.run_groups(rank, size, seed=seed)):
-        _same(got, torch.full((length,), float((i - 1) % size)))
+        assert_same(got, torch.full((length,), float((i - 1) % size)))
 
 
 @relaxed

@@ -71,7 +71,7 @@ def _full(model: nn.Module) -> Numbers:
     }
 
 
-def _same(ranks: list[Numbers], expected: Numbers) -> None:
+def assert_same(ranks: list[Numbers], expected: Numbers) -> None:
     for got in ranks:
         assert got.keys() == expected.keys()
         for name, tensor in expected.items():
@@ -155,7 +155,7 @@ def _zero(rank: int) -> Numbers:
 )
 def test_training_equals_one_process(way, seed):
     ranks = simulate_groups(lambda group: way(group.rank()), RANKS, seed=seed, default_group=True)
-    _same(ranks, _alone())
+    assert_same(ranks, _alone())
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -182,7 +182,7 @@ def test_a_pipeline_equals_one_process(schedule, seed):
     found = {}
     for part in simulate_groups(rank, RANKS, seed=seed, default_group=True):
         found |= part
-    _same([found], _alone())
+    assert_same([found], _alone())
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -207,7 +207,7 @@ def test_a_pipeline_of_two_stages_a_rank_has_the_gradients_of_one_process(schedu
     nn.functional.mse_loss(model(rows), targets).backward()
     first, second = simulate_groups(rank, 2, seed=seed, default_group=True)
     assert not first.keys() & second.keys()
-    _same([first | second], {name: each.grad for name, each in model.named_parameters()})
+    assert_same([first | second], {name: each.grad for name, each in model.named_parameters()})
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -223,7 +223,7 @@ def test_a_hook_with_state_of_its_own_and_join_with_zero_keep_ranks_equal(seed):
         return {f"{i} {name}": each for i, one in enumerate((model, other)) for name, each in _full(one.module).items()}
 
     ranks = simulate_groups(rank, RANKS, seed=seed, default_group=True)
-    _same(ranks[1:], ranks[0])
+    assert_same(ranks[1:], ranks[0])
     assert not torch.equal(ranks[0]["0 0.weight"], ranks[0]["1 0.weight"])
 
 
@@ -261,7 +261,7 @@ def test_uneven_inputs_with_join_equal_one_process(seed):
                 (model(batch(i, step)).square().mean() / RANKS).backward()
         optimizer.step()
     ranks = simulate_groups(rank, RANKS, seed=seed, default_group=True)
-    _same([ranks[counts.index(max(counts))]], model.state_dict())
+    assert_same([ranks[counts.index(max(counts))]], model.state_dict())
 
 
 @pytest.mark.parametrize("seed", SEEDS)

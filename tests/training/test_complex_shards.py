@@ -78,7 +78,7 @@ def _train(
     return norms, {name: each.clone() for name, each in found.items()}
 
 
-def _check(found: Iterable[Trained], want: Trained) -> None:
+def assert_law(found: Iterable[Trained], want: Trained) -> None:
     for norms, weights in found:
         assert norms == pytest.approx(want[0][-len(norms) :], rel=1e-9)
         torch.testing.assert_close(weights, want[1], rtol=0, atol=1e-12)
@@ -93,7 +93,7 @@ def test_parts_are_stepped_as_the_whole(ranks: Simulator, name: str) -> None:
         def rank(ctx: accel.DistContext, width: int = width) -> Trained:
             return _train(accel.replace(ctx, strategy="fsdp"), make, width)
 
-        _check(ranks.run(rank, 2, default_group=True), want)
+        assert_law(ranks.run(rank, 2, default_group=True), want)
 
 
 MESHES = {"dp=2,tp=2": 4, "tp=2": 2, "dp_replicate=2,dp_shard=2": 4, "dp=3": 3}
@@ -110,7 +110,7 @@ def test_parts_are_stepped_as_the_whole_on_any_mesh(ranks: Simulator, name: str,
         def rank(ctx: accel.DistContext, width: int = width) -> Trained:
             return _train(accel.replace(ctx, strategy="fsdp", mesh=mesh), make, width)
 
-        _check(ranks.run(rank, MESHES[mesh], default_group=True), want)
+        assert_law(ranks.run(rank, MESHES[mesh], default_group=True), want)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adagrad"])
@@ -121,9 +121,9 @@ def test_states_of_parts_are_saved_as_the_whole(ranks: Simulator, tmp_path: Path
     def rank(ctx: accel.DistContext, *, resumes: bool = False) -> Trained:
         return _train(accel.replace(ctx, strategy="fsdp"), make, 3, tmp_path, resumes=resumes)
 
-    _check(ranks.run(rank, 2, default_group=True), want)
-    _check(ranks.run(functools.partial(rank, resumes=True), 3, default_group=True), want)
-    _check([_train(accel.single(), make, 3, tmp_path, resumes=True)], want)
+    assert_law(ranks.run(rank, 2, default_group=True), want)
+    assert_law(ranks.run(functools.partial(rank, resumes=True), 3, default_group=True), want)
+    assert_law([_train(accel.single(), make, 3, tmp_path, resumes=True)], want)
 
 
 def test_a_step_that_fails_leaves_the_optimizer_as_it_was(ranks: Simulator) -> None:

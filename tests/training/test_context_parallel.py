@@ -106,7 +106,7 @@ def train(ctx: accel.DistContext, run: Run) -> tuple[dict[str, Tensor], list[flo
     return weights, norms, mean.read(ctx)[0]["loss"]
 
 
-def check_equal(ranks: Simulator, size: int, run: Run) -> None:
+def assert_equal(ranks: Simulator, size: int, run: Run) -> None:
     """Compare every rank of a mesh to one process."""
     alone = run._replace(mesh="dp=1", method=None, strategy="ddp")
     weights, norms, loss = ranks.run(lambda ctx: train(ctx, alone), 1, default_group=True)[0]
@@ -132,7 +132,7 @@ def check_equal(ranks: Simulator, size: int, run: Run) -> None:
     ],
 )
 def test_training_equals_one_process(ranks: Simulator, size: int, run: Run) -> None:
-    check_equal(ranks, size, run)
+    assert_equal(ranks, size, run)
 
 
 @settings(max_examples=share(0.12))
@@ -147,7 +147,7 @@ def test_training_equals_one_process(ranks: Simulator, size: int, run: Run) -> N
     )
 )
 def test_training_equals_one_process_for_every_mesh_and_tail(ranks: Simulator, run: Run) -> None:
-    check_equal(ranks, 4, run)
+    assert_equal(ranks, 4, run)
 
 
 def test_loaders_give_ranks_of_one_sequence_one_batch_and_metrics_count_it_once(ranks: Simulator) -> None:

@@ -170,7 +170,7 @@ def train(
     return result._replace(state=accel.get_state_dict(ctx, model, dst=None))
 
 
-def check(found: list[Result], expected: Result) -> None:
+def assert_law(found: list[Result], expected: Result) -> None:
     for each in found:
         assert each.counts == expected.counts[-len(each.counts) :]
         assert each.norms == pytest.approx(expected.norms[-len(each.norms) :], abs=1e-10)
@@ -192,20 +192,20 @@ def check(found: list[Result], expected: Result) -> None:
 )
 def test_biases_and_counts_are_those_of_one_process(ranks, mesh, strategy, accumulation):
     expected = plain(accumulation, 4)
-    check(
+    assert_law(
         simulate(lambda ctx: train(ctx, mesh, accumulation, 4, strategy=strategy), ranks, default_group=True), expected
     )
     assert any(each.abs().max() > SPEED for name, each in expected.state.items() if name.endswith("bias"))
 
 
 def test_layers_that_a_backward_computes_again_count_once():
-    check([train(accel.single(), "", 3, 4, recompute=True)], plain(3, 4))
+    assert_law([train(accel.single(), "", 3, 4, recompute=True)], plain(3, 4))
 
 
 def test_a_run_goes_on_with_its_bias_on_another_mesh(tmp_path):
     out = str(tmp_path)
     _ = simulate(lambda ctx: train(ctx, "dp=2,ep=2", 3, 4, out=out, stop=1), 2, default_group=True)
-    check([train(accel.single(), "", 3, 4, out=out)], plain(3, 4))
+    assert_law([train(accel.single(), "", 3, 4, out=out)], plain(3, 4))
 
 
 class Run(NamedTuple):

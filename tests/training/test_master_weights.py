@@ -91,7 +91,7 @@ def train(
     return Run({name: each.detach().clone() for name, each in inner.named_parameters()}, copies)
 
 
-def same(run: Run, other: Run) -> None:
+def assert_same(run: Run, other: Run) -> None:
     """Compare runs bit by bit."""
     torch.testing.assert_close(run, other, rtol=0, atol=0)
 
@@ -122,7 +122,7 @@ def test_a_run_resumes_to_the_bit(tmp_path: Path, before: int, after: int) -> No
     straight = train(accel.single("cpu", precision=MASTERS), "adamw", range(5))
     ranks(before, range(3))
     for run in ranks(after, range(3, 5)):
-        same(run, straight)
+        assert_same(run, straight)
 
 
 def test_a_checkpoint_without_copies_is_gone_on_from_its_weights(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ class Run:
         return state
 
 
-def _compared(ctx: accel.DistContext, case: Case) -> None:
+def assert_law(ctx: accel.DistContext, case: Case) -> None:
     ways = []
     for way in (Run.nested, Run.repeated):
         run = Run(ctx, case)
@@ -131,7 +131,7 @@ def test_it_is_the_nested_loop_sample_for_sample_also_where_windows_are_skipped(
     logging.getLogger("accel.data").disabled = True  # the nested loop's remark on its `break`
     try:
         with Simulator() as ranks:
-            ranks.run(lambda ctx: _compared(ctx, case), world_size=case.world)
+            ranks.run(lambda ctx: assert_law(ctx, case), world_size=case.world)
     finally:
         logging.getLogger("accel.data").disabled = False
 

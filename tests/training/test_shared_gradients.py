@@ -153,7 +153,7 @@ def expected(
     }
 
 
-def check(ranks: Any, layout: str, way: str, micros: int, **options: Any) -> None:
+def assert_law(ranks: Any, layout: str, way: str, micros: int, **options: Any) -> None:
     world = 1 if layout == "alone" else 2
     found = ranks.run(lambda ctx: train(ctx, layout, way, micros, **options), world, default_group=True)
     kept = {name: each for name, each in options.items() if name in ("late", "rows")}
@@ -164,40 +164,40 @@ def check(ranks: Any, layout: str, way: str, micros: int, **options: Any) -> Non
 
 @pytest.mark.parametrize("way", [*WAYS, "a loss function"])
 def test_windows_on_one_rank_sum_as_an_eager_model_does(ranks, way):
-    check(ranks, "alone", way, 3)
+    assert_law(ranks, "alone", way, 3)
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 @pytest.mark.parametrize("way", ["compile_model", "torch.compile of a method"])
 def test_windows_of_several_ranks_sum_as_an_eager_model_does(ranks, layout, way):
-    check(ranks, layout, way, 2)
+    assert_law(ranks, layout, way, 2)
 
 
 def test_a_single_backward_is_divided_and_clipped_once(ranks):
-    check(ranks, "alone", "compile_model", 1)
+    assert_law(ranks, "alone", "compile_model", 1)
 
 
 def test_a_parameter_that_joins_later_has_memory_of_its_own_too(ranks):
-    check(ranks, "alone", "model.compile", 3, late=False)
+    assert_law(ranks, "alone", "model.compile", 3, late=False)
 
 
 def test_windows_without_accumulate_are_summed_too(ranks):
-    check(ranks, "alone", "compile_model", 3, accumulates=False)
+    assert_law(ranks, "alone", "compile_model", 3, accumulates=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("way", [*WAYS, "a loss function"])
 def test_every_way_to_compile_on_every_layout(ranks, layout, way):
-    check(ranks, layout, way, 2)
-    check(ranks, layout, way, 3, rows=2)
+    assert_law(ranks, layout, way, 2)
+    assert_law(ranks, layout, way, 3, rows=2)
 
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, which Inductor imports
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_inductor_on_every_layout(ranks, layout):
-    check(ranks, layout, "compile_model", 2, backend="inductor")
+    assert_law(ranks, layout, "compile_model", 2, backend="inductor")
 
 
 def test_further_backward_passes_of_a_batch_and_micro_batches_of_a_plan(ranks):

@@ -194,7 +194,7 @@ def _clip_by_hand(models: list[nn.Module], case: Case) -> torch.Tensor:
     return norm
 
 
-def _check(ranks: Simulator, case: Case, seed: int) -> None:
+def assert_law(ranks: Simulator, case: Case, seed: int) -> None:
     expected = _train_by_hand(case)
     for got in ranks.run(lambda ctx: _train(ctx, case), len(case.units[0][0]), seed=seed):
         assert got.stepped == expected.stepped
@@ -211,7 +211,7 @@ def _check(ranks: Simulator, case: Case, seed: int) -> None:
 @settings(max_examples=share(0.8), deadline=None)
 @given(case=cases(), seed=st.integers(0, 9))
 def test_any_split_is_one_process_with_one_batch(ranks: Simulator, case: Case, seed: int) -> None:
-    _check(ranks, case, seed)
+    assert_law(ranks, case, seed)
 
 
 @settings(max_examples=share(0.4), deadline=None)
@@ -224,7 +224,7 @@ def test_so_it_is_where_numbers_stay_on_the_device(ranks: Simulator, case: Case)
         for module in ("_step", "_clip"):
             patch.setattr(f"accel.training.{module}.total_weight", _on_device(_window.total_weight))
         patch.setattr(_backward, "own_weight", _on_device(_backward.own_weight))
-        _check(ranks, case, 0)
+        assert_law(ranks, case, 0)
 
 
 def _on_device(function: Callable[..., float | torch.Tensor]) -> Callable[..., torch.Tensor]:

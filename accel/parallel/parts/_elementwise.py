@@ -81,9 +81,13 @@ def _alike(args: Args) -> PartTensor | None:
     return first
 
 
+_READS = ("__index__", "__int__", "__invert__", "__iter__")  # the operators in place begin alike
+
+
 def changes(name: str) -> bool:
     """Return whether a function of this name changes its first argument."""
-    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
+    is_operator = name.startswith("__i") and name not in _READS
+    return is_operator or (name.endswith("_") and not name.endswith("__"))
 
 
 def _changed(func: Any, args: Args, kwargs: Named) -> Any:

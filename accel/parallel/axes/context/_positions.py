@@ -196,9 +196,6 @@ def _keep(target: PartTensor, whole: Tensor) -> None:
         _ = plain_of(target).copy_(rows)
 
 
-_READS = ("__iter__", "__int__", "__index__")
-
-
 class SelectedTensor(PartTensor):
     """A selection of gathered positions, alike on all ranks, which torch would make as a view: what is written into it
     is written into the own positions too, and it is gathered again after they have changed.
@@ -222,8 +219,8 @@ class SelectedTensor(PartTensor):
         named_ones = dict(kwargs or {})
         if isinstance(named_ones.get("out"), SelectedTensor):
             raise _refused(name, "with out=")
-        is_written = changes(name) and name not in _READS
-        if isinstance(target, SelectedTensor) and (is_written or name == "__setitem__" or named_ones.get("inplace")):
+        is_written = changes(name) or name == "__setitem__" or named_ones.get("inplace")
+        if isinstance(target, SelectedTensor) and is_written:
             return target.write(func, _whole(args[1:]), _whole(named_ones))
         given = _of_selected(tuple(args))
         found = func(*given, **_of_selected(named_ones))

@@ -389,3 +389,53 @@ def test_what_is_written_into_a_selection_is_kept(
         return off
 
     assert max(ranks.run(rank, 2, default_group=True)) < 1e-9
+
+
+class Extra(nn.Module):
+    """Attention over tokens, with a further input."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.embed, self.more = nn.Embedding(8, 4), nn.Embedding(32, 4)
+        self.attention = Body(nn.Identity())
+
+    def forward(self, ids: Tensor, extra: Tensor) -> Tensor:
+        x = self.embed(ids)
+        if self.kind == "bounds of documents":
+            extra = torch.searchsorted(extra, torch.arange(x.shape[1]), right=True)
+        elif self.kind == "images":
+            extra = extra.flatten(1).sum(1)
+        added = self.more(extra)
+        return self.attention(x + (added[:, None] if self.kind in ("times", "images") else added))
+
+
+EXTRAS = {  # with four samples, and four own positions of eight
+    "bounds of documents": torch.tensor([0, 3, 5, LENGTH]),
+    "times": torch.tensor([7, 1, 20, 3]),
+    "images": torch.arange(4)[:, None, None, None].expand(4, 3, 2, 2) % 3,
+    "positions": torch.arange(LENGTH) * 2,
+    "positions of rows": torch.arange(LENGTH)[None] * 3,
+}
+
+
+@pytest.mark.parametrize("samples", [4, 3])
+@pytest.mark.parametrize("kind", EXTRAS)
+def test_an_input_as_long_as_the_own_positions_by_chance_stays_whole(ranks: Simulator, kind: str, samples: int) -> None:
+    extra = EXTRAS[kind][:samples] if kind in ("times", "images") else EXTRAS[kind]
+    ids = torch.randint(8, (samples, LENGTH), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    plain = Extra(kind).double()
+    copied = copy.deepcopy(plain)
+    plain(ids, extra).square().sum().backward()
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, copy.deepcopy(copied))
+        own = cut(ctx, {"ids": ids, "extra": extra.view(-1, LENGTH)} if kind.startswith("positions") else {"ids": ids})
+        given = own.get("extra", extra)
+        model(own["ids"], given.flatten() if kind == "positions" else given).square().sum().backward()
+        pairs = zip(accel.unwrap_model(model).parameters(), plain.parameters(), strict=True)
+        return max(float((accel.reduce(ctx, own.grad) - want.grad).abs().max()) for own, want in pairs)
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-10

@@ -89,6 +89,7 @@ class _Inputs(NamedTuple):
 
 
 _Forward = Callable[..., Any]
+_Way = tuple[int | None, int | None]
 
 
 class _Positions:
@@ -98,7 +99,7 @@ class _Positions:
         ranks: of parts that enter the model; those of parts that its blocks make are `within`.
         is_cut: whether the model's inputs are.
         may_cross: whether the model may call `context_attention` itself.
-        dim: dimension of the positions where several could be.
+        dim: dimension of the positions where several could be; None where the first one never is.
         is_proved: whether a call was compared with one of all positions.
         crosses: whether the model calls `context_attention` itself, and gets own positions as they are.
         is_running: whether a forward of the model runs.
@@ -112,7 +113,7 @@ class _Positions:
         self.within = PositionRanks(ctx)
         self.is_cut = is_cut
         self.may_cross = may_cross
-        self.dim = 1
+        self.dim: int | None = 1
         self.is_proved = False
         self.crosses = False
         self.is_running = False
@@ -194,13 +195,16 @@ class _Positions:
         )
         return any(found)
 
-    def _cut_dim(self, each: Tensor, dim: int) -> int | None:
-        """The dimension of a tensor's positions; None where it has none."""
+    def _cut_dim(self, each: Tensor, dim: int | None) -> int | None:
+        """The dimension of a tensor's positions; None where it has none. `dim`: where several could be; None if the
+        first one is of samples, or of documents in a row, however long it is."""
         last = 2 if each.dim() < 4 else 3  # a mask of queries and keys
         dims = [at for at, length in enumerate(each.shape[:last]) if self.is_cut and is_cut(self.ctx, length)]
+        if dim is None:
+            dims = [at for at in dims if at > 0]
         return (dim if dim in dims else dims[-1]) if dims else None
 
-    def _parts_of(self, given: _Inputs, dim: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _parts_of(self, given: _Inputs, dim: int | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def part(each: Tensor) -> Tensor:
             at = self._cut_dim(each, dim)
             return each if at is None else self.ranks.part(each, at)
@@ -213,28 +217,48 @@ class _Positions:
         if not self.is_cut:
             self._compare(given)
         problems: list[str] = []
-        for most in (_PROVED * self.ranks.size, None):  # models of one length need all of it
-            for dim in (1, 0):
-                with shared_failure(self.ctx.comm, _PROOF):
+        guesses, ways = self._ways(given)
+        for at, (dim, most) in enumerate([*guesses, *ways]):
+            with shared_failure(self.ctx.comm, _PROOF):
+                try:
                     problem = self._problem(module, forward, given, dim, most)
-                texts = exchange_values(self.ctx.comm, _PROOF, problem, str)
-                problems.append(max(texts, key=lambda each: (bool(each), each != _APART)))
-                if not problems[-1]:
-                    self.guard([] if self.crosses else [each for each in self.ranks.across if each is not module])
-                    if not self.crosses:
-                        note_attention(self.ctx)  # or no position needs another
-                        self.is_compiled = any(is_compiled(each) for each in module.modules())
-                        self._log(module)
-                    self.is_proved = True
-                    self.dim = dim
-                    return
+                except Exception as error:
+                    if at >= len(guesses):
+                        raise
+                    problem = type(error).__name__
+            texts = exchange_values(self.ctx.comm, _PROOF, problem, str)
+            problems.append(max(texts, key=lambda each: (bool(each), each != _APART)))
+            if not problems[-1]:
+                self.guard([] if self.crosses else [each for each in self.ranks.across if each is not module])
+                if not self.crosses:
+                    note_attention(self.ctx)  # or no position needs another
+                    self.is_compiled = any(is_compiled(each) for each in module.modules())
+                    self._log(module)
+                self.is_proved = True
+                self.dim = dim
+                return
         raise PrepareError(
             "the model would compute other values if ranks share its positions",
             expected="layers that work on positions one by one, and attention of tensors whose positions are cut",
-            got=problems[0],
+            got=problems[len(guesses)],
             where=f"first forward of {written_class(module).__name__} on a mesh with cp",
             fix="Call accel.parallel.context_attention in the model, or leave cp out of the mesh.",
         )
+
+    def _ways(self, given: _Inputs) -> tuple[list[_Way], list[_Way]]:
+        """Return dimensions and numbers of positions to try: guesses, which may fail in any way, and all others.
+
+        A first dimension that is as long as the own positions may be of them, or of samples and documents by chance.
+        With values of those, all positions show it: their number differs from the own.
+        """
+        found: dict[int | None, list[int | None]] = {None: [], 1: []}
+        for dim, dims in found.items():
+            map_tensors(lambda each, dim=dim, dims=dims: dims.append(self._cut_dim(each, dim)), tuple(given))
+        most = _PROVED * self.ranks.size
+        first = None if found[None] == found[1] else 1
+        ways: list[_Way] = [(first, most), (0, most), (first, None), (0, None)]  # models of one length need all of it
+        has_rows = any(at is not None for at in found[None])
+        return ([(None, None)] if first == 1 and has_rows else []), ways
 
     def _log(self, model: nn.Module) -> None:
         if not self.ctx.is_main_process:
@@ -269,7 +293,7 @@ class _Positions:
                 fix="Leave split_sequence out for this model.",
             )
 
-    def _problem(self, module: nn.Module, forward: _Forward, given: _Inputs, dim: int, most: int | None) -> str:
+    def _problem(self, module: nn.Module, forward: _Forward, given: _Inputs, dim: int | None, most: int | None) -> str:
         """Return the difference of a call with parts from one with all positions; "" for none. A collective."""
         pairs = self._pairs(given, dim, most)
         whole = map_tensors(lambda each: pairs[id(each)][0], given)
@@ -290,7 +314,7 @@ class _Positions:
                 return _problem_of(error)
         return ""
 
-    def _differ(self, module: nn.Module, forward: _Forward, whole: _Inputs, own: _Inputs, dim: int) -> None:
+    def _differ(self, module: nn.Module, forward: _Forward, whole: _Inputs, own: _Inputs, dim: int | None) -> None:
         """Raise `PrepareError` where a call with parts differs from one with all positions. A collective."""
         parameters = _proved(module)
         with torch.set_grad_enabled(bool(parameters)):
@@ -302,7 +326,7 @@ class _Positions:
             if difference := self._difference(expected, got, parameters):
                 raise PrepareError("", got=difference)
 
-    def _pairs(self, given: _Inputs, dim: int, most: int | None) -> dict[int, tuple[Tensor, Tensor]]:
+    def _pairs(self, given: _Inputs, dim: int | None, most: int | None) -> dict[int, tuple[Tensor, Tensor]]:
         """Return the tensors of a call by `id`: of all positions, of `most` at most, and of the own among them. A
         collective."""
         rank, size = self.ranks.rank, self.ranks.size

@@ -334,6 +334,17 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "parallel/axes/pipeline/_planned.py",
+        "the stages are not made of the model's modules",
+        STAGED,
+        "accel.prepare_model(ctx, model, plan=Plan(stages=(('0',), ('other',))))",
+        "Plan(stages=[[...], [...]])",
+        "plan = eval({line!r}.replace('...', repr('0'), 1).replace('...', repr('2')))\n"
+        "train(accel.prepare_model(ctx, model, plan=plan))",
+        ranks=2,
+        mesh="pp=2",
+    ),
+    Program(
+        "parallel/axes/pipeline/_planned.py",
         "the forward does not call the modules of the stages",
         STAGED,
         "accel.prepare_model(ctx, model, plan=Plan(stages=(('2',), ('0',))), example=x)",

@@ -145,8 +145,9 @@ def _check_paths(model: nn.Module, stages: Stages) -> None:
     unknown = [path for paths in stages for path in paths if path not in known]
     problems += [f"{path!r} is no module of the model. {did_you_mean(path, known)}".rstrip() for path in unknown]
     if problems:
+        listed = "\n  ".join(problems)
         raise PrepareError(
-            "the stages are not made of the model's modules:" + "".join(f"\n  {each}" for each in problems) + "\n",
+            f"the stages are not made of the model's modules:\n  {listed}\n",
             where="prepare_model, plan=, stages",
             fix="Name the modules at which each stage begins: Plan(stages=[[...], [...]]).",
         )

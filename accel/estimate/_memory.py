@@ -172,7 +172,7 @@ def memory_by_moment(
     reduced = _reduced(held, step, plan, copies, wire)
     units = len(held.blocks)
     whole = units if keeps_blocks(plan, axes) else 0
-    apart = 0 if whole else _experts_apart(held, axes, copies)
+    separate = 0 if whole else _separate_experts(held, axes, copies)
 
     def at(moment: Moment, gradients: int, activations: int, blocks: int, buffers: int) -> RankMemory:
         found = RankMemory(
@@ -182,7 +182,7 @@ def memory_by_moment(
             gradients=gradients,
             optimizer=state,
             activations=activations if isinstance(model, Transformer) or model.knows_activations else None,
-            gathered=_gathered(held, kept, step, plan, copies, blocks, flying, wire, moment, apart),
+            gathered=_gathered(held, kept, step, plan, copies, blocks, flying, wire, moment, separate),
             buffers=buffers + _received(model, axes, step, plan, copies, rank),
         )
         return _with_host(found, model, axes, step, plan, full, _away(held, kept, step, flying))
@@ -312,12 +312,12 @@ def _earlier(trained: int, full: int, step: EstimatedStep, copies: EqualRanks) -
 
 def _wire(held: HeldParameters, axes: Axes, copies: EqualRanks) -> int:
     """Elements of a block on its way to or from other ranks, filled up to shards of equal length."""
-    apart = _experts_apart(held, axes, copies)
-    experts = held.block.experts if apart else 0
-    return copies.shards * (held.block.shards - experts) + apart
+    separate = _separate_experts(held, axes, copies)
+    experts = held.block.experts if separate else 0
+    return copies.shards * (held.block.shards - experts) + separate
 
 
-def _experts_apart(held: HeldParameters, axes: Axes, copies: EqualRanks) -> int:
+def _separate_experts(held: HeldParameters, axes: Axes, copies: EqualRanks) -> int:
     """Elements of a block's experts on their way, where they are a unit of their own."""
     return expert_shards(axes, copies) * held.block.experts if axes.ep > 1 else 0
 
@@ -339,11 +339,11 @@ def _gathered(
     flying: int,
     wire: int,
     moment: Moment,
-    apart: int,
+    separate: int,
 ) -> int:
     """Bytes of parameters in the compute format while so many blocks are used; autocast converts in each forward.
 
-    `apart`: elements of a block's experts that are not fetched ahead with it, but in its own backward.
+    `separate`: elements of a block's experts that are not fetched ahead with it, but in its own backward.
     """
     size = wire_bytes(step, plan)[0]
     if copies.engine != "fully_shard":
@@ -359,7 +359,7 @@ def _gathered(
     if copies.shards == 1 and size == step.stored_bytes:
         return 0
     used = min(blocks, len(held.blocks))  # one of them is on its way
-    ahead = sum(each - apart if each == held.block.whole else each for each in held.blocks[1:used])
+    ahead = sum(each - separate if each == held.block.whole else each for each in held.blocks[1:used])
     return size * (held.root.whole + ahead + min(used, 1) * max(wire, held.block.whole))
 
 

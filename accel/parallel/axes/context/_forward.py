@@ -20,7 +20,7 @@ from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import note_module, notes_of, written_class
 from accel.parallel._private import called_eagerly, is_compiled, runs_in_backward, untraced
 from accel.parallel.axes.context._attention import whole_positions
-from accel.parallel.axes.context._positions import ApartError, PositionRanks, SelectedTensor, whole_of
+from accel.parallel.axes.context._positions import DifferentRankError, PositionRanks, SelectedTensor, whole_of
 from accel.parallel.axes.context._split import (
     all_positions,
     attends,
@@ -39,7 +39,7 @@ from accel.tree import map_tensors
 _LOG = logging.getLogger("accel.parallel")
 _PROOF = Call("positions", "proof", ordered=False)
 _COMPARED = Call("positions", "inputs", ordered=False)
-_APART = "ranks along cp did not compute the same"
+_DIFFERENT = "ranks along cp did not compute the same"
 _PROVED = 8  # positions of a rank in the proof
 _LARGEST = 2**28  # elements of parameters whose gradients the proof compares; of larger models those of vectors
 
@@ -227,7 +227,7 @@ class _Positions:
                         raise
                     problem = type(error).__name__
             texts = exchange_values(self.ctx.comm, _PROOF, problem, str)
-            problems.append(max(texts, key=lambda each: (bool(each), each != _APART)))
+            problems.append(max(texts, key=lambda each: (bool(each), each != _DIFFERENT)))
             if not problems[-1]:
                 self.guard([] if self.crosses else [each for each in self.ranks.across if each is not module])
                 if not self.crosses:
@@ -306,10 +306,10 @@ class _Positions:
                 if not self.crosses:
                     self._differ(module, forward, whole, own, dim)
                 self.ranks.meet(_PROVED)
-            except ApartError:
-                return _APART
+            except DifferentRankError:
+                return _DIFFERENT
             except Exception as error:
-                with contextlib.suppress(ApartError):  # which the other ranks raise
+                with contextlib.suppress(DifferentRankError):  # which the other ranks raise
                     self.ranks.meet(-1)
                 return _problem_of(error)
         return ""

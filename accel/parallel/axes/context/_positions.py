@@ -37,7 +37,7 @@ _Named = Mapping[str, Any]
 _FACTS = 8  # numbers that ranks compare, at most
 
 
-class ApartError(RuntimeError):
+class DifferentRankError(RuntimeError):
     """A rank along cp computed something else than the others, or failed."""
 
 
@@ -104,7 +104,7 @@ class PositionRanks(Ranks):
 
     def meet(self, *facts: int) -> None:
         """Note that positions need those of other ranks, before a collective of these facts. Where ranks agree, raise
-        `ApartError` on all of them if one comes with other facts; that is a collective."""
+        `DifferentRankError` on all of them if one comes with other facts; that is a collective."""
         self.across |= dict.fromkeys(self.callers)
         if not self.agrees:
             return
@@ -112,7 +112,7 @@ class PositionRanks(Ranks):
             own = torch.tensor([*facts[:_FACTS], *[0] * (_FACTS - len(facts))], device=self.ctx.device)
             rows = gathered(own, 0, self.group).view(self.size, -1)
             if not bool((rows == own).all()):
-                raise ApartError("ranks along cp did not compute the same")
+                raise DifferentRankError("ranks along cp did not compute the same")
 
     @contextlib.contextmanager
     def agreeing(self) -> Generator[None]:

@@ -80,9 +80,9 @@ def explained(
     elif lost is not None:
         made = PeerError(lost.problem, expected=lost.expected, where=where, fix=lost.fix)
     else:
-        told = f"{what} failed: {type(causes[-1]).__name__}: {str(causes[-1]).strip()}"
+        text = f"{what} failed: {type(causes[-1]).__name__}: {str(causes[-1]).strip()}"
         place = ", ".join(filter(None, (place_in(causes[-1]), where)))
-        made = StageError(told, where=place, fix=_FORWARD_LINE if "backward" in what else "")
+        made = StageError(text, where=place, fix=_FORWARD_LINE if "backward" in what else "")
     made.__cause__ = error
     return made
 

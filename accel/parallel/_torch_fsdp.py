@@ -82,6 +82,11 @@ def shards_of(module: nn.Module) -> Iterator[Shards]:
             yield Shards(each.sharded_param, whole, [grad for grad in held if grad is not None])
 
 
+def is_within_hooks(unit: nn.Module) -> bool:
+    """Whether torch's hooks of a unit's call, or of its backward, have run and not ended."""
+    return _state(unit)._training_state.name in ("FORWARD", "PRE_BACKWARD")
+
+
 def meshes_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, DeviceMesh]]:
     """Yield owner, name and mesh of the parameters that `fully_shard` took when it was called on a module.
 

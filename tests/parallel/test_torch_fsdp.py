@@ -62,6 +62,21 @@ def test_shards_have_whole_parameters_and_gradients_that_wait(ranks: Simulator) 
     _run(ranks, body)
 
 
+def test_a_unit_is_within_its_hooks_in_calls_and_backwards(ranks: Simulator) -> None:
+    def body(model: Any, _ctx: accel.DistContext) -> None:
+        seen: list[bool] = []
+        model.first.register_forward_hook(lambda *_: seen.append(inside.is_within_hooks(model)))
+        seen.append(inside.is_within_hooks(model))
+        output = model(ROWS)
+        seen.append(inside.is_within_hooks(model))
+        output.register_hook(lambda _: seen.append(inside.is_within_hooks(model)))
+        output.sum().backward()
+        seen.append(inside.is_within_hooks(model))
+        assert seen == [False, True, False, True, False]
+
+    _run(ranks, body)
+
+
 def test_meshes_name_each_owner_of_a_tied_weight(ranks: Simulator) -> None:
     def tied() -> nn.Module:
         model = Net()

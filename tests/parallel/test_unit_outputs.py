@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from steps import two_steps
 from tables import rows
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
 
 import accel
 from accel.parallel import Plan
@@ -267,3 +269,53 @@ def test_views_that_units_return_are_changed_in_place(ranks: Simulator, kind: st
     for got, resharded in ranks.run(lambda ctx: rank(accel.replace(ctx, strategy="fsdp")), 2, default_group=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
         assert resharded
+
+
+class CallsForward(nn.Module):
+    """A model that calls the forward of its blocks itself: directly, in a checkpoint, or in both ways by turns."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for at, block in enumerate(self.blocks):
+            if self.how == "checkpoint":
+                x = x + checkpoint(block.forward, x, use_reentrant=False)
+            else:
+                x = x + (block(x) if self.how == "turns" and at % 2 else block.forward(x))
+        return x.square().sum()
+
+
+_HYBRID = "dp_replicate=2,dp_shard=2"
+_QUICK = [("turns", "dp=2")]
+_WAYS = [(how, mesh) for how in ("directly", "checkpoint", "turns") for mesh in ("dp=2", "dp=2,tp=2", _HYBRID)]
+
+
+@pytest.mark.parametrize(
+    ("how", "mesh"), [pytest.param(*each, marks=() if each in _QUICK else pytest.mark.slow) for each in _WAYS]
+)
+def test_a_unit_whose_forward_the_model_calls_itself_is_gathered(ranks: Simulator, how: str, mesh: str) -> None:
+    torch.manual_seed(0)
+    initial = CallsForward(how).double()
+    inputs = torch.randn(8, 4, dtype=torch.float64)
+    styles = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"} if "tp" in mesh else "model"
+    plan = Plan(tensor=styles, reshard_after_forward=how != "turns")  # gathered units need their hooks, too
+
+    def rank(ctx: accel.DistContext) -> Any:
+        model = copy.deepcopy(initial)
+        model = accel.prepare_model(ctx, model, plan=plan if ctx.world_size > 1 else None)
+        optimizer = accel.prepare_optimizer(ctx, torch.optim.SGD(model.parameters(), lr=0.01))
+        losses = two_steps(ctx, model, optimizer, lambda: model(inputs))
+        model.eval()
+        with torch.no_grad():
+            after = accel.reduce(ctx, model(inputs), op="mean")
+        return losses, after, accel.get_state_dict(ctx, model, dst=None)
+
+    want = rank(accel.single())
+    size = 2 if mesh == "dp=2" else 4
+    for got in ranks.run(lambda ctx: rank(accel.replace(ctx, strategy="fsdp", mesh=mesh)), size, default_group=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)

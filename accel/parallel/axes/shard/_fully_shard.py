@@ -14,6 +14,7 @@ from torch import nn
 from accel.comm import Comm, adopt, broadcast_flat
 from accel.context import DistContext
 from accel.errors import AccelError, ConfigError, DeviceError, PrepareError
+from accel.mixins import add_mixin
 from accel.parallel._containers import fill_containers
 from accel.parallel._empty import allocate_empty, make_room, move_model
 from accel.parallel._entries import refuse_parts
@@ -46,7 +47,7 @@ from accel.parallel.axes.shard._options import (
     wide_parameters,
     wire_format,
 )
-from accel.parallel.axes.shard._running import note_units, reach_outputs, reduce_in_one_order
+from accel.parallel.axes.shard._running import CalledUnit, note_units, reach_outputs, reduce_in_one_order
 from accel.parallel.axes.shard._units import (
     check_ignored,
     ignored_ids,
@@ -274,6 +275,7 @@ def _spread(ctx: DistContext, outer: ModelView, options: ShardOptions, *, is_emp
         note_units(ctx.comm, each)
         reach_outputs(each)
         _ = fill_containers(list(each.values())[:-1])  # but the model's, in which no loss of its blocks is yet
+        add_mixin(list(each.values())[:-1], CalledUnit)
     if options.find_unused_parameters:
         for each in units:
             sum_unused(each[-1])

@@ -12,12 +12,33 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from accel.comm import SUM_OF, Comm, in_unit
+from accel.mixins import Mixin
 from accel.parallel._containers import known_parts
 from accel.parallel._modules import note_module, note_tensor, notes_of, tensor_notes, written_class
 from accel.parallel._private import runs_in_backward
-from accel.parallel._torch_fsdp import SUMS, around_calls, gather_at, gather_before, shards_of, sum_at_end
+from accel.parallel._torch_fsdp import (
+    SUMS,
+    around_calls,
+    gather_at,
+    gather_before,
+    is_within_hooks,
+    shards_of,
+    sum_at_end,
+)
+
+
+class CalledUnit(Mixin, nn.Module):
+    """Mixin of units: a forward that a model calls itself, as `block.forward(x)`, is a call of the unit. torch gathers
+    in hooks, which run in calls alone."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the unit's own forward within its hooks."""
+        if is_dynamo_compiling() or is_within_hooks(self):
+            return super().forward(*args, **kwargs)
+        return self(*args, **kwargs)
 
 
 def note_units(comm: Comm, units: Mapping[str, nn.Module]) -> None:

@@ -30,6 +30,7 @@ NAMES = {
     f"{_INSIDE}._fsdp_state.FSDPState": (
         "_fsdp_param_groups",
         "_fsdp_param_group",
+        "_training_state",
         "_pre_backward",
         "_register_root_post_backward_final_callback",
     ),

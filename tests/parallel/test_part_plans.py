@@ -175,9 +175,7 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.second(x))))
 
 
-def test_equal_blocks_are_proved_once_and_divided_layers_are_searched_no_further(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_equal_blocks_are_proved_once_and_the_first_rank_may_end_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
     proofs: list[nn.Module] = []
     gradients: list[Tensor] = []
     prove, rows_in = _found.prove, cast(Any, _dependence)._rows_in
@@ -192,7 +190,7 @@ def test_equal_blocks_are_proved_once_and_divided_layers_are_searched_no_further
         assert plan == {"0.*.up": "colwise", "0.*.down": "rowwise"}
         counts.append((len(proofs), len(gradients)))
     assert counts[0][0] == counts[1][0]
-    assert counts[1][1] < 400  # with those of layers that are divided already nearly 1,000
+    assert counts[1][1] < 800  # with those of each rank nearly 1,000
 
 
 class Merged(nn.Module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -150,20 +150,17 @@ class _MatmulRecorder(TorchFunctionMode):
         return True
 
 
-def dependent_layouts(
-    whole: nn.Module, forward: Callable[[nn.Module], object], size: int, divided: Collection[str] = ()
-) -> list[Candidate]:
+def dependent_layouts(whole: nn.Module, forward: Callable[[nn.Module], object], size: int) -> list[Candidate]:
     """Return layouts of parameters, by name, that end in a matmul each; those of one pattern of paths are one mapping.
 
-    `forward` runs a module with values, in evaluation mode; its gradients are left as they are. Parameters that are
-    `divided` already get no layout.
+    `forward` runs a module with values, in evaluation mode; its gradients are left as they are.
     """
     parameters = dict(whole.named_parameters())
     names = {id(each): name for name, each in parameters.items()}
     recorder = _MatmulRecorder(names)
     with torch.enable_grad(), recorder:
         _ = forward(whole)
-    search = _Search(parameters, names, recorder, size, divided)
+    search = _Search(parameters, names, recorder, size)
     merged: dict[str, dict[str, RowLayout | NeededRows]] = {}
     for row, layouts in search.found():
         group = merged.setdefault(pattern_of(row), {})
@@ -184,7 +181,6 @@ class _Search:
         names: Mapping[int, str],
         recorder: _MatmulRecorder,
         size: int,
-        divided: Collection[str],
     ) -> None:
         self._parameters = parameters
         self._names = names
@@ -192,8 +188,7 @@ class _Search:
         self._size = size
         self._draw = torch.Generator().manual_seed(5)
         used = {name: None for each in recorder.weights for name in self._made_of(each)}
-        self._used = [name for name in used if name not in divided]
-        self._divided = divided
+        self._used = list(used)
 
     def _made_of(self, weight: Tensor) -> list[str]:
         """The names of the parameters that a weight is, or is made of."""
@@ -219,8 +214,7 @@ class _Search:
                 each.input.requires_grad and each.input.shape[each.dims[0]] == length == each.weight.shape[each.dims[1]]
                 for each in matmuls
             )
-            is_divided = all(name in self._divided for each in matmuls for name in self._made_of(each.weight))
-            if not alike or length % self._size or is_divided:
+            if not alike or length % self._size:
                 continue
             layouts, rows = self._layouts(matmuls, length)
             matrices = [name for name in layouts if self._parameters[name].dim() > 1]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -169,8 +168,7 @@ class PlanSearch:
             called = {each.path for each in self._trace.calls}
             proofs = [(call, read) for (_, read), call in calls.items()]
             unit = _Unit(module, proofs, styles, inner, self._size, called, path)
-            divided = {name.removeprefix(prefix) for name in self._divided.union(*self.regions.values())}
-            candidates, problem = self._candidates_of(repr((signatures, facts, styles, inner)), unit, divided)
+            candidates, problem = self._candidates_of(repr((signatures, facts)), unit)
             wrong = self._wrong[in_words]
             candidates = [
                 each for each in candidates if any((prefix + name, own) not in wrong for name, own in each.items())
@@ -201,11 +199,11 @@ class PlanSearch:
             if number in self._trace.outputs or any(at not in call.nodes for at in self._readers.get(number, ()))
         )
 
-    def _candidates_of(self, key: str, unit: _Unit, divided: set[str]) -> tuple[list[Candidate], str]:
+    def _candidates_of(self, key: str, unit: _Unit) -> tuple[list[Candidate], str]:
         """Candidates of a module or an equal one, and why there are no more."""
         if key not in self._candidates:
             try:
-                self._candidates[key] = unit.candidates(divided), ""
+                self._candidates[key] = unit.candidates(), ""
             except Exception as error:  # whatever a forward says of values that are drawn
                 self._candidates[key] = [], short(error)
         return self._candidates[key]
@@ -235,13 +233,12 @@ class _Unit:
         if path:  # the model's own input is not copied
             self._called.add("")
 
-    def candidates(self, divided: set[str]) -> list[Candidate]:
-        """Return layouts that the module's gradients name, those of most elements first; none of `divided` ones."""
+    def candidates(self) -> list[Candidate]:
+        """Return layouts that the module's gradients name, those of most elements first."""
         with cast(Any, torch.random).fork_rng(devices=[]):
             call, _ = self._calls[0]
             values = drawn_inputs(call)
-            run = partial(run_valued, call=call, values=values)
-            found = dependent_layouts(redrawn(self._module), run, self._size, divided)
+            found = dependent_layouts(redrawn(self._module), lambda whole: run_valued(whole, call, values), self._size)
         return sorted(found, key=self._elements, reverse=True)
 
     def _elements(self, layouts: Candidate) -> int:

@@ -139,8 +139,8 @@ def _summed(stages: Sequence[ReplayedModule]) -> dict[str, Tensor | None]:
     for stage in stages:
         live: nn.Module = stage.module
         for name, each in live.named_parameters():
-            before = found.get(name)
-            found[name] = each.grad if before is None or each.grad is None else before + each.grad
+            grads = [grad for grad in (found.get(name), each.grad) if grad is not None]
+            found[name] = sum(grads[1:], grads[0]) if grads else None
     return found
 
 

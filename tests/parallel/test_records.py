@@ -31,6 +31,7 @@ from accel.testing import Simulator
 
 QUICK = ("nano_gpt", "residuals_between", "listed_losses", "moe")
 FEW_CALLS = ("lstm", "gru")  # three modules
+DECOMPOSED = ("codebooks",)  # torch makes a matmul of cdist where tensors have no values: other FLOPs
 AGAIN = ("dlrm",)  # products between its modules
 # A kind of forward each: draws of its own, side effects, checkpoints, several towers, one block several times.
 DROPPING = (
@@ -60,10 +61,10 @@ def _slow(entries: list[Handwritten], *quick: str) -> list[Any]:
     return [pytest.param(each, id=each.name, marks=mark) for each, mark in zip(entries, marks, strict=True)]
 
 
-def _facts(record: ForwardRecord) -> Any:
+def _facts(record: ForwardRecord, *, flops: bool = True) -> Any:
     leaves = [[msgspec.structs.replace(leaf, value=None) for leaf in each.leaves] for each in record.calls]
     needs = [
-        (each.needs, dict(each.arguments), [stash[:2] for stash in each.stashes], each.writes, each.flops)
+        (each.needs, dict(each.arguments), [stash[:2] for stash in each.stashes], each.writes, flops and each.flops)
         for each in record.calls
     ]
     return record.paths, leaves, needs, record.end, record.decisions, record.held, record.between
@@ -81,7 +82,8 @@ def test_a_record_without_memory_says_what_a_real_one_says(entry: Handwritten) -
     if "decisions" in entry.tags:  # random numbers take another way
         assert given.record.paths == real.paths
     else:
-        assert _facts(given.record) == _facts(real)
+        flops = entry.name not in DECOMPOSED
+        assert _facts(given.record, flops=flops) == _facts(real, flops=flops)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def _mistakes(plan: Cut) -> Iterator[tuple[str, Cut]]:
         held = sorted(each for each in stage.holds if each.endswith("weight"))
         for each in held[:: max(1, len(held) // 3)]:
             yield f"stage {at} without {each}", _with(plan, at, holds=stage.holds - {each})
-        if at and stage.needs[0].kind == "output" and stage.needs[0].call:
+        if at and stage.needs and stage.needs[0].kind == "output" and stage.needs[0].call:
             other = Label("output", stage.needs[0].call - 1, 0)
             yield f"stage {at} with {other}", _with(plan, at, needs=(other, *stage.needs[1:]))
 

@@ -99,14 +99,14 @@ def test_data_parallelism_on_top_trains_as_one_process(ranks, strategy):
 
 
 class Method(nn.Module):
-    """Calls a method of its first block, which no hook of `fully_shard` sees."""
+    """Calls a layer of its first block, which no hook of `fully_shard` sees."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks[1](x) + self.blocks[0].forward(x).mean()
+        return self.blocks[1](x) + self.blocks[0][0](x).mean()
 
 
 def test_a_shard_that_nobody_has_gathered_is_not_computed_with(ranks):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lock of a folder: one holder, named to all others; one that is gone holds nothing."""
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -146,13 +147,14 @@ def test_a_disk_that_fails_once_leaves_no_lock_that_counts(
 def test_many_writers_at_once_never_hold_it_together(abandoned: bool, tmp_path: Path) -> None:
     inside, most, taken = list[int](), list[int](), list[int]()
     gone = tmp_path / "gone"
-    gone.write_bytes(msgspec.json.encode(GONE))
 
     def write(number: int) -> None:
         for _ in range(30):
             if abandoned and number == 0:
-                with contextlib.suppress(FileExistsError):  # a lock that another has is never replaced
+                gone.write_bytes(msgspec.json.encode(GONE))
+                with contextlib.suppress(FileExistsError):  # a lock that another has is not replaced
                     os.link(gone, tmp_path / LOCK)
+                gone.unlink()
             try:
                 lock = take_lock(tmp_path)
             except CheckpointError:

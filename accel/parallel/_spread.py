@@ -137,7 +137,7 @@ def _in_flat(tensors: Iterable[torch.Tensor], change: Callable[[torch.Tensor], t
 class ModelView:
     """A model described once: each fact is found when it is first asked for, and the modules are walked once.
 
-    Facts of parameters and buffers are those of then: what replaces tensors goes on with the view that `after` returns.
+    Parameters and buffers are found once, too. Code that replaces tensors continues with the view from `after`.
 
     Args:
         model: plain, wrapped or spread.

@@ -41,6 +41,10 @@ LLAMA = (
     "make = lambda **more: transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **more))\n"
     "ids = torch.arange(16).view(2, 8); model = make()\n"
 )
+PLANNED = (
+    "plan = eval({line!r}.removeprefix('plan=').replace(')', ', tensor=styles)'))\n"
+    "accel.prepare_model(ctx, model, plan=plan)(x)"
+)
 CUT = LLAMA + (
     "part = accel.parallel.split_sequence(ctx, {'input_ids': ids, 'labels': ids})\n"
     "model = accel.prepare_model(ctx, model); tokens = part['input_ids']; places = part['position_ids']\n"
@@ -93,8 +97,7 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
         STYLED + "class Own(nn.Linear):\n    def forward(self, x): return super().forward(x)\nmodel[0] = Own(4, 8)\n",
         "accel.prepare_model(ctx, model, plan=Plan(overlap=True, tensor=styles))",
         "plan=accel.parallel.Plan(overlap=False)",
-        "plan = eval({line!r}.removeprefix('plan=').replace(')', ', tensor=styles)'))\n"
-        "accel.prepare_model(ctx, model, plan=plan)(x)",
+        PLANNED,
         ranks=2,
         mesh="tp=2",
     ),
@@ -105,8 +108,7 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
         "vars(model)['_compiled_call_impl'] = model.forward\n"
         "accel.prepare_model(ctx, model, plan=Plan(overlap=True, tensor=styles))",
         "plan=accel.parallel.Plan(overlap=False)",
-        "plan = eval({line!r}.removeprefix('plan=').replace(')', ', tensor=styles)'))\n"
-        "accel.prepare_model(ctx, model, plan=plan)(x)",
+        PLANNED,
         ranks=2,
         mesh="tp=2",
     ),

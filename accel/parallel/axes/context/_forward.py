@@ -396,8 +396,8 @@ class _Positions:
 
 @contextlib.contextmanager
 def _noted(model: nn.Module, ranks: PositionRanks) -> Generator[None]:
-    """Note the modules of a model in which positions need those of other ranks, in `ranks.across`, and those that are
-    given no part."""
+    """Note modules of a model: in `ranks.across` if positions need other ranks there, in `ranks.plain` if the module
+    gets no part."""
 
     def begin(module: nn.Module, inputs: Any, keywords: Any) -> None:
         ranks.callers.append(module)

@@ -197,8 +197,8 @@ def _keep(target: PartTensor, whole: Tensor) -> None:
 
 
 class SelectedTensor(PartTensor):
-    """A selection of gathered positions, alike on all ranks, which torch would make as a view: what is written into it
-    is written into the own positions too, and it is gathered again after they have changed.
+    """A selection of gathered positions, equal on all ranks. It acts as a view: a write into it also changes the own
+    positions, and it is gathered again after they have changed.
 
     Attributes:
         base: the part that has the positions.

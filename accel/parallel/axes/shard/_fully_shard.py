@@ -274,8 +274,9 @@ def _spread(ctx: DistContext, outer: ModelView, options: ShardOptions, *, is_emp
     for each in named:
         note_units(ctx.comm, each)
         reach_outputs(each)
-        _ = fill_containers(list(each.values())[:-1])  # but the model's, in which no loss of its blocks is yet
-        add_mixin(list(each.values())[:-1], CalledUnit)
+        inner_units = list(each.values())[:-1]  # the model's own has no loss of its blocks in its containers yet
+        _ = fill_containers(inner_units)
+        add_mixin(inner_units, CalledUnit)
     if options.find_unused_parameters:
         for each in units:
             sum_unused(each[-1])

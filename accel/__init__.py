@@ -121,7 +121,7 @@ if TYPE_CHECKING:
     from accel.parallel._prepare_model import prepare_model as prepare_model
     from accel.parallel._sync import no_sync as no_sync, trigger_sync_in_backward as trigger_sync_in_backward
     from accel.parallel.axes.replicate._ddp import join_uneven_inputs as join_uneven_inputs
-    from accel.parallel.axes.tensor._deferred import defer_logits as defer_logits
+    from accel.parallel.logits._deferred import defer_logits as defer_logits
     from accel.precision._amp import LossScale as LossScale, autocast as autocast, loss_scale as loss_scale
     from accel.process import (
         any_rank as any_rank,

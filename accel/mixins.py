@@ -45,7 +45,7 @@ INSERTED = (
     Inserted("Elsewhere", "parallel/axes/pipeline/_held.py", "prepare_model: pp"),
     Inserted("PartlyHeld", "parallel/axes/pipeline/_held.py", "prepare_model: pp"),
     Inserted("Pipelined", "parallel/axes/pipeline/_pipeline.py", "prepare_model: pp"),
-    Inserted("DefersLogits", "parallel/axes/tensor/_deferred.py", "defer_logits", "prepare_model, which adds it again"),
+    Inserted("DefersLogits", "parallel/logits/_deferred.py", "defer_logits", "prepare_model, which adds it again"),
     # A later stage stops the forward by an exception, which nothing below may take for an error.
     Inserted("Stoppable", "parallel/axes/pipeline/_replayed.py", "prepare_model: pp"),
     # torch keeps graphs by the first frame that is not torch's own.

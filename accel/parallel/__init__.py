@@ -22,7 +22,8 @@ from accel.parallel.axes.experts import (
 from accel.parallel.axes.pipeline import stage_plan
 from accel.parallel.axes.replicate._comm_hooks import PowerSgd
 from accel.parallel.axes.replicate._local_sgd import LocalSgd, local_sgd_step, prepare_local_model
-from accel.parallel.axes.tensor import linear_cross_entropy, tensor_plan, vocab_cross_entropy
+from accel.parallel.axes.tensor import tensor_plan
+from accel.parallel.logits import linear_cross_entropy, vocab_cross_entropy
 from accel.topology import Axes, Plan
 
 __all__ = [

@@ -46,7 +46,7 @@ from accel.parallel.axes.replicate._comm_hooks import CommHook, check_hook
 from accel.parallel.axes.replicate._ddp import REPLICATE, Replica, replica_of
 from accel.parallel.axes.shard import SHARD
 from accel.parallel.axes.tensor import TENSOR
-from accel.parallel.axes.tensor._deferred import DefersLogits, deferral_after
+from accel.parallel.logits._deferred import DefersLogits, deferral_after
 from accel.topology import Dimension, Plan, data_dimension, dimension_of
 
 # Stages are cut first, since every other dimension divides what one stage holds. Data parallelism comes last: it takes

@@ -11,8 +11,8 @@ from torch import Tensor
 from accel.comm import adopt
 from accel.context import DistContext, context_first, group_of
 from accel.errors import ConfigError
-from accel.parallel.axes.tensor import check_logits, row_scores
-from accel.parallel.axes.tensor._logits import DeferredLogits
+from accel.parallel.logits import check_logits, row_scores
+from accel.parallel.logits._logits import DeferredLogits
 from accel.tensors import is_half
 
 _IGNORED = -100

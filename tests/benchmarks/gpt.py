@@ -293,7 +293,7 @@ def count_work(sizes: Sizes) -> dict[str, dict[str, Any]]:
     import counted_device
     from counted_work import DEVICE, is_view, reach_into_devices
 
-    from accel.parallel.axes.tensor import _deferred
+    from accel.parallel.logits import _deferred
 
     reach_into_devices()
     deferred: Any = _deferred

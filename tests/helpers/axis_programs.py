@@ -81,7 +81,7 @@ NORMED = (
 )
 AXIS_PROGRAMS: tuple[Program, ...] = (
     Program(
-        "parallel/axes/tensor/_deferred.py",
+        "parallel/logits/_deferred.py",
         "the layer that gives the logits is not known",
         "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
         "        self.words, self.head = nn.Embedding(8, 4), nn.Linear(4, 6)\n"
@@ -168,7 +168,7 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
         mesh="tp=2",
     ),
     Program(
-        "parallel/axes/tensor/_vocabulary.py",
+        "parallel/logits/_vocabulary.py",
         "logits and targets do not fit",
         "logits, ids = torch.zeros(2, 5, 8), torch.ones(2, 5, dtype=torch.long); cut = ids[:, :4]\n",
         "accel.parallel.vocab_cross_entropy(ctx, logits, cut)",
@@ -441,7 +441,7 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
         mesh="pp=2",
     ),
     Program(
-        "parallel/axes/tensor/_vocabulary.py",
+        "parallel/logits/_vocabulary.py",
         "logits are a DTensor",
         "from torch.distributed.tensor import Shard, distribute_tensor\n"
         "logits = distribute_tensor(torch.zeros(2, 5, 8), ctx.mesh['tp'], [Shard(2)])\n"

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 import accel
 from accel.errors import ConfigError, PrepareError
-from accel.parallel.axes.tensor._logits import DeferredLogits
+from accel.parallel.logits._logits import DeferredLogits
 from accel.tensors import full_tensor
 from accel.testing import Simulator
 
@@ -252,7 +252,7 @@ def test_meshes_train_as_with_logits(
 ) -> None:
     """Parameters, norms and losses in float64 as on one rank with logits, which are never made."""
     made: list[object] = []
-    monkeypatch.setattr("accel.parallel.axes.tensor._logits._report", made.append)
+    monkeypatch.setattr("accel.parallel.logits._logits._report", made.append)
     size = 1
     for each in mesh.split(","):
         size *= int(each.partition("=")[2])
@@ -352,7 +352,7 @@ def test_no_family_of_tokens_makes_logits(name: str, monkeypatch: pytest.MonkeyP
     embeddings, have no head of words."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     made: list[object] = []
-    monkeypatch.setattr("accel.parallel.axes.tensor._logits._report", made.append)
+    monkeypatch.setattr("accel.parallel.logits._logits._report", made.append)
     plain, deferred = families.make(name), accel.defer_logits(families.make(name))
     drawn = families.rows(name)[:3]
     batch = {key: torch.stack([each[key] for each in drawn]) for key in drawn[0]}

@@ -18,7 +18,7 @@ from accel.testing import Simulator
 
 PACKAGE = Path(accel.__file__).parent
 TESTS = Path(__file__).parents[1]
-FOLDERS = ("training", "parallel/axes/*")
+FOLDERS = ("training", "parallel/axes/*", "parallel/logits")
 FILES = (
     "_prepare_model", "_refused", "_labels", "_leftovers", "_entries", "_watches", "_sharded", "_sync", "_empty",
     "_brought_shards", "_same_batches",

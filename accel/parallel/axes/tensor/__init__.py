@@ -5,15 +5,9 @@ Begin with `_spread.py`. `_tensor_plan.py` has the styles of a model: declared, 
 `_trace.py` records a forward, `_dependence.py` reads in gradients which rows of parameters belong to a rank, and
 `_found.py` has them proved on simulated ranks by `_prove.py`, as styles or as layouts of `accel.parallel.parts`.
 `_rules.py` makes a rule of each style, `_styles.py` and `_heads.py` the numbers in it. `_layers.py`, `_attention.py`
-and `_part_layers.py` compute on this rank's rows, `_overlap.py` beside messages, `_vocabulary.py`, `_head_loss.py`,
-`_head_chunks.py` and `_deferred.py` losses of divided logits and without logits; `_dropout.py` draws alike on ranks.
+and `_part_layers.py` compute on this rank's rows, `_overlap.py` beside messages; `_dropout.py` draws alike on ranks.
+Losses of divided logits are in `accel.parallel.logits`.
 """
 
-from accel.parallel.axes.tensor._head_loss import linear_cross_entropy as linear_cross_entropy
 from accel.parallel.axes.tensor._spread import TENSOR as TENSOR
 from accel.parallel.axes.tensor._tensor_plan import tensor_plan as tensor_plan
-from accel.parallel.axes.tensor._vocabulary import (
-    check_logits as check_logits,
-    row_scores as row_scores,
-    vocab_cross_entropy as vocab_cross_entropy,
-)

@@ -50,7 +50,7 @@ from accel.parallel.axes.tensor._tensor_plan import (
     tensor_plan,
     with_head,
 )
-from accel.parallel.axes.tensor._vocabulary import gathered_note, set_own_loss
+from accel.parallel.logits._vocabulary import gathered_note, set_own_loss
 from accel.parallel.parts import RowLayout
 from accel.tensors import is_dtensor, mesh_of
 from accel.topology import HeadStyle, Plan, TensorStyle, dimension_of

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,11 @@ from accel.comm._units import users_line
 from accel.errors import PrepareError
 from accel.parallel._modules import note_module, notes_of
 from accel.parallel._private import is_library_hook, without_subclasses, wrapper_of
-from accel.parallel.axes.tensor._head_calls import WHERE, HeadCall, parameters_of
-from accel.parallel.axes.tensor._head_chunks import Words, loss_of_rows
-from accel.parallel.axes.tensor._layers import Layer
+from accel.parallel.logits._head_calls import WHERE, HeadCall, parameters_of
+from accel.parallel.logits._head_chunks import Words, loss_of_rows
+
+if TYPE_CHECKING:
+    from accel.parallel.axes.tensor._layers import Layer
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Generator
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,12 @@ from accel.parallel._modules import (
     written_class,
 )
 from accel.parallel._private import user_hooks
-from accel.parallel.axes.tensor._head_calls import WHERE, HeadCall, is_resharded, is_unit
-from accel.parallel.axes.tensor._layers import Colwise, Layer
-from accel.parallel.axes.tensor._logits import DeferredLogits
+from accel.parallel.logits._head_calls import WHERE, HeadCall, is_resharded, is_unit
+from accel.parallel.logits._logits import DeferredLogits
 from accel.tensors import word_layers
+
+if TYPE_CHECKING:
+    from accel.parallel.axes.tensor._layers import Layer
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -71,9 +73,9 @@ def _is_plain(head: nn.Module) -> bool:
     layer: Layer | None = getattr(head, "accel_layer", None)
     if layer is None:
         return True
-    replicated = layer.rule.style == "replicated" and not layer.rule.layouts
-    divided = layer.rule.style in ("colwise", "colwise_gather_output") and isinstance(head, Colwise)
-    return replicated or (divided and layer.exchange is None)
+    if layer.rule.layouts or layer.exchange is not None:
+        return False
+    return layer.rule.style in ("replicated", "colwise", "colwise_gather_output")
 
 
 def defer_logits(model: M, head: str | None = None, *, recompute: bool | None = None) -> M:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from accel.comm import Comm, adopt, all_reduce_flat
 from accel.context import DistContext, context_first, group_of
 from accel.errors import ConfigError
-from accel.parallel.axes.tensor._logits import DeferredLogits
+from accel.parallel.logits._logits import DeferredLogits
 from accel.tensors import is_dtensor
 
 _MANY = 32_000  # words from which a gathered head is worth a line

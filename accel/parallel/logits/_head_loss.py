@@ -11,8 +11,8 @@ from torch import Tensor
 
 from accel.comm import adopt, all_gather_flat, copied, ranks_of_group
 from accel.context import DistContext, context_first, group_of
-from accel.parallel.axes.tensor._head_chunks import Reduction, Words, head_error, in_autocast, loss_of_rows
-from accel.parallel.axes.tensor._layers import local_of
+from accel.parallel._local import local_of
+from accel.parallel.logits._head_chunks import Reduction, Words, head_error, in_autocast, loss_of_rows
 from accel.tensors import is_dtensor, split_dims
 
 

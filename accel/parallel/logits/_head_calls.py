@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from accel.devices import autocast_dtype
 from accel.errors import PrepareError
 from accel.parallel._modules import forget, note_module
-from accel.parallel.axes.tensor._layers import LocalParameters
 from accel.tensors import is_dtensor, split_dims
 
 WHERE = "defer_logits"
@@ -81,8 +80,8 @@ def is_unit(head: nn.Module) -> bool:
 
 def parameters_of(head: Any) -> Mapping[str, Any]:
     """The parameters that a head computes with on this rank."""
-    if isinstance(head, LocalParameters):
-        return head.parameters_here(cast(Any, head)._parameters)
+    if hasattr(head, "accel_layer"):
+        return head.parameters_here(head._parameters)
     return {"weight": head.weight, "bias": head.bias}
 
 

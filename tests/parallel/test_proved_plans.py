@@ -6,10 +6,13 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import random
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy
 import pytest
 import tensor_models
 import torch
@@ -195,6 +198,60 @@ def test_a_module_that_is_recomputed_is_proved() -> None:
 def test_a_module_that_fails_with_drawn_values_stays_whole() -> None:
     for module, error in ((Failing(), "ValueError: no values"), (Again(), "CheckpointError")):
         assert _verdict(module, PAIR).problem.startswith(f"the whole module alone, with drawn values: {error}")
+
+
+class Drawing(Attention):
+    """Scales values in training by numbers of a stream of the host, one for each head or one for all."""
+
+    draw: ClassVar[Callable[[], float]]
+    for_each = False
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
+        if not self.training:
+            return super().forward(x)
+        heads = [each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (self.q(x), self.k(x), self.v(x))]
+        drawn = [type(self).draw() for _ in range(self.heads if self.for_each else 1)]
+        q, k, v = heads[0], heads[1], heads[2] * torch.tensor(drawn, dtype=x.dtype)[:, None, None]
+        return self.o(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
+def test_a_module_that_draws_for_each_head_from_a_stream_of_the_host_stays_whole(draw: Callable[[], float]) -> None:
+    """In training alone, as proofs compare values in eval: ranks would draw the first heads' numbers for theirs."""
+    before = random.getstate(), numpy.random.get_state()[1:3]
+    once = type("Once", (Drawing,), {"draw": staticmethod(draw)})()
+    each = type("Each", (Drawing,), {"draw": staticmethod(draw), "for_each": True})()
+    styles = {"": "copy_input", **PROJECTIONS}
+    assert _verdict(once, styles).problem == ""
+    assert "in training" in _verdict(each, styles).problem
+    assert repr((random.getstate(), numpy.random.get_state()[1:3])) == repr(before)
+
+
+class Replacing(nn.Module):
+    """Puts a module without the heads' noise in the place of its attention, for a sequence as short as `most`."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.config = SimpleNamespace()
+        self.most = most
+        self.words = nn.Embedding(11, WIDTH)
+        self.attention: nn.Module = type("Own", (Drawing,), {"draw": staticmethod(random.random), "for_each": True})()
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] <= self.most:
+            plain = Attention()
+            plain.q, plain.k, plain.v, plain.o = (getattr(self.attention, name) for name in PROJECTIONS)
+            self.attention = plain
+        return self.attention(self.words(input_ids))
+
+
+def test_a_plan_of_a_module_that_short_inputs_replace_is_not_that_of_the_replacement() -> None:
+    """As BigBird's sparse attention, which short sequences turn into a full one."""
+    kept, replaced = (accel.parallel.tensor_plan(Replacing(most)) for most in (0, 8))
+    assert kept == replaced
+    assert not any(path.startswith("attention") for path in replaced)
 
 
 class Model(nn.Module):

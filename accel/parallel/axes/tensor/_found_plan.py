@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,11 +14,12 @@ from accel.parallel.axes.tensor._found import PlanSearch, Styles
 from accel.parallel.axes.tensor._prove import Verdict, prove, proved_in_parts, short
 from accel.parallel.axes.tensor._rules import is_in
 from accel.parallel.axes.tensor._styles import is_adapted, is_linear, output_dim, problems_of
-from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, settings_of, trace
+from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, ReplacedModulesError, settings_of, trace
 from accel.parallel.parts import RowLayout
 from accel.topology import TensorStyle
 
 _LEAST_ROWS = 32  # of a table that is worth dividing
+_LONGER = (1, 2, 4, 8, 16, 32, 64, 128)  # inputs tried in turn, as multiples of a short one
 
 
 class FoundPlan(NamedTuple):
@@ -53,13 +55,12 @@ def found_plan(
     `within` are paths of the modules to look in; without, all blocks and ends of the model. In modules of the
     paths `regions_in`, what styles leave whole is divided by layouts of parameters.
     """
-    inputs = example_of(model, size if in_parts else 1) if example is None else without_cache(model, example)
-    if inputs is None:
-        return FoundPlan({}, {"": "no example of its inputs"}, is_seen=False)
     try:
-        recorded = trace(model, inputs)
+        recorded = _recorded(model, size if in_parts else 1, example)
     except Exception as error:  # whatever a forward raises without values
         return FoundPlan({}, {"": f"its forward, run without values, failed: {short(error)}"}, is_seen=False)
+    if recorded is None:
+        return FoundPlan({}, {"": "no example of its inputs"}, is_seen=False)
     search = PlanSearch(model, recorded, size)
     search.look(within, in_words=True)
     proofs = _Proofs(model, recorded, size)
@@ -73,6 +74,19 @@ def found_plan(
     if in_parts is not None:
         return FoundPlan(proved_in_parts(recorded, in_parts(search.styles), proofs.verdict), search.left)
     return FoundPlan(search.styles, search.left, regions=search.regions)
+
+
+def _recorded(model: nn.Module, times: int, example: Mapping[str, Any] | Sequence[Any] | None) -> ForwardTrace | None:
+    """A forward on the example, or on the shortest inputs for which it replaces no module, as BigBird does for short
+    ones; None without any."""
+    if example is not None:
+        return trace(model, without_cache(model, example))
+    for longer in _LONGER:
+        if (inputs := example_of(model, times * longer)) is None:
+            return None
+        with contextlib.suppress(ReplacedModulesError):
+            return trace(model, inputs)
+    return None
 
 
 class _Proofs:

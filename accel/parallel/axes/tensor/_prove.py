@@ -6,6 +6,7 @@ Parameters are drawn anew, as initial zeros hide a bias that is added twice, and
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -25,10 +26,12 @@ from accel.parallel.axes.tensor._rules import install, is_in, rules_of
 from accel.parallel.axes.tensor._styles import Regions, Rule
 from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, batch_experts, plain, tensors_in
 from accel.parallel.parts import NoRuleError
+from accel.random import Key, capture_rng, rng_scope
 from accel.topology import TensorStyle
 
 _TOLERANCE = 1e-10
 _SUMMANDS = "replicated_with_grad_allreduce"
+_DRAWS = Key(31)
 
 
 class Verdict(NamedTuple):
@@ -63,8 +66,9 @@ def prove(
     """Return whether a module that ranks divide computes as the whole one, in a call of its own. No communication.
 
     `styles` are by path in the module; `divided` are dimensions of the call's inputs that ranks get parts of, by the
-    tensor's number. With `regions` of parts, a forward and backward in training mode must run, too. The module and
-    torch's streams are unchanged.
+    tensor's number. With `regions` of parts, a forward and backward in training mode must run, too. In that mode a rank
+    must draw as many numbers from python's and numpy's streams as the whole module, as numbers for each head would be
+    others on a rank. The module and all streams are unchanged.
     """
     with cast(Any, torch.random).fork_rng(devices=[]), torch.enable_grad():
         whole = redrawn(module)
@@ -194,8 +198,10 @@ def _run(
     divided: Mapping[int, int],
     group: ThreadGroup | None,
     shapes: Sequence[torch.Size] = (),
+    *,
+    is_forward: bool = False,
 ) -> _ProofRun:
-    """Outputs, and gradients of a random function of them."""
+    """Outputs, and gradients of a random function of them; none of a forward alone."""
     leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
     given: dict[int, Tensor] = {}
     places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -216,7 +222,7 @@ def _run(
             weights = weights.chunk(group.size(), dim)[group.rank()]
         if each.requires_grad:
             total = total + (each.double() * weights).sum()
-    if total.requires_grad:
+    if total.requires_grad and not is_forward:
         cast(Any, total).backward()
     own = {name: each.grad for name, each in module.named_parameters()}
     return _ProofRun([each.detach() for each in outputs], {number: each.grad for number, each in given.items()}, own)
@@ -299,12 +305,38 @@ def _compared(
         if dims.get(name) is not None or path in styles:
             return Verdict(f"the gradient of {name} differs", styles, outputs), []
         wrong.append(path)
-    if regions and not wrong:
-        try:  # one rank alone, as threads would draw different numbers
-            _ = _run(_part(whole, rules, SilentGroup(size)).train(), call, values, divided, SilentGroup(size))
-        except Exception as error:  # whatever a forward says of parts
-            return Verdict(f"in training, {short(error)}", styles, outputs), []
+    if not wrong:
+        alone = SilentGroup(size)  # one rank, as threads would draw different numbers
+        problem = _problem_in_training(
+            lambda: _run(whole.train(), call, values, {}, None, is_forward=True),
+            lambda: _run(_part(whole, rules, alone).train(), call, values, divided, alone, is_forward=not regions),
+            always=bool(regions),
+        )
+        return Verdict(problem, styles, outputs), []
     return Verdict("", styles, outputs), list(dict.fromkeys(wrong))
+
+
+def _problem_in_training(whole: Callable[[], object], part: Callable[[], object], *, always: bool) -> str:
+    """Why a rank's part does not run in training, or draws from other streams than the whole module; "" for neither.
+
+    `always`: whether to run the part where the whole module draws nothing of python's or numpy's streams.
+    """
+
+    def drawn(run: Callable[[], object]) -> tuple[object, object]:
+        with rng_scope(_DRAWS):
+            _ = run()
+            streams = capture_rng()
+        return streams.python, streams.numpy
+
+    nothing = expected = drawn(lambda: None)
+    with contextlib.suppress(Exception):  # whatever a forward says of drawn values
+        expected = drawn(whole)
+    if not always and expected == nothing:
+        return ""
+    try:
+        return "" if drawn(part) == expected else "in training, ranks would draw other numbers of python or numpy"
+    except Exception as error:  # whatever a forward says of parts
+        return f"in training, {short(error)}"
 
 
 def short(error: Exception) -> str:

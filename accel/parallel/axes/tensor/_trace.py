@@ -93,6 +93,10 @@ class ForwardTrace(NamedTuple):
         return digest.hexdigest()
 
 
+class ReplacedModulesError(Exception):
+    """The forward replaces modules, so that its record says nothing of the model's own."""
+
+
 def tensors_in(tree: object) -> list[Tensor]:
     """Return the tensors of a nesting of containers."""
     return [each for each in pytree.tree_leaves(tree) if isinstance(each, Tensor)]
@@ -103,7 +107,7 @@ def trace(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any]) -> Forwar
 
     Modules whose path depends on values, as experts that ask which tokens chose them, are recorded as one operation,
     with an output like their first tensor. Where that is not enough, a copy with values runs. Whatever else a forward
-    raises without values is raised.
+    raises without values is raised, and `ReplacedModulesError` for one that puts other modules in the model.
     """
     kinds: list[type] = []
     first: Exception | None = None
@@ -173,8 +177,11 @@ def _recorded(
         for path, module in named_modules(copied):
             stack.callback(module.register_forward_pre_hook(partial(recorder.enter, path), with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(partial(recorder.leave, path), with_kwargs=True).remove)
+        before = dict(named_modules(copied))
         with recorder:
             output = copied(**given) if isinstance(given, Mapping) else copied(*given)
+        if replaced := [path for path, module in named_modules(copied) if before.get(path) is not module]:
+            raise ReplacedModulesError(f"it replaces {replaced[0]}")
     return tuple(map(recorder.number, tensors_in(plain(output))))
 
 

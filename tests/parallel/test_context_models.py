@@ -14,6 +14,7 @@ import torch
 from handwritten import MODELS, Handwritten, tensors_of
 from handwritten_runs import called
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import accel
@@ -439,3 +440,49 @@ def test_an_input_as_long_as_the_own_positions_by_chance_stays_whole(ranks: Simu
         return max(float((accel.reduce(ctx, own.grad) - want.grad).abs().max()) for own, want in pairs)
 
     assert max(ranks.run(rank, 2, default_group=True)) < 1e-10
+
+
+def added_in_place(a: Tensor, b: Tensor) -> Tensor:
+    return (a * 1).add_(b)
+
+
+def chosen_experts(a: Tensor, b: Tensor) -> Tensor:
+    weights, experts = b.topk(2, -1)
+    return torch.einsum("nd,ne,nd->nd", a, torch.zeros_like(b).scatter(1, experts, weights), b)
+
+
+TOGETHER: list[Callable[[Tensor, Tensor], Tensor]] = [
+    torch.add,
+    lambda a, b: torch.addcmul(a, a, b, value=0.5),
+    added_in_place,
+    chosen_experts,
+    lambda a, b: torch.where(a > 0, a, b),
+    lambda a, b: (a * 1).copy_(b),
+    lambda a, b: torch.cat([a, b], -1)[:, :4] + torch.cat([b, a], 0)[: len(a)],
+    lambda a, b: torch.stack([a, b]).sum(0),
+    lambda a, b: torch.einsum("nd,nd->nd", a, b) + torch.bmm(a[:, None], b[:, :, None])[:, 0],
+    lambda a, b: functional.cosine_similarity(a, b)[:, None] * a,
+    lambda a, b: functional.mse_loss(a, b) * a,
+    lambda a, b: functional.cross_entropy(a, b.argmax(-1)) * a,
+    lambda a, b: b.cumsum(0) + b.flip(0) * b.sort(0)[0] + a * b.roll(1, 0),
+]
+
+
+class Flattened(nn.Module):
+    """Tokens of all samples in one dimension, in two orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.linear = nn.Embedding(32, 4), nn.Linear(4, 4)
+
+    def forward(self, ids: Tensor) -> list[Tensor]:
+        x = self.linear(self.embed(ids))
+        one = x.flatten(0, 1)
+        other = x.transpose(0, 1).reshape(len(one), -1)
+        found = [change(one, each) for change in TOGETHER for each in (one + 1, other)]
+        return [each.view(*ids.shape, -1) for each in found]
+
+
+@pytest.mark.slow
+def test_tokens_of_all_samples_in_one_dimension_meet_others_in_another_order(ranks: Simulator) -> None:
+    assert off(ranks, Handwritten("flattened", Flattened, MODELS[0].draw, MODELS[0].loss), 2) < 1e-10

@@ -163,7 +163,8 @@ class PositionRanks(Ranks):
         gathers = _GATHERS.get(name)
         if gathers is not None:
             given, named_ones = gathers(args, kwargs)
-            return func(*given, **named_ones)
+            if sum(isinstance(each, PartTensor) for each in tensors_of((given, named_ones))) < len(parts):
+                return func(*given, **named_ones)
         self.whole[name] = None
         found = _selected(func, args, kwargs)
         layout = next((each.division for each in parts if each.division is not None), None)
@@ -174,7 +175,10 @@ class PositionRanks(Ranks):
     def _cut_again(self, found: Tensor, layout: RowLayout) -> Tensor:
         """Return the own positions of what was computed of all of them, where it has as many."""
         has_all = not isinstance(found, PartTensor) and found.shape[layout.dim : layout.dim + 1] == (layout.cut.total,)
-        return self.part_of(found, layout.dim) if has_all else found
+        if not has_all:
+            return found
+        with without_subclasses():
+            return make(own_rows(found, layout.dim, layout.cut, self), layout, self)
 
 
 def _changed(func: Any, args: _Args, kwargs: _Named) -> Any:
@@ -348,11 +352,12 @@ def _of_terms(args: _Args, kwargs: _Named) -> _Again:
 
 
 def _of_rows(args: _Args, kwargs: _Named, kept: PartTensor | None = None) -> _Again:
-    """Gather tensors whose divided dimension is not that of the one to keep, or of the rows, the first of a result."""
-    parts = [each for each in tensors_of((args, kwargs)) if isinstance(each, PartTensor) and each.division is not None]
-    places = [each.dim() - cast(RowLayout, each.division).dim for each in parts]
-    rows = max(places) if kept is None else places[0]
-    chosen = {id(each) for each, place in zip(parts, places, strict=True) if place != rows}
+    """Gather tensors that are not divided as the one to keep, or not along the rows, the first of a result."""
+    parts = [each for each in tensors_of((args, kwargs)) if isinstance(each, PartTensor)]
+    places = {id(each): (each.dim() - each.division.dim, each.division.cut) for each in parts if each.division}
+    rows = max(place for place, _ in places.values())
+    own = places.get(id(kept))
+    chosen = {at for at, each in places.items() if (each[0] != rows if kept is None else each != own)}
     gathered: Any = pytree.tree_map_only(
         PartTensor, lambda each: whole_of(each) if id(each) in chosen else each, (tuple(args), dict(kwargs))
     )
@@ -385,6 +390,7 @@ def _loss(func: Any, args: _Args, kwargs: _Named) -> Any:
     if name_of(func) in _OF_CLASSES:
         losses, count = _loss_of_classes(func, x, target, given)
     else:
+        target = _alike(x, target)
         with without_subclasses():
             losses = elementwise(func, (x, target), {**given, "reduction": "none"})
         count = losses.numel()
@@ -393,13 +399,19 @@ def _loss(func: Any, args: _Args, kwargs: _Named) -> Any:
     return losses.sum() if reduction == "sum" else losses.sum() / count
 
 
+def _alike(x: Tensor, other: Tensor) -> Tensor:
+    """Return another tensor as it is, or gathered if its positions are cut in another way."""
+    layouts = [each.division for each in (x, other) if isinstance(each, PartTensor) and each.division is not None]
+    return whole_of(other) if len(set(layouts)) > 1 else other
+
+
 def _loss_of_classes(func: Any, x: Tensor, target: Tensor, given: _Named) -> tuple[Tensor, Tensor]:
     """The loss of each position, as a part, and the number of those that count, or their weight."""
     if target.is_floating_point() or x.dim() < 2:
         raise _refused(name_of(func), "with a probability for each class")
     shape = target.shape
     x = (x.movedim(1, -1) if x.dim() > 2 else x).flatten(0, -2)
-    target = target.flatten()
+    target = _alike(x, target.flatten())
     ranks = ranks_of(x, target)
     with without_subclasses():
         layouts = layouts_of((x, target))

@@ -68,7 +68,7 @@ class AlertRule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         where = f"the rule on {self.metric or 'a slow rank'}"
-        check_choice(self.level, LEVELS, "not a level of alerts", where=where)
+        check_choice(self.level, LEVELS, "the level of the alert is unknown", where=where)
         given = [name for name in _CONDITIONS if getattr(self, name) is not None]
         if len(given) != 1:
             fix = 'Write a rule for each, such as {metric = "loss", above = 10.0}.'
@@ -78,11 +78,11 @@ class AlertRule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             fix = "A slow rank has no metric; every other rule has one."
             raise ConfigError("a condition that does not fit the metric", got=given[0], where=where, fix=fix)
         if self.slow_rank is not None and not 1 < self.slow_rank < math.inf:
-            raise ConfigError("not a factor", expected="above 1", got=repr(self.slow_rank), where=where)
+            raise ConfigError("the factor is not valid", expected="above 1", got=repr(self.slow_rank), where=where)
         if self.unchanged_steps is not None:
-            check_count(self.unchanged_steps, "not a number of steps", where=where)
+            check_count(self.unchanged_steps, "the number of steps is not valid", where=where)
         if any(each is not None and not math.isfinite(each) for each in (self.above, self.below)):
-            raise ConfigError("not a limit", expected="a finite number", where=where)
+            raise ConfigError("the limit is not valid", expected="a finite number", where=where)
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -123,9 +123,9 @@ class Alerts(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.command and not self.command[0]:
-            raise ConfigError("not a command", expected="a list of words, a program first", where="command")
+            raise ConfigError("the command is not valid", expected="a list of words, a program first", where="command")
         if self.webhook and (got := _refused(self.webhook)):
-            raise ConfigError("not a URL for alerts", expected="https://HOST/...", got=got, where="webhook")
+            raise ConfigError("the URL for alerts is not valid", expected="https://HOST/...", got=got, where="webhook")
 
     def __repr__(self) -> str:
         shown = {**asdict(self), "webhook": self.webhook and "***"}

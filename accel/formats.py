@@ -76,13 +76,15 @@ class Fp8(msgspec.Struct, frozen=True, kw_only=True):
         check_choice(self.backend, get_args(Fp8Backend), "unknown fp8 backend", where="Fp8.backend")
         choices = _SCALINGS[self.backend]
         if self.scaling is not None:
-            check_choice(self.scaling, choices, f"not a scaling of {self.backend}", where="Fp8.scaling")
+            check_choice(self.scaling, choices, f"{self.backend} does not have this scaling", where="Fp8.scaling")
         _check_patterns(self.skip, "Fp8.skip")
         for name, least in (("amax_history", 1), ("margin", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 where = f"Fp8.{name}"
-                raise ConfigError("not a count", expected=f"an integer from {least}", got=repr(value), where=where)
+                raise ConfigError(
+                    "the count is not valid", expected=f"an integer from {least}", got=repr(value), where=where
+                )
         used = {
             "emulate": self.backend == "torchao",
             "fp8_all_gather": self.how == "tensorwise",
@@ -121,7 +123,7 @@ class Qat(msgspec.Struct, frozen=True, kw_only=True):
             check_choice(self.activations, ("int8",), "unknown format", where="Qat.activations")
         if self.group_size is not None and (type(self.group_size) is not int or self.group_size < 2):
             expected, where = "an integer from 2, or None", "Qat.group_size"
-            raise ConfigError("not a group size", expected=expected, got=repr(self.group_size), where=where)
+            raise ConfigError("the group size is not valid", expected=expected, got=repr(self.group_size), where=where)
         _check_patterns(self.skip, "Qat.skip")
 
 
@@ -163,11 +165,11 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True):
         _check_patterns(self.fp32_modules, "Precision.fp32_modules")
         if self.fp8 is not None and not isinstance(self.fp8, Fp8):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
-                "not a recipe", expected="an accel.precision.Fp8", got=repr(self.fp8), where="Precision.fp8"
+                "the recipe is not valid", expected="an accel.precision.Fp8", got=repr(self.fp8), where="Precision.fp8"
             )
         if self.qat is not None and not isinstance(self.qat, Qat):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
-                "not a recipe", expected="an accel.precision.Qat", got=repr(self.qat), where="Precision.qat"
+                "the recipe is not valid", expected="an accel.precision.Qat", got=repr(self.qat), where="Precision.qat"
             )
         if self.fp8 is not None and self.qat is not None:
             raise ConfigError(
@@ -259,7 +261,7 @@ def _check_patterns(patterns: tuple[str, ...], where: str) -> None:
     if type(patterns) is tuple and all(isinstance(each, str) for each in patterns):  # pyright: ignore[reportUnnecessaryIsInstance]
         return
     raise ConfigError(
-        "not names of submodules",
+        "the names of submodules are not valid",
         expected="a tuple of patterns",
         got=repr(patterns),
         where=where,

@@ -242,7 +242,7 @@ def _agreed(ctx: DistContext, site: str, choose: Callable[[], int]) -> int:
 
 def _first(starting: int, least: int) -> int:
     for name, value in (("starting_batch_size=", starting), ("least=", least)):
-        check_count(value, "not a batch size", where=name)
+        check_count(value, "the batch size is not valid", where=name)
     if starting < least:
         raise ConfigError(
             "the first batch size is below the minimum",

@@ -164,7 +164,7 @@ def _checked(signals: Sequence[int]) -> Sequence[int]:
     listed = isinstance(signals, Sequence)  # pyright: ignore[reportUnnecessaryIsInstance] - users pass a single one
     if not listed or not signals or not known.issuperset(signals):
         raise ConfigError(
-            "not signals that can ask for a stop",
+            "the signals cannot request a stop",
             expected="a list of at least one, such as [signal.SIGTERM], and neither SIGKILL nor SIGSTOP",
             got=repr(signals),
             where="stop_requests, signals=",

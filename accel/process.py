@@ -294,4 +294,4 @@ def _only(here: bool, function: Callable[P, R]) -> Callable[P, R | None]:
 
 def _check_rank(rank: int, size: int, where: str) -> None:
     if not 0 <= rank < size:
-        raise ConfigError("no such rank", expected=f"0 to {size - 1}", got=str(rank), where=where)
+        raise ConfigError("there is no such rank", expected=f"0 to {size - 1}", got=str(rank), where=where)

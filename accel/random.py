@@ -171,7 +171,9 @@ def torch_rng_scope(key: Key, *devices: torch.device) -> Generator[None]:
 def check_seed(seed: int, *, where: str) -> int:
     """Return the seed; raise `ConfigError` unless it is an integer of 63 bits."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError("not a seed", expected="an integer from 0 to 2**63 - 1", got=repr(seed), where=where)
+        raise ConfigError(
+            "the seed is not valid", expected="an integer from 0 to 2**63 - 1", got=repr(seed), where=where
+        )
     return seed
 
 

@@ -71,7 +71,7 @@ class Piece(msgspec.Struct, frozen=True, dict=True, tag=True):  # LambdaLR saves
 
     def __post_init__(self) -> None:
         if self.steps is not None:
-            check_count(self.steps, "not a number of steps", where=f"{type(self).__name__}.steps")
+            check_count(self.steps, "the number of steps is not valid", where=f"{type(self).__name__}.steps")
 
 
 class Constant(Piece, frozen=True, kw_only=True):
@@ -105,7 +105,7 @@ class InverseSqrt(Piece, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count(self.timescale, "not a number of steps", where="InverseSqrt.timescale")
+        check_count(self.timescale, "the number of steps is not valid", where="InverseSqrt.timescale")
 
     def at(self, step: int) -> float:
         """Return the point on the curve."""
@@ -123,7 +123,7 @@ class Curve(Piece, frozen=True, kw_only=True):
     end: float = 0.0
 
     def __post_init__(self) -> None:
-        check_count(self.steps, "not a number of steps", where=f"{type(self).__name__}.steps")
+        check_count(self.steps, "the number of steps is not valid", where=f"{type(self).__name__}.steps")
         _check_factor(self.start, f"{type(self).__name__}.start")
         _check_factor(self.end, f"{type(self).__name__}.end")
 
@@ -168,8 +168,10 @@ class Polynomial(Curve, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.power < math.inf:
-            raise ConfigError("not a power", expected="above 0", got=repr(self.power), where="Polynomial.power")
-        check_choice(self.of, ("remaining", "elapsed"), "not a part of the time", where="Polynomial.of")
+            raise ConfigError(
+                "the power is not valid", expected="above 0", got=repr(self.power), where="Polynomial.power"
+            )
+        check_choice(self.of, ("remaining", "elapsed"), "the part of the time is unknown", where="Polynomial.of")
 
     def gone(self, time: float) -> float:
         """Return the power of the elapsed time, or the complement of that of the remaining time."""
@@ -232,7 +234,7 @@ class Joined(msgspec.Struct, frozen=True, dict=True, tag=True):
 
 def warmup(steps: int) -> Linear:
     """Return a line that reaches 1 at `steps`; it begins at 1 / (steps + 1), so that the first step counts."""
-    check_count(steps, "not a number of steps", where="warmup(steps=)")
+    check_count(steps, "the number of steps is not valid", where="warmup(steps=)")
     return Linear(steps, start=1 / (steps + 1), end=1.0)
 
 
@@ -251,10 +253,10 @@ def wsd(warmup_steps: int, stable_steps: int, decay: Linear | Cosine | Polynomia
 
 def _check_step(step: int, where: str) -> int:
     if not step >= 0:
-        raise ConfigError("not a step", expected="0 or above", got=repr(step), where=where)
+        raise ConfigError("the step is not valid", expected="0 or above", got=repr(step), where=where)
     return step
 
 
 def _check_factor(value: object, where: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ConfigError("not a factor", expected="a number from 0", got=repr(value), where=where)
+        raise ConfigError("the factor is not valid", expected="a number from 0", got=repr(value), where=where)

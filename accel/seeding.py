@@ -59,7 +59,7 @@ def rank_key(ctx: DistContext, key: Key, *, along: Sequence[str] | None = None, 
 def _key_along(ctx: DistContext, key: Key, along: Sequence[str], data_rank: int | None) -> Key:
     """Return the key of this rank's place along some axes. Their order, and axes of one rank, make no difference."""
     if isinstance(along, str):
-        raise ConfigError("not names of axes", expected=f"({along!r},)", got=repr(along), where="along=")
+        raise ConfigError("the names of axes are not valid", expected=f"({along!r},)", got=repr(along), where="along=")
     if data_rank is not None:
         raise ConfigError(
             "two choices of the ranks that draw alike",

@@ -123,7 +123,7 @@ def test_no_text_is_no_mesh() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("dp", "not a mesh: expected a text such as dp=2,tp=2 or dp=-1,tp=4, got 'dp' - at here"),
+        ("dp", "the mesh is not valid: expected a text such as dp=2,tp=2 or dp=-1,tp=4, got 'dp' - at here"),
         ("dp=0", "got 'dp=0'"),
         ("dp=2,", "got 'dp=2,'"),
         ("dp=2\n", r"got 'dp=2\\n'"),
@@ -133,7 +133,7 @@ def test_no_text_is_no_mesh() -> None:
         ("fsdp=2", "unknown axis of a mesh: got 'fsdp'"),
         ("dp=-1,tp=-1", "two sizes are -1: got 'dp=-1,tp=-1'"),
         ("dp=2,dp_shard=2", "two names for data parallelism: .*got dp=2 beside dp_shard=2 - at here"),
-        ("dp=2,ep=-1", "not the size of an axis: expected 1 or more, got ep=-1"),
+        ("dp=2,ep=-1", "the size of an axis is not valid: expected 1 or more, got ep=-1"),
         ("dp=2,tp=2,ep=3", "experts cannot be divided among these ranks: expected an ep that divides 4, .* got ep=3"),
         ("dp_replicate=4,ep=2", "expected an ep that divides 1, "),
     ],

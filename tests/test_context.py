@@ -219,7 +219,7 @@ def test_replace_gives_a_changed_copy():
     ("changes", "error", "said"),
     [
         ({"precision": "half"}, ConfigError, "fp32, bf16, fp16"),
-        ({"device": "meta"}, DeviceError, "not a device that computes"),
+        ({"device": "meta"}, DeviceError, "the device cannot compute"),
         ({"device": "nowhere"}, DeviceError, "nowhere"),
     ],
 )

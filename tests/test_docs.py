@@ -100,6 +100,42 @@ def test_the_pages_of_the_loop_stay_short() -> None:
     assert sum(counts.values()) <= MOST_WORDS, f"remove what another page says already: {counts}"
 
 
+MOST_WORDS_BEFORE = 60  # of prose before the first block
+NO_COMMAND = {
+    "comparison.md": "readers choose a library before they install one",
+    "design.md": "contributors read it before they change code",
+    "modules.md": "a list of names, which readers search",
+}
+
+
+def opening(text: str) -> str | None:
+    """The text above a page's first visible block; None if the block is below the first heading, or missing."""
+    seen = re.sub(r"\A---\n.*?^---\n|<!--.*?-->|<p hidden.*?</p>", "", text, flags=re.M | re.S)
+    above, fence, _ = seen.partition("\n```")
+    return above if fence and "\n## " not in above else None
+
+
+@rows("page", [ROOT / "README.md", *PAGES, *sorted((ROOT / "docs" / "recipes").glob("*.md"))])
+def test_a_page_begins_with_the_script_or_the_command_that_its_readers_want(page: Path) -> None:
+    above = opening(page.read_text())
+    begins = above is not None and len(above.split()) <= MOST_WORDS_BEFORE
+    assert begins == (page.name not in NO_COMMAND), "move the block up, or remove the page from NO_COMMAND"
+
+
+@rows(
+    "text, begins",
+    [
+        ("# A\n\nWords.\n\n```bash\nls\n```\n\n## B\n", True),
+        ("---\ntitle: A\n---\n\n# A\n\n<!--\n```python\n1\n```\n-->\n```py\n2\n```\n", True),
+        ("# A\n\n## B\n\n```bash\nls\n```\n", False),
+        ("# A\n\n<!--\n```python\n1\n```\n-->\n\n## B\n\n```py\n2\n```\n", False),
+        ("# A\n\n| a | b |\n|---|---|\n", False),
+    ],
+)
+def test_a_block_in_a_comment_or_below_a_heading_begins_no_page(text: str, begins: bool) -> None:
+    assert (opening(text) is not None) == begins
+
+
 _PARTS = re.compile(  # a record made, or a name under which loops carry one; not `state.cursor`, `scaler=`, `scaler.pt`
     r"\b(?:Accumulation|Cursor|LossScale)\(|(?<![.\w])(?:accum|cursor|scaler)\b(?!=|\.pt)|\bstep\.(?:accum|scaler)\b"
 )

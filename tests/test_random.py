@@ -114,7 +114,7 @@ def test_numpy_is_left_out_where_the_program_does_not_use_it(monkeypatch):
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 1.0, "0", True, None])
 def test_what_is_not_a_seed_is_refused_with_its_place(seed):
-    with pytest.raises(ConfigError, match=r"not a seed.*- at here"):
+    with pytest.raises(ConfigError, match=r"the seed is not valid.*- at here"):
         check_seed(seed, where="here")
     assert check_seed(2**63 - 1, where="here") == 2**63 - 1
 

@@ -173,9 +173,9 @@ def test_a_run_goes_on_from_a_checkpoint_at_the_same_rate(tmp_path, stop):
         (lambda: Joined((warmup(2), float)), r"a tuple of Linear"),
         (lambda: Joined((Constant(), Linear(3))), r"without an end.*pieces\[0\]"),
         (lambda: wsd(3, 3, Linear(3, start=0.5)), r"begins at 1.*begins at 0.5 - at Joined.pieces\[2\]"),
-        (lambda: Linear(3)(-1), r"not a step.*got -1 - at Linear"),
-        (lambda: Linear(3)(math.nan), r"not a step.*got nan"),
-        (lambda: Joined((Linear(3),))(-1), r"not a step.*Joined"),
+        (lambda: Linear(3)(-1), r"the step is not valid.*got -1 - at Linear"),
+        (lambda: Linear(3)(math.nan), r"the step is not valid.*got nan"),
+        (lambda: Joined((Linear(3),))(-1), r"the step is not valid.*Joined"),
     ],
 )
 def test_what_is_no_schedule_is_refused(make, said):

@@ -155,12 +155,12 @@ def test_deterministic_mode_ends_with_its_block(before):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda ctx: accel.seeding.set_seed(ctx, -1), r"not a seed.*set_seed"),
-        (lambda ctx: accel.seeding.set_seed(ctx, True), r"not a seed"),
+        (lambda ctx: accel.seeding.set_seed(ctx, -1), r"the seed is not valid.*set_seed"),
+        (lambda ctx: accel.seeding.set_seed(ctx, True), r"the seed is not valid"),
         (lambda ctx: accel.seeding.set_seed(ctx, 0, data_rank=1), r"from 0 to 0, got 1.*data_rank"),
         (lambda ctx: accel.seeding.set_seed(ctx, 0, data_rank="0"), r"an integer from 0 to 0, got '0'"),
         (lambda ctx: accel.seeding.set_seed(ctx, 0, per_rank=False, data_rank=0), "data_rank has no effect"),
-        (lambda ctx: accel.seeding.seeded(ctx, 1.5), r"not a seed.*seeded"),
+        (lambda ctx: accel.seeding.seeded(ctx, 1.5), r"the seed is not valid.*seeded"),
     ],
 )
 def test_what_is_no_seed_or_share_is_refused_before_anything_is_seeded(call, said):

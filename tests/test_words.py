@@ -56,6 +56,39 @@ def test_a_line_assigns_one_call(trees: dict[Path, ast.Module]) -> None:
     assert not found, f"one assignment a line, at {', '.join(found)}"
 
 
+PYTHONS = {"ValueError", "TypeError", "UnpicklingError", "OSError"}  # causes that an error of accel quotes
+_NO_SUBJECT = re.compile(r"not (?!all\b|every\b|enough\b)\w")
+
+
+def fragments(tree: ast.Module) -> Iterator[str]:
+    """Problems of errors that begin with "not", and so have no subject, such as "not a step"."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if name in PYTHONS or not (name.endswith(("Error", "Mismatch")) or name.startswith("check_")):
+            continue
+        for argument in node.args:  # of a choice or a count the first is the value
+            text = argument.values[0] if isinstance(argument, ast.JoinedStr) else argument
+            if isinstance(text, ast.Constant) and isinstance(text.value, str) and _NO_SUBJECT.match(text.value):
+                yield text.value
+
+
+def test_errors_say_what_is_not_valid(trees: dict[Path, ast.Module]) -> None:
+    found = [f"{path.relative_to(ROOT)}: {text!r}" for path, tree in trees.items() for text in fragments(tree)]
+    assert not found, "a subject and a verb, as in `the step is not valid`:\n" + "\n".join(found)
+
+
+def test_an_error_without_a_subject_is_found() -> None:
+    wrong = [
+        'ConfigError("not a step")',
+        'check_count(step, "not a step", where="x")',
+        'StepError(f"not of {x}", got="")',
+    ]
+    right = ['ConfigError("the step is not valid")', 'ValueError("not a PNG")', 'ConfigError("x", got="not a step")']
+    assert [len([*fragments(ast.parse(line))]) for line in [*wrong, *right]] == [1, 1, 1, 0, 0, 0]
+
+
 # House verbs and clauses in place of nouns: the field reports, adopts, forwards, is; "of which each rank computes a
 # summand" is "a row-parallel linear layer".
 PLAIN = re.compile(

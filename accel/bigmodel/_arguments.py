@@ -36,7 +36,9 @@ def available_memory(device: int | str | torch.device, *, reserve: int | str) ->
     place = _device(device)
     free = _host_bytes() if place.type == "cpu" else _device_bytes(place)
     if free <= kept:
-        raise ConfigError("nothing is left of the memory", expected=f"below {free}", got=f"{kept}", where="reserve=")
+        raise ConfigError(
+            "the reserve takes all of the memory", expected=f"below {free}", got=f"{kept}", where="reserve="
+        )
     return free - kept
 
 
@@ -103,7 +105,7 @@ def check_model(model: object, *, where: str) -> None:
     if isinstance(model, nn.Module):
         return
     raise ConfigError(
-        "not a model",
+        "the model is not a module",
         expected="a torch.nn.Module",
         got=getattr(model, "__name__", type(model).__name__),
         where=where,
@@ -141,7 +143,7 @@ def check_dtype(dtype: object, *, where: str) -> None:
         )
     if dtype is not None and not isinstance(dtype, torch.dtype):
         fix = f"Pass torch.{dtype}." if isinstance(getattr(torch, str(dtype), None), torch.dtype) else ""
-        raise ConfigError("not a dtype", expected="one of torch's", got=repr(dtype), where=where, fix=fix)
+        raise ConfigError("the dtype is not valid", expected="one of torch's", got=repr(dtype), where=where, fix=fix)
 
 
 @functools.lru_cache(maxsize=64)

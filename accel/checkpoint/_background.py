@@ -68,7 +68,7 @@ def collect_notes(
             seen, since = written, time.monotonic()
         if waiting and (given_up.wait(stage.place.pause_s) or time.monotonic() - since > timeout_s):
             raise CheckpointError(
-                "the checkpoint was given up" if given_up.is_set() else f"nothing was written for {timeout_s:g} s",
+                "the checkpoint was abandoned" if given_up.is_set() else f"nothing was written for {timeout_s:g} s",
                 expected="the shares of all ranks",
                 got=f"none of rank {', '.join(map(str, sorted(waiting)))}",
                 where=str(stage.place),
@@ -85,7 +85,7 @@ def _read(stage: Stage, rank: int) -> ShareReport | None:
     try:
         return msgspec.json.decode(data, type=ShareReport) if data is not None else None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"not a note of a rank: {error}", where=str(stage.place / name)) from error
+        raise CheckpointError(f"a rank's note is not valid: {error}", where=str(stage.place / name)) from error
 
 
 def _name(stage: Stage, rank: int) -> str:

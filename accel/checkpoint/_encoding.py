@@ -357,7 +357,7 @@ def decode(
         # a manifest is input: whatever stands in it must end as one kind of error
         return _decode_tagged(tag, value[tag], where, tensors, path, making)
     except (TypeError, ValueError, LookupError, AttributeError, binascii.Error, struct.error) as error:
-        raise CheckpointError(f"not a stored value: {tag}", where=where) from error
+        raise CheckpointError(f"the stored value is not valid: {tag}", where=where) from error
 
 
 def _decode_tagged(

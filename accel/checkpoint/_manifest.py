@@ -199,7 +199,7 @@ def read_manifest(folder: OpenDirectory) -> tuple[Manifest, str]:
     """Return an open folder's manifest and its digest."""
     if MANIFEST not in folder.names():
         raise CheckpointError(
-            "no complete checkpoint",
+            "the folder holds no complete checkpoint",
             expected=f"a folder with {MANIFEST}",
             got=f"a folder of {len(folder.names())} entries without it",
             where=str(folder.path),

@@ -130,7 +130,7 @@ def _names(manifest: Manifest, item: str, path: Place) -> dict[str, str]:
     modules = sorted(name for name, each in manifest.items.items() if each.kind == "module")
     if found is None or found.kind != "module":
         raise CheckpointError(
-            "not a model in this checkpoint",
+            "the item is not a model in this checkpoint",
             expected=" or ".join(modules) or "a checkpoint that holds a model",
             got=repr(item) if found is None else f"{item!r}, of kind {found.kind}",
             where=str(path),
@@ -147,7 +147,7 @@ def _names(manifest: Manifest, item: str, path: Place) -> dict[str, str]:
             continue
         names[name] = full
     if not names:
-        raise CheckpointError("a model without tensors", where=f"{path}, item {item}")
+        raise CheckpointError("the model has no tensors", where=f"{path}, item {item}")
     if wrong := next((full for full in names.values() if tensors[full].dtype == "complex128"), None):
         raise CheckpointError("safetensors holds no complex128", where=f"{path}, {wrong}")
     return names

@@ -275,7 +275,9 @@ def check_recipes(rename: object, expected: str) -> None:
     fix = 'Write Recipe("rename", old, new) for each name, or for a pattern of names.'
     if isinstance(rename, Recipe):
         fix = "Pass a list of it: rename=[recipe]."
-    raise ConfigError("not recipes", expected=expected, got=repr(cast(object, rename)), where="rename=", fix=fix)
+    raise ConfigError(
+        "the recipes are not valid", expected=expected, got=repr(cast(object, rename)), where="rename=", fix=fix
+    )
 
 
 def inverse(recipes: Sequence[Recipe]) -> tuple[Recipe, ...]:

@@ -69,10 +69,10 @@ def check_keep(keep: int | Keep | None) -> Keep | None:
     asked = keep if isinstance(keep, Keep) else Keep(newest=keep)
     where = "save_state, keep="
     expected = f"{'newest' if asked is keep else 'keep'} of 1 or above, or keep=None to keep all"
-    check_count(asked.newest, "no checkpoint would stay", expected=expected, where=where)
+    check_count(asked.newest, "no checkpoint would be kept", expected=expected, where=where)
     if asked.every is not None:
-        check_count(asked.every, "not a distance of steps", expected="every of 1 or above", where=where)
-    check_count(asked.best, "not a number of checkpoints", least=0, expected="best from 0", where=where)
+        check_count(asked.every, "the distance of steps is not valid", expected="every of 1 or above", where=where)
+    check_count(asked.best, "the number of checkpoints is not valid", least=0, expected="best from 0", where=where)
     if (asked.best > 0) != (asked.by != ""):
         fix = "Write Keep(best=1, by='loss'), and save_state(..., metrics={'loss': loss})."
         raise ConfigError("best= and by= need each other", got=repr(asked), where=where, fix=fix)
@@ -153,7 +153,7 @@ def best_checkpoint(
     """
     if not isinstance(by, str) or not by:  # pyright: ignore[reportUnnecessaryIsInstance]
         fix = 'Write best_checkpoint(out, by="loss").'
-        raise ConfigError("not the name of a metric", got=repr(by), where="best_checkpoint, by=", fix=fix)
+        raise ConfigError("the name of the metric is not valid", got=repr(by), where="best_checkpoint, by=", fix=fix)
     check_choice(mode, get_args(BestMode), "unknown mode", where="best_checkpoint, mode=")
     folder = as_place(out)
     best: Place | None = None
@@ -378,7 +378,7 @@ def find_checkpoint(path: Place) -> Place:
             return path
     if (newest := newest_in(path)) is None:
         raise CheckpointError(
-            "no checkpoint, and no folder of any",
+            "the folder is neither a checkpoint nor a run",
             expected=f"a folder with {MANIFEST}, or one that was given to save_state",
             where=str(path),
             fix="See `accel checkpoint ls`.",

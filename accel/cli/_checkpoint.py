@@ -29,6 +29,7 @@ from accel.errors import ConfigError
 from accel.errors._checks import did_you_mean
 from accel.report._series import better_of
 from accel.storage import as_place
+from accel.storage._place import LocalPlace
 from accel.terminal import byte_progress, show_age, show_size, show_table, show_text
 
 _DIFFERENT = 1
@@ -74,7 +75,17 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         _ = parser.add_argument(path, type=Path if path == "folder" else as_place, metavar=path.upper())
     for flag, options in verb.flags.items():
         _ = parser.add_argument(flag, **options)
-    return verb.run(parser.read(words[1:]))
+    args = parser.read(words[1:])
+    for path in verb.paths:
+        _check_exists(getattr(args, path), is_made=name == "import")
+    return verb.run(args)
+
+
+def _check_exists(place: object, *, is_made: bool) -> None:
+    """Raise `ConfigError` for a local folder to read that does not exist."""
+    if isinstance(place, LocalPlace) and not is_made and not place.path.exists():
+        fix = "Pass the folder that the script passes to save_state."
+        raise ConfigError("there is no such folder", got=repr(str(place)), where="accel checkpoint", fix=fix)
 
 
 def _help() -> str:
@@ -184,7 +195,7 @@ def _merge(args: argparse.Namespace) -> int:
 
 def _import(args: argparse.Namespace) -> int:
     if args.step < 0:
-        raise ConfigError("not a step", expected="an integer from 0", got=str(args.step), where="--step")
+        raise ConfigError("the step is not valid", expected="an integer from 0", got=str(args.step), where="--step")
     from accel.items import import_dcp
     from accel.items.foreign import import_accelerate
 
@@ -207,7 +218,7 @@ def _export(args: argparse.Namespace) -> int:
 
 def _prune(args: argparse.Namespace) -> int:
     if args.keep < 1:
-        raise ConfigError("no checkpoint would stay", expected="1 or above", got=str(args.keep), where="--keep")
+        raise ConfigError("no checkpoint would be kept", expected="1 or above", got=str(args.keep), where="--keep")
     mode = "max" if args.max else "min"
     keep = check_keep(Keep(newest=args.keep, every=args.every, best=args.best, by=args.by, mode=mode))
     assert keep is not None
@@ -238,15 +249,15 @@ _VERBS = {
         f"--by. {_ONE_RUN}",
         ("run",),
         {
-            "--by": _option("the metric to mark the best by", default="", metavar="METRIC"),
-            "--max": _option("the highest value is the best, not the lowest", action="store_true"),
+            "--by": _option("metric that decides which checkpoint is the best", default="", metavar="METRIC"),
+            "--max": _option("the highest value is the best (default: the lowest)", action="store_true"),
         },
         "[--by METRIC [--max]]",
     ),
     "show": Verb(
         _show,
         "CHECKPOINT",
-        "print the content of one",
+        "print the content of a checkpoint",
         f"Print the content of a checkpoint. {_ONE_CHECKPOINT}",
         ("checkpoint",),
         {"--tensors": _option("list every tensor", action="store_true")},
@@ -255,17 +266,17 @@ _VERBS = {
     "verify": Verb(
         _verify,
         "CHECKPOINT|RUN",
-        "compare every byte with the digests",
-        "Compare every byte with the digests of the manifest; of a run, those of all checkpoints.",
+        "compare every byte with its digest",
+        "Compare every byte of a checkpoint, or of all checkpoints of a run, with the digests in the manifest.",
         ("path",),
     ),
     "diff": Verb(
         _diff,
         "CHECKPOINT CHECKPOINT",
-        "list the differences of two",
-        f"List the differences of two checkpoints. {_ONE_CHECKPOINT}",
+        "list the differences between two checkpoints",
+        f"List the differences between two checkpoints. {_ONE_CHECKPOINT}",
         ("first", "second"),
-        {"--values": _option("read the tensors and compare their values, too", action="store_true")},
+        {"--values": _option("also read the tensors and compare their values", action="store_true")},
         "[--values]",
     ),
     "merge": Verb(
@@ -275,9 +286,9 @@ _VERBS = {
         f"Write a model as safetensors that Hugging Face's libraries load. {_ONE_CHECKPOINT}",
         ("checkpoint", "folder"),
         {
-            "--item": _option("name that it was saved under (default: model)", default="model", metavar="NAME"),
+            "--item": _option("name of the model among the items (default: model)", default="model", metavar="NAME"),
             "--max-shard-size": _option(
-                "most bytes in a file, such as 5GB or 512MiB (default: 5GB)", default="5GB", metavar="SIZE"
+                "largest size of a file, such as 5GB or 512MiB (default: 5GB)", default="5GB", metavar="SIZE"
             ),
         },
         "[--item NAME] [--max-shard-size SIZE]",
@@ -285,9 +296,9 @@ _VERBS = {
     "import": Verb(
         _import,
         "FOLDER RUN --step N",
-        "convert a folder of torch or Accelerate",
-        "Make a checkpoint of a folder of torch.distributed.checkpoint, or of Accelerate's save_state (all but "
-        f"optimizers, which load_accelerate_state takes); none of its code is run. {_ONE_RUN}",
+        "convert a checkpoint of torch or Accelerate",
+        "Convert a folder of torch.distributed.checkpoint, or of Accelerate's save_state, to a checkpoint. Optimizers "
+        f"of Accelerate are left out: load_accelerate_state loads them. No code of the folder is run. {_ONE_RUN}",
         ("folder", "run"),
         {"--step": _option("number that names the checkpoint, 0 or above", type=int, required=True, metavar="N")},
     ),
@@ -302,14 +313,14 @@ _VERBS = {
         _prune,
         "RUN --keep N",
         "delete older checkpoints",
-        f"Delete older checkpoints by the rule of save_state's keep=; never what accel did not write. {_ONE_RUN}",
+        f"Delete older checkpoints, as keep= of save_state does. Files that accel did not write stay. {_ONE_RUN}",
         ("run",),
         {
-            "--keep": _option("number of the newest that stay", type=int, required=True, metavar="N"),
-            "--every": _option("steps that are multiples of N stay, too", type=int, metavar="N"),
-            "--best": _option("number with the best metric that stay, too", type=int, default=0, metavar="N"),
-            "--by": _option("the metric's name", default="", metavar="METRIC"),
-            "--max": _option("the highest value is the best, not the lowest", action="store_true"),
+            "--keep": _option("number of newest checkpoints to keep", type=int, required=True, metavar="N"),
+            "--every": _option("also keep each step that is a multiple of N", type=int, metavar="N"),
+            "--best": _option("also keep N checkpoints with the best metric", type=int, default=0, metavar="N"),
+            "--by": _option("name of the metric for --best", default="", metavar="METRIC"),
+            "--max": _option("the highest value is the best (default: the lowest)", action="store_true"),
             "--dry-run": _option("print what would be deleted, and delete nothing", action="store_true"),
         },
         "[--every N] [--best N --by METRIC [--max]] [--dry-run]",

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from accel.cli._parser import Parser, add_fields, resolve_flags
 from accel.cli._questions import Option, choose, describe_machine, has_arrow_keys, interview, suggest
@@ -58,20 +59,31 @@ def _names(path: Path) -> list[Path]:
     return [path.with_name(f"{path.name}.old{number or ''}") for number in range(1000)]
 
 
-_USAGE = """accel config [--output FILE]
-       accel config default [--output FILE] [--force]
-       accel config show [--config FILE] [flags of accel launch]
-       accel config import FILE [--output FILE] [--force]
-       accel config update [FILE]"""
-_ABOUT = f"""Ask for the settings of `accel launch`, and write them to {DEFAULT_FILE}.
+class _Subcommand(NamedTuple):
+    """A subcommand's words in the usage line, and its summary."""
 
-commands:
-  default  write settings that suit this machine, without asking
-  show     print each setting, its value and its source
-  import   convert a configuration of Accelerate
-  update   rewrite an older file in the present format"""
+    words: str
+    summary: str
 
-SUBCOMMANDS = ("default", "show", "import", "update")
+
+_SUBCOMMANDS = {
+    "default": _Subcommand("[--output FILE] [--force]", "write settings that suit this machine, without asking"),
+    "show": _Subcommand("[--config FILE] [flags of accel launch]", "print each setting, its value and its source"),
+    "import": _Subcommand("FILE [--output FILE] [--force]", "convert a configuration of Accelerate"),
+    "update": _Subcommand("[FILE]", "rewrite an older file in the current format"),
+}
+SUBCOMMANDS = tuple(_SUBCOMMANDS)
+_USAGE = "\n       ".join(
+    ["accel config [--output FILE]", *(f"accel config {name} {each.words}" for name, each in _SUBCOMMANDS.items())]
+)
+_ABOUT = "\n".join(
+    [
+        f"Ask for the settings of `accel launch`, and write them to {DEFAULT_FILE}.",
+        "",
+        "commands:",
+        *(f"  {name:7}  {each.summary}" for name, each in _SUBCOMMANDS.items()),
+    ]
+)
 
 
 def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -85,7 +97,9 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def _interactive(words: Sequence[str], environ: Mapping[str, str]) -> int:
-    path: str = _parser("accel config").read(words).output
+    parser = Parser("accel config", usage=_USAGE, description=_ABOUT)
+    _add_output(parser)
+    path: str = parser.read(words).output
     machine = read_machine()
     arrows = has_arrow_keys(environ)
     replaces = os.path.lexists(path)
@@ -93,7 +107,7 @@ def _interactive(words: Sequence[str], environ: Mapping[str, str]) -> int:
     known = resolve({}, {}, file).config
     present = {name: getattr(known, name) for name in file.values}
     print(describe_machine(machine))
-    print("Arrow keys move, Enter takes, Ctrl-C leaves." if arrows else "An empty line takes the value in brackets.")
+    print("Arrow keys move, Enter selects, Ctrl-C quits." if arrows else "An empty line selects the value in brackets.")
     try:
         answers = interview(machine, present, arrows=arrows)
         text = encode(LaunchConfig(**answers), path, only=answers)
@@ -110,14 +124,14 @@ def _interactive(words: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def _default(words: Sequence[str], _environ: Mapping[str, str]) -> int:
-    known = _parser("accel config default", force=True).read(words)
+    known = _writer("default").read(words)
     suggested = suggest(read_machine())
     _write(known.output, encode(LaunchConfig(**suggested), known.output, only=suggested), force=known.force)
     return 0
 
 
 def _show(words: Sequence[str], environ: Mapping[str, str]) -> int:
-    parser = Parser("accel config show", usage=_USAGE, description=_ABOUT)
+    parser = _parser("show")
     _ = add_fields(parser)
     resolved = resolve_flags(parser.read(words), environ)
     values = {field.name: hide_in_text(to_text(getattr(resolved.config, field.name))) for field in FIELDS}
@@ -130,7 +144,7 @@ def _show(words: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def _import(words: Sequence[str], _environ: Mapping[str, str]) -> int:
-    parser = _parser("accel config import", force=True)
+    parser = _writer("import")
     _ = parser.add_argument("file", help="a file of Accelerate, YAML or JSON")
     known = parser.read(words)
     imported = import_accelerate(known.file)
@@ -146,7 +160,7 @@ def _import(words: Sequence[str], _environ: Mapping[str, str]) -> int:
 
 
 def _update(words: Sequence[str], _environ: Mapping[str, str]) -> int:
-    parser = Parser("accel config update", usage=_USAGE, description=_ABOUT)
+    parser = _parser("update")
     _ = parser.add_argument(
         "file", nargs="?", default=DEFAULT_FILE, help=f"a file of accel, TOML or .json (default: {DEFAULT_FILE})"
     )
@@ -154,14 +168,24 @@ def _update(words: Sequence[str], _environ: Mapping[str, str]) -> int:
     return 0
 
 
-def _parser(prog: str, *, force: bool = False) -> Parser:
-    parser = Parser(prog, usage=_USAGE, description=_ABOUT)
+def _parser(name: str) -> Parser:
+    words, summary = _SUBCOMMANDS[name]
+    prog = f"accel config {name}"
+    return Parser(prog, usage=f"{prog} {words}", description=f"{summary[0].upper()}{summary[1:]}.")
+
+
+def _writer(name: str) -> Parser:
+    """Return the parser of a subcommand that writes a file, and replaces none unless asked to."""
+    parser = _parser(name)
+    _add_output(parser)
+    _ = parser.add_argument("--force", action="store_true", help="replace an existing file")
+    return parser
+
+
+def _add_output(parser: Parser) -> None:
     _ = parser.add_argument(
         "--output", metavar="FILE", default=DEFAULT_FILE, help=f"file to write, TOML or .json (default: {DEFAULT_FILE})"
     )
-    if force:
-        _ = parser.add_argument("--force", action="store_true", help="replace an existing file")
-    return parser
 
 
 def _write(path: str, text: str, *, force: bool) -> None:
@@ -169,7 +193,7 @@ def _write(path: str, text: str, *, force: bool) -> None:
         with open(path, "w" if force else "x", encoding="utf-8") as file:
             _ = file.write(text)
     except FileExistsError:
-        raise ConfigError("there is a file already", got=repr(path), fix="Replace it with --force.") from None
+        raise ConfigError("the file exists", got=repr(path), fix="Pass --force to replace it.") from None
     except OSError as error:
         raise ConfigError("the file cannot be written", got=str(error.strerror), where=path) from None
     print(f"Wrote {path}.")

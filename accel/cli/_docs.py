@@ -30,8 +30,9 @@ from accel.terminal import show_text
 
 _USAGE = "accel docs NAME [--web]"
 _ABOUT = (
-    "Print the entry of a public name, an error, a command or a page, such as prepare, bigmodel.describe, StepError, "
-    '"accel launch", train. For a page with the name of another entry, add .md. Other words are searched in the pages.'
+    "Print the documentation of a public name, an error, a command or a page, such as prepare, bigmodel.describe, "
+    'StepError, "accel launch" or train. If a page and another entry share a name, add .md to get the page. Other '
+    "words are searched in the text of the pages."
 )
 _TITLE = 10  # weight of a word in a heading
 _HITS = 6  # pages that a search shows

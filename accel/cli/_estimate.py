@@ -44,12 +44,13 @@ _USAGE = """accel estimate SOURCE [--input SHAPE] [--nproc N] [--memory SIZE] [f
 _ABOUT = """Estimate the memory of a training step on each rank; no weights are read.
 
 SOURCE is one of
-  module:function     makes the model; it takes no arguments
-  config.json         of Hugging Face's transformers (extra `transformers`)
-  model.safetensors   or pytorch_model.bin, or an index of several; only headers
-                      are read, so activations are left out
+  module:function     a function without arguments that makes the model
+  config.json         a configuration of transformers (extra `transformers`)
+  model.safetensors   weights, also pytorch_model.bin, or an index of several
+                      files; only headers are read, without activations
   a folder            with such files; config.json is used if --input is given
-  organisation/model  in the local cache of the Hub; nothing is downloaded
+  organisation/model  a model in the local cache of the Hub; nothing is
+                      downloaded
   timm/NAME           a model of timm (extra `timm`)"""
 _PRECISIONS: tuple[PrecisionName, ...] = ("fp32", "bf16", "pure-bf16")
 NAMES: Mapping[str, tuple[str, ...]] = {
@@ -79,7 +80,9 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         return run_device_map(known)
     check_without_device_map(known)
     if known.nproc < 1:
-        raise ConfigError("not a number of ranks", expected="1 or above", got=str(known.nproc), where="--nproc")
+        raise ConfigError(
+            "the number of ranks is not valid", expected="1 or above", got=str(known.nproc), where="--nproc"
+        )
     limit = None if known.memory is None else memory_limit(known.memory, known.reserve)
     if known.mesh is not None:
         return run_mesh(known, limit)
@@ -122,12 +125,16 @@ def parser() -> Parser:
     _ = add(
         "--memory",
         metavar="SIZE",
-        help="memory of one GPU, such as 24GB: rows show what fits",
+        help="memory of one GPU, such as 24GB; the table then shows what fits",
     )
     _ = add("--reserve", default=RESERVED, metavar="SIZE", help=f"memory kept for {RESERVED_FOR} (default: {RESERVED})")
     _ = add("--optimizer", default="adamw", metavar="NAME", help=f"{', '.join(OPTIMIZERS)} (default: adamw)")
-    _ = add("--precision", action="append", metavar="NAME", help=f"rows to show (default: {', '.join(_PRECISIONS)})")
-    _ = add("--strategy", action="append", metavar="NAME", help=f"rows to show (default: {', '.join(STRATEGIES)})")
+    _ = add(
+        "--precision", action="append", metavar="NAME", help=f"precisions to show (default: {', '.join(_PRECISIONS)})"
+    )
+    _ = add(
+        "--strategy", action="append", metavar="NAME", help=f"strategies to show (default: {', '.join(STRATEGIES)})"
+    )
     _ = add("--json", action="store_true", help="print JSON")
     add_mesh_flags(built)
     add_device_map_flags(built)
@@ -163,7 +170,7 @@ def _input(text: str, dtype: str) -> Input:
     match = _INPUT.fullmatch(text)
     if match is None:
         expected = "sizes and a dtype, such as 8x512:int64"
-        raise ConfigError("not a shape", expected=expected, got=repr(text), where="--input")
+        raise ConfigError("the shape is not valid", expected=expected, got=repr(text), where="--input")
     check_choice(match[2] or dtype, _DTYPES, "unknown dtype", where="--input")
     return Input(tuple(map(int, match[1].split("x"))), match[2] or dtype)
 

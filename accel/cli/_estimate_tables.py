@@ -87,21 +87,35 @@ def add_device_map_flags(built_parser: argparse.ArgumentParser) -> None:
     group = built_parser.add_argument_group("inference within limits, without --input")
     add = group.add_argument
     _ = add(
-        "--device-map", metavar="TEXT", help="limits by place, such as 0=20GB,cpu=60GB,disk: accel.infer_device_map"
+        "--device-map",
+        metavar="TEXT",
+        help="memory limit of each place, such as 0=20GB,cpu=60GB,disk, as for accel.infer_device_map",
     )
     _ = add("--dtype", metavar="NAME", help="dtype of weights, such as bfloat16 (default: that of the file)")
     _ = add(
         "--storage-dtype",
         metavar="NAME",
-        help="dtype in which matrices are stored, such as float8_e4m3fn; cast for calls",
+        help="dtype in which matrices are stored between calls, such as float8_e4m3fn",
     )
-    _ = add("--storage-skip", metavar="NAMES", help="weights that are not cast, or patterns: *.router.*,head.weight")
     _ = add(
-        "--slots", type=int, default=None, metavar="N", help="streamed blocks on a device at a time (default: 2, or 1)"
+        "--storage-skip", metavar="NAMES", help="weights that keep --dtype, by name or pattern: *.router.*,head.weight"
     )
-    _ = add("--placement", metavar="NAME", help=f"of streamed blocks: {', '.join(PLACEMENTS)} (default: spread)")
-    _ = add("--fill", metavar="NAME", help=f"of several devices: {', '.join(FILLS)} (default: the best)")
-    _ = add("--bandwidth", metavar="SIZE", help="bytes a second into a device, such as 20GB: seconds of a pass")
+    _ = add(
+        "--slots",
+        type=int,
+        default=None,
+        metavar="N",
+        help="number of streamed blocks on a device at a time (default: 2, or 1)",
+    )
+    _ = add(
+        "--placement", metavar="NAME", help=f"placement of streamed blocks: {', '.join(PLACEMENTS)} (default: spread)"
+    )
+    _ = add("--fill", metavar="NAME", help=f"order in which devices are filled: {', '.join(FILLS)} (default: the best)")
+    _ = add(
+        "--bandwidth",
+        metavar="SIZE",
+        help="bytes per second into a device, such as 20GB; adds the seconds of a forward pass",
+    )
 
 
 def check_without_device_map(known: argparse.Namespace) -> None:
@@ -240,12 +254,16 @@ def add_mesh_flags(built: argparse.ArgumentParser) -> None:
     add = group.add_argument
     _ = add("--mesh", metavar="TEXT", help="sizes by axis, such as dp=16,tp=4; -1 takes the ranks that --nproc leaves")
     _ = add("--micro-batches", type=int, default=None, metavar="N", help="micro-batches of a step (default: 1)")
-    _ = add("--recompute", action="store_true", help="blocks keep only their inputs: accel.checkpoint_activations")
-    _ = add("--keep", metavar="NAME", help="with --recompute, products: keep the outputs of matmuls and attention")
-    _ = add("--sequence", action="store_true", help="ranks along tp share tokens: Plan(sequence=True)")
-    _ = add("--context", metavar="NAME", help=f"along cp: {', '.join(CONTEXT_METHODS)} (default: gather)")
+    _ = add("--recompute", action="store_true", help="recompute blocks in backward, as accel.checkpoint_activations")
+    _ = add("--keep", metavar="NAME", help="with --recompute: products keeps the outputs of matmuls and attention")
+    _ = add("--sequence", action="store_true", help="sequence parallelism along tp, as Plan(sequence=True)")
+    _ = add("--context", metavar="NAME", help=f"method along cp: {', '.join(CONTEXT_METHODS)} (default: gather)")
     add_saving_flags(add)
-    _ = add("--balance", metavar="NAME", help=f"stages along pp, by {', '.join(get_args(Balance))} (default: time)")
+    _ = add(
+        "--balance",
+        metavar="NAME",
+        help=f"quantity that balances the stages along pp: {', '.join(get_args(Balance))} (default: time)",
+    )
 
 
 def check_without_mesh(known: argparse.Namespace) -> None:
@@ -357,12 +375,14 @@ def _step(known: argparse.Namespace) -> EstimatedStep:
     match = _ROWS.fullmatch(given[0])
     if match is None or len(given) > 1:
         expected = "sequences of a micro-batch and their tokens, such as 1x8192"
-        raise ConfigError("not the input of a step on a mesh", expected=expected, got=" ".join(given), where="--input")
+        raise ConfigError(
+            "the input does not fit a step on a mesh", expected=expected, got=" ".join(given), where="--input"
+        )
     for flag, names in (("--precision", known.precision), ("--strategy", known.strategy)):
         if names and len(names) > 1:
             raise ConfigError("one answer for a mesh", expected="one", got=" and ".join(names), where=flag)
     strategy = known.strategy[0] if known.strategy else "fsdp"
-    check_choice(strategy, ["ddp", "fsdp"], "not a strategy of a mesh", where="--strategy")
+    check_choice(strategy, ["ddp", "fsdp"], "the strategy does not fit a mesh", where="--strategy")
     balance = known.balance or "time"
     check_choice(balance, get_args(Balance), "unknown balance of stages", where="--balance")
     return EstimatedStep(

@@ -17,7 +17,7 @@ from accel.errors import ConfigError
 from accel.errors._checks import did_you_mean
 
 _USAGE = "accel examples [NAME --to DIR]"
-_ABOUT = "List the complete scripts that come with accel, or copy one, with the scripts that it imports."
+_ABOUT = "List the complete scripts that come with accel, or copy one, together with the scripts that it imports."
 _UNLISTED = ("gallery",)  # the script that runs the others
 
 
@@ -33,14 +33,14 @@ def run(words: Sequence[str], _environ: Mapping[str, str]) -> int:
     name = known.name.removesuffix(".py").replace("-", "_")
     if name not in names:
         raise ConfigError(
-            "no example of this name",
+            "there is no example of this name",
             got=repr(known.name),
             where="accel examples",
             fix=did_you_mean(name, names, "`accel examples` lists them."),
         )
     if known.to is None:
         raise ConfigError(
-            "no folder to copy to",
+            "the folder to copy to is missing",
             expected="--to DIR",
             where="accel examples",
             fix=f"`accel examples {name} --to .` copies it to this folder.",

@@ -32,7 +32,7 @@ from accel.system import current_folder, write_error
 _USAGE = "accel launch [flags] script.py [args...]"
 _OURS_ALONE = ("--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-endpoint", "--gpu-ids")
 _HOST_FLAGS = ("hostfile", "include", "exclude", "shell", "export")
-_ABOUT = """Run a script on N processes of this host, alone or together with other hosts.
+_ABOUT = """Run a script on N processes of this host, or of several hosts.
 Flags come before the script; all arguments after it go to the script.
 Flags override ACCEL_* variables, and these override the file.
 
@@ -79,13 +79,15 @@ def parser() -> Parser:
     """Return the parser of the launcher's own flags."""
     built = Parser("accel launch", usage=_USAGE, description=_ABOUT, script="script.py")
     add_host_flag = add_fields(built)[HOSTS]
-    _ = built.add_argument("-m", "--module", action="store_true", help="the script is a module, as after `python -m`")
-    _ = built.add_argument("--no-python", action="store_true", help="the script is an executable program, not Python")
+    _ = built.add_argument("-m", "--module", action="store_true", help="run a module, as `python -m` does")
+    _ = built.add_argument("--no-python", action="store_true", help="run a program that is not Python")
     _ = built.add_argument(
         "--dry-run", action="store_true", help="print each process's command and environment, and start nothing"
     )
-    _ = add_host_flag("--hostfile", metavar="FILE", help="start on the hosts of FILE: lines of `node0 slots=8`")
-    _ = add_host_flag("--include", metavar="HOSTS", help="hosts and slots of FILE to use: node0@node1:0,2")
+    _ = add_host_flag(
+        "--hostfile", metavar="FILE", help="start ranks on the hosts in FILE, with lines such as `node0 slots=8`"
+    )
+    _ = add_host_flag("--include", metavar="HOSTS", help="hosts and slots of FILE to use, such as node0@node1:0,2")
     _ = add_host_flag("--exclude", metavar="HOSTS", help="hosts and slots of FILE to leave out")
     _ = add_host_flag("--shell", metavar="WORDS", help="remote shell for --hostfile (default: ssh)")
     _ = add_host_flag(

@@ -26,19 +26,19 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command("launch", "run a script on N processes of this machine", "accel.cli._launch"),
+    Command("launch", "run a script on several processes or hosts", "accel.cli._launch"),
     Command("config", "write launch settings to a file", "accel.cli._config"),
-    Command("test", "check that ranks on this machine do what training relies on", "accel.cli._setup", "run_test"),
-    Command("env", "print the facts for a bug report, without secrets", "accel.cli._setup", "run_env"),
+    Command("test", "check devices, collectives, data order, gradients, checkpoints", "accel.cli._setup", "run_test"),
+    Command("env", "print versions, devices and settings for a bug report", "accel.cli._setup", "run_env"),
     Command("estimate", "estimate the memory for training a model", "accel.cli._estimate"),
     Command("plan", "list the meshes on which a model can be trained", "accel.cli._plan"),
-    Command("report", "write one page of a run, or of several side by side", "accel.cli._runs", "run_report"),
-    Command("compare", "print what differs between two runs", "accel.cli._runs", "run_compare"),
+    Command("report", "write an HTML page that shows one or more runs", "accel.cli._runs", "run_report"),
+    Command("compare", "print the differences between two runs", "accel.cli._runs", "run_compare"),
     Command("watch", "follow a run: curves, throughput, ranks, checkpoints", "accel.cli._runs", "run_watch"),
     Command("profile", "print how each rank spent its time, from traces", "accel.cli._runs", "run_profile"),
     Command("migrate", "rewrite scripts written for Accelerate", "accel.cli._migrate"),
-    Command("docs", "print the entry of a name, an error, a command or a page", "accel.cli._docs"),
-    Command("examples", "list the example scripts, or copy one", "accel.cli._examples"),
+    Command("docs", "print the documentation of a name, an error, a command or a page", "accel.cli._docs"),
+    Command("examples", "list the example scripts, or copy one to a folder", "accel.cli._examples"),
     Command("completion", "print the completion script of bash, zsh or fish", "accel.cli._setup", "run_completion"),
     Command("checkpoint", "list, check, compare, convert and delete checkpoints", "accel.cli._checkpoint"),
 )

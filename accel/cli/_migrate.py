@@ -13,9 +13,9 @@ from accel.terminal import show_text
 
 _USAGE = "accel migrate [--write | --check] PATH [PATH ...]"
 _ABOUT = (
-    "Rewrite scripts and notebooks written for Accelerate, and print the difference. Comments, layout, line ends and "
-    "encoding stay. Status 0: nothing is left to do; 1: notes are left, or --check found something to rewrite; 2: a "
-    "file could not be read, parsed or written."
+    "Rewrite scripts and notebooks written for Accelerate, and print the diff. Comments, layout, line ends and "
+    "encoding stay. The exit status is 0 if nothing is left to do, 1 if notes are left or --check finds a file to "
+    "rewrite, and 2 if a file cannot be read, parsed or written."
 )
 
 
@@ -23,7 +23,7 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Migrate files; return the exit status."""
     known = parser().read(words)
     if known.write and known.check:
-        raise ConfigError("two flags that exclude each other", got="--write and --check", fix="Give one of them.")
+        raise ConfigError("two flags exclude each other", got="--write and --check", fix="Pass one of them.")
     left = failed = False
     results: list[FileResult] = []
     paths = list(find_scripts(known.paths))

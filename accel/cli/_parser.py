@@ -75,11 +75,11 @@ def resolve_flags(known: argparse.Namespace, environ: Mapping[str, str]) -> Reso
     for field in FIELDS:
         if len(set(given[field.name])) > 1:
             raise ConfigError(
-                "a flag is given twice", got=" and ".join(given[field.name]), where=field.flag, fix="Give it once."
+                "the flag is given twice", got=" and ".join(given[field.name]), where=field.flag, fix="Give it once."
             )
         if (script := next((text for text in given[field.name] if text.endswith(".py")), None)) is not None:
             raise ConfigError(
-                "a flag without its value",
+                "the flag has no value",
                 expected=field.expects,
                 got=repr(script),
                 where=field.flag,
@@ -114,7 +114,7 @@ def _help(field: Field) -> str:
     doc = field.doc.rstrip(".")
     doc = doc[0].lower() + doc[1:] if doc[1].islower() else doc
     choices = f"{', '.join(field.choices)}; " if field.choices else ""
-    undo = f"{field.flag}=false for no; " if field.default is True else ""
+    undo = f"{field.flag}=false turns it off; " if field.default is True else ""
     default = to_text(field.default) or "none"
     return f"{doc} ({choices}{undo}default: {default})".replace("%", "%%")
 
@@ -207,7 +207,7 @@ def memory_limit(memory: str, reserve: str) -> int:
     left = parse_size(memory, "--memory") - parse_size(reserve, "--reserve")
     if left <= 0:
         got = f"--memory {memory} --reserve {reserve}"
-        raise ConfigError("nothing is left of the memory", got=got, fix="Reserve less.")
+        raise ConfigError("the reserve takes all of the memory", got=got, fix="Pass a smaller --reserve.")
     return left
 
 
@@ -270,16 +270,18 @@ class Parser(argparse.ArgumentParser):
 
 def add_saving_flags(add: Callable[..., object]) -> None:
     """Give a parser the flags of what saves memory beside sharding and recomputation."""
-    _ = add("--logits", metavar="NAME", help="full, or deferred: Plan(logits='deferred') (default: full)")
-    _ = add("--offload", metavar="NAME", help="state or shards on the host: optimizer or all, as Plan(offload=)")
-    _ = add("--offload-activations", action="store_true", help="activations on the host: accel.offload_activations")
-    _ = add("--chunks", type=int, metavar="N", help="MLPs run on N parts of the sequence: accel.chunk_sequence")
+    _ = add("--logits", metavar="NAME", help="full, or deferred, as Plan(logits='deferred') (default: full)")
+    _ = add("--offload", metavar="NAME", help="state that is kept on the host: optimizer, or all, as Plan(offload=)")
+    _ = add(
+        "--offload-activations", action="store_true", help="keep activations on the host, as accel.offload_activations"
+    )
+    _ = add("--chunks", type=int, metavar="N", help="run MLPs on N parts of the sequence, as accel.chunk_sequence")
 
 
 def saving_plan(known: argparse.Namespace) -> Plan:
     """Return the plan of `--logits` and `--offload`."""
     logits, offload = known.logits or "full", known.offload or ""
-    check_choice(logits, ["full", "deferred"], "not a way of logits", where="--logits")
-    check_choice(offload or "all", ["optimizer", "all"], "nothing to keep on the host", where="--offload")
+    check_choice(logits, ["full", "deferred"], "unknown value of --logits", where="--logits")
+    check_choice(offload or "all", ["optimizer", "all"], "unknown value of --offload", where="--offload")
     kept = "optimizer" if offload == "optimizer" else offload == "all"
     return Plan(logits=cast(Literal["full", "deferred"], logits), offload=kept)

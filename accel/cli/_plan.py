@@ -331,7 +331,9 @@ def _calibrate(words: Sequence[str], environ: Mapping[str, str]) -> int:
     path = Path(built.read(words).calibrate)
     if path.is_dir() or not path.parent.is_dir():
         expected = "a file in a folder that exists"
-        raise ConfigError("no place for a table of speeds", expected=expected, got=repr(str(path)), where="--calibrate")
+        raise ConfigError(
+            "the table of speeds cannot be written there", expected=expected, got=repr(str(path)), where="--calibrate"
+        )
     with session(environ) as ctx:
         found = measure_efficiencies(ctx, date=datetime.date.today().isoformat())
         if ctx.is_main_process:
@@ -377,7 +379,9 @@ def parser() -> Parser:
     _ = add("--rows", type=int, default=1, metavar="N", help="sequences per micro-batch (default: 1)")
     _ = add("--precision", default="bf16", metavar="NAME", help=f"{', '.join(NAMES['--precision'])} (default: bf16)")
     _ = add("--optimizer", default="adamw", metavar="NAME", help=f"{', '.join(OPTIMIZERS)} (default: adamw)")
-    _ = add("--host", type=int, default=hosts.ranks, metavar="N", help=f"GPUs of a host (default: {hosts.ranks})")
+    _ = add(
+        "--host", type=int, default=hosts.ranks, metavar="N", help=f"number of GPUs on a host (default: {hosts.ranks})"
+    )
     _ = add(
         "--link",
         metavar="SIZE,SIZE",
@@ -400,8 +404,8 @@ def parser() -> Parser:
         help="side of an image in pixels, if the model accepts any size (default: 448)",
     )  # fmt: skip
     add_saving_flags(add)
-    _ = add("--compiled", action="store_true", help="torch.compile fuses the operators between matmuls")
-    _ = add("--top", type=int, default=10, metavar="N", help="meshes to show (default: 10)")
+    _ = add("--compiled", action="store_true", help="assume that torch.compile fuses the operators between matmuls")
+    _ = add("--top", type=int, default=10, metavar="N", help="number of meshes to show (default: 10)")
     _ = add("--json", action="store_true", help="print all meshes as JSON")
     return built
 
@@ -414,11 +418,11 @@ def _job(known: argparse.Namespace) -> Job:
         count = getattr(known, flag)
         if count is not None and count < 1:
             name = "image-size" if flag == "side" else flag
-            raise ConfigError("not a number to plan with", expected="1 or above", got=str(count), where=f"--{name}")
+            raise ConfigError("the number is too small", expected="1 or more", got=str(count), where=f"--{name}")
     if known.ranks > _MOST_RANKS:
         got = str(known.ranks)
         raise ConfigError(
-            "too many ranks to list meshes of", expected=f"{_MOST_RANKS} at most", got=got, where="--ranks"
+            "the meshes of so many ranks are not listed", expected=f"at most {_MOST_RANKS}", got=got, where="--ranks"
         )
     return Job(
         ranks=known.ranks,
@@ -442,10 +446,10 @@ def _hosts(known: argparse.Namespace) -> Hosts:
     inside, comma, between = (known.link or _LINK).partition(",")
     if not comma:
         expected = "two sizes, such as 450GB,50GB"
-        raise ConfigError("not the speeds of links", expected=expected, got=repr(known.link), where="--link")
+        raise ConfigError("the speeds of links are not valid", expected=expected, got=repr(known.link), where="--link")
     if known.tflops is not None and known.efficiencies is not None:
         expected = "--tflops or --efficiencies"
-        raise ConfigError("one speed or a table of speeds", expected=expected, got="both", where="accel plan")
+        raise ConfigError("two flags exclude each other", expected=expected, got="both", where="accel plan")
     hosts = Hosts(
         ranks=known.host,
         inside=parse_size(inside, "--link"),

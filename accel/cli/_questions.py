@@ -46,7 +46,7 @@ def choose(question: str, options: Sequence[Option], default: str, *, arrows: bo
     names = {option.name: option.name for option in options}
     numbers = {str(number): option.name for number, option in enumerate(options, 1)}
     while (answer := _read_line(f"Number or name [{default}]: ")) not in {"", *names, *numbers}:
-        print(f"  {answer!r} is none of them.")
+        print(f"  {answer!r} is not in the list.")
     return (names | numbers).get(answer, default)
 
 
@@ -136,7 +136,7 @@ def describe_machine(machine: Machine) -> str:
     cores = f"{machine.cores} CPU core{'s' if machine.cores != 1 else ''}"
     names = [gpu.name for gpu in machine.gpus or ()]
     gpus = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    return f"This machine: {cores}, {gpus or 'no GPU that the driver knows'}."
+    return f"This machine: {cores}, {gpus or 'no GPU'}."
 
 
 def suggest(machine: Machine) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def interview(machine: Machine, present: Mapping[str, Any], *, arrows: bool) -> 
         Option("no", "keep the other settings"),
         Option("yes", "hosts, accumulation, strategy, mesh, time-outs, output"),
     ]
-    if choose("Look at the other settings too?", more, "no", arrows=arrows) == "yes":
+    if choose("Change other settings too?", more, "no", arrows=arrows) == "yes":
         for field in FIELDS:
             if field.name not in _FIRST and (not field.section or answers["strategy"] == field.name):
                 default = suggested.get(field.name, field.default)
@@ -188,7 +188,7 @@ def _answer(field: Field, default: Any, answers: Mapping[str, Any], *, arrows: b
         options = [Option("true"), Option("false")]
     elif options:
         if spelled not in field.choices:
-            options.append(Option(spelled, "as it is"))
+            options.append(Option(spelled, "the current value"))
         if field.is_open:
             options.append(Option(_OTHER, field.expects))
     text = choose(about, options, spelled, arrows=arrows) if options else _OTHER

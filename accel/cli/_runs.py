@@ -78,7 +78,7 @@ def read_run_folder(name: str, folder: Path, *, may_be_empty: bool = False) -> R
 def check_folder(folder: Path, *, fix: str) -> None:
     """Check that a folder exists; `fix` is the advice where no folder beside it has nearly its name."""
     if not folder.is_dir():
-        problem = "not a folder" if folder.exists() else "there is no such folder"
+        problem = "the path is not a folder" if folder.exists() else "there is no such folder"
         beside = [each.name for each in folder.parent.glob("*") if each.is_dir()]
         raise ConfigError(problem, got=repr(str(folder)), fix=did_you_mean(folder.name, beside, fix))
 
@@ -121,9 +121,9 @@ _REPORT_USAGE = (
     "                    [--port PORT] [--token-file FILE] [--media MB]"
 )
 _REPORT_ABOUT = (
-    "Write one HTML page of runs side by side: curves, media, checkpoints, launches, configuration. "
-    "DIR is a run's folder, as given to save_state and tracking, or that of --log-dir; or a folder in which runs are "
-    "searched, three levels deep. The page needs no server. With --serve, a server on this machine keeps it fresh."
+    "Write one HTML page that shows runs side by side: curves, media, checkpoints, launches and configuration. "
+    "DIR is the folder that the script passes to save_state and tracking, or the folder of --log-dir. In any other "
+    "folder, runs are searched three levels deep. The page needs no server. With --serve, a server updates the page."
 )
 _OUTPUT = "report.html"
 _LOOPBACK = "127.0.0.1"
@@ -137,7 +137,7 @@ def run_report(words: Sequence[str], environ: Mapping[str, str]) -> int:
         return _serve(known)
     for flag, is_given in (("--host", known.host), ("--port", known.port), ("--token-file", known.token_file)):
         if is_given:
-            raise ConfigError("a flag of a server without one", got=flag, fix=f"Pass --serve too, or drop {flag}.")
+            raise ConfigError("the flag needs --serve", got=flag, fix=f"Pass --serve too, or drop {flag}.")
     output = Path(known.output) if known.output else asked[0] / _OUTPUT
     if os.path.isdir(output):
         fix = f"Name a file, such as {output / _OUTPUT}."
@@ -150,7 +150,7 @@ def run_report(words: Sequence[str], environ: Mapping[str, str]) -> int:
     runs = [read_run_folder(name, folder, may_be_empty=folder not in asked) for name, folder in named]
     if all(run.is_empty for run in runs):
         raise ConfigError(
-            "none of the runs has begun",
+            "no run has begun",
             got="; ".join([f"{len(runs)} without a line or a record", *unreadable]),
             where=str(asked[0]),
         )
@@ -189,16 +189,16 @@ def report_parser() -> Parser:
     built = Parser("accel report", usage=_REPORT_USAGE, description=_REPORT_ABOUT)
     _ = built.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folder of a run, or of runs")
     _ = built.add_argument(
-        "--output", default="", metavar="FILE", help=f"the page (default: {_OUTPUT} in the first DIR)"
+        "--output", default="", metavar="FILE", help=f"file to write (default: {_OUTPUT} in the first DIR)"
     )
     _ = built.add_argument(
         "--media",
         type=_megabytes,
         default=MEDIA_ROOM,
         metavar="MB",
-        help=f"limit for images, tables and other media on the page (default: {MEDIA_ROOM / 1e6:g})",
+        help=f"limit for images, tables and other media on the page, in MB (default: {MEDIA_ROOM / 1e6:g})",
     )
-    _ = built.add_argument("--serve", action="store_true", help="serve the page, and keep it fresh, until Ctrl-C")
+    _ = built.add_argument("--serve", action="store_true", help="serve the page and update it, until Ctrl-C")
     _ = built.add_argument(
         "--host", default="", metavar="HOST", help=f"name or address to serve at (default: {_LOOPBACK}, this machine)"
     )
@@ -206,7 +206,7 @@ def report_parser() -> Parser:
         "--port", type=_port, default=0, metavar="PORT", help="port to serve at (default: a free one)"
     )
     _ = built.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="file of the token, written if missing (default: a new token)"
+        "--token-file", type=Path, metavar="FILE", help="file with the token, created if missing (default: a new token)"
     )
     return built
 
@@ -235,14 +235,14 @@ def _serve(known: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C; return the exit status."""
     asked: list[Path] = known.folders
     if known.output:
-        raise ConfigError("a served page is not written", got="--output", fix="Drop --output, or drop --serve.")
+        raise ConfigError("--serve writes no file", got="--output", fix="Drop --output, or drop --serve.")
     for each in asked:
         if each.exists():
             check_folder(each, fix="Pass the folder that the script passes to save_state or tracking.")
     host = known.host or _LOOPBACK
     if host in ("0.0.0.0", "::"):
         fix = "Name the address or the name by which readers reach this machine."
-        raise ConfigError("not a host that a reader can name", got=host, where="--host", fix=fix)
+        raise ConfigError("readers cannot connect to this address", got=host, where="--host", fix=fix)
 
     def follow(folder: Path) -> FollowedRun:
         return FollowedRun(folder.name, folder, list_checkpoints, _profile)
@@ -280,14 +280,17 @@ def _token(path: Path) -> str:
         raise ConfigError("others can read the token", got=f"mode {mode:o}", where=str(path), fix=fix)
     if not re.fullmatch(r"[A-Za-z0-9_-]{16,}", token):
         expected = "16 or more letters, digits, - and _"
-        raise ConfigError("not a token", expected=expected, where=str(path), fix="Remove the file to get a new one.")
+        raise ConfigError(
+            "the token is not valid", expected=expected, where=str(path), fix="Remove the file to get a new one."
+        )
     return token
 
 
 _COMPARE_USAGE = "accel compare DIR DIR [--rtol R] [--json]"
 _COMPARE_ABOUT = (
-    "Compare two runs, A and B: settings, versions and code that differ, the first step at which metrics differ, and "
-    "the largest difference of each. Exits with 0 if the runs are alike, 1 if they differ, 2 if one cannot be read."
+    "Print the settings, versions and code that differ between two runs, A and B. For each metric, print the first "
+    "step at which it differs, and the largest difference. The exit status is 0 if the runs are equal, 1 if they "
+    "differ, and 2 if a run cannot be read."
 )
 
 
@@ -295,7 +298,9 @@ def run_compare(words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Print the comparison; return the exit status."""
     known = compare_parser().read(words)
     if not 0 <= known.rtol < 1:
-        raise ConfigError("not a tolerance", expected="a number from 0 to below 1", got=str(known.rtol), where="--rtol")
+        raise ConfigError(
+            "the tolerance is not valid", expected="a number from 0 to below 1", got=str(known.rtol), where="--rtol"
+        )
     a, b = (_read_compared(folder) for folder in (known.first, known.second))
     found = compare_runs(a, b, rtol=known.rtol)
     if known.json:
@@ -315,7 +320,7 @@ def compare_parser() -> Parser:
         type=float,
         default=0.0,
         metavar="R",
-        help="values within R times the larger one are alike (default: 0, no difference at all)",
+        help="relative tolerance: values are equal if they differ by at most R times the larger one (default: 0)",
     )
     _ = built.add_argument("--json", action="store_true", help="print JSON")
     return built
@@ -331,10 +336,10 @@ def _read_compared(folder: Path) -> RunData:
 
 _WATCH_USAGE = "accel watch DIR [--every-s SECONDS] [--plain] [--once]"
 _WATCH_ABOUT = (
-    "Follow a run: curves, throughput, ranks and checkpoints. DIR is a run's folder, as given to save_state and "
-    "tracking; it need not exist yet. Without a terminal, a line is printed at each change until the run ends. The "
-    "exit status is then 0 if the run finished or continues, 1 if it failed, was stopped or killed, 2 if it cannot be "
-    "read, 3 if there is no run."
+    "Follow a run: curves, throughput, ranks and checkpoints. DIR is the folder that the script passes to save_state "
+    "and tracking; it may not exist yet. Without a terminal, each change prints a line, until the run ends. The exit "
+    "status is then 0 if the run finished or continues, 1 if it failed, was stopped or was killed, 2 if it cannot be "
+    "read, and 3 if there is no run."
 )
 
 
@@ -363,10 +368,10 @@ def watch_parser() -> Parser:
     built = Parser("accel watch", usage=_WATCH_USAGE, description=_WATCH_ABOUT)
     _ = built.add_argument("folder", type=Path, metavar="DIR", help="folder of a run")
     _ = built.add_argument(
-        "--every-s", type=_seconds, default=1.0, metavar="SECONDS", help="seconds between two updates (default: 1)"
+        "--every-s", type=_seconds, default=1.0, metavar="SECONDS", help="seconds between updates (default: 1)"
     )
     _ = built.add_argument("--plain", action="store_true", help="print lines, also in a terminal")
-    _ = built.add_argument("--once", action="store_true", help="print one line, and do not follow")
+    _ = built.add_argument("--once", action="store_true", help="print one line and exit")
     return built
 
 
@@ -396,8 +401,9 @@ def _seconds(text: str) -> float:
 
 _PROFILE_USAGE = "accel profile DIR [--operators N]"
 _PROFILE_ABOUT = (
-    "Print how each rank spent its time: computing, communication (waiting for a later rank, exposed, hidden), "
-    "data, idle; the slowest rank; the longest operators. DIR is the out= of accel.profile, or a folder of traces."
+    "Print how each rank spent its time: computation, communication (waiting for a later rank, exposed, hidden), "
+    "data and idle time. Also print the slowest rank and the longest operators. DIR is the out= of accel.profile, or a "
+    "folder of traces."
 )
 
 
@@ -407,11 +413,11 @@ def run_profile(words: Sequence[str], environ: Mapping[str, str]) -> int:
     folder: Path = known.folder
     check_folder(folder, fix="Name the out= of accel.profile.")
     if known.operators < 0:
-        raise ConfigError("not a number of operators", got=str(known.operators), where="--operators")
+        raise ConfigError("the number of operators is not valid", got=str(known.operators), where="--operators")
     inner = folder / PROFILE
     if (folder / RUN).exists() and not inner.is_dir():
         raise ConfigError(
-            "a run without a profile", where=str(folder), fix="Write one by `accel.profile(ctx, out=...)`."
+            "the run has no profile", where=str(folder), fix="Write one by `accel.profile(ctx, out=...)`."
         )
     traces = read_traces(inner, within=folder) if inner.is_dir() else read_traces(folder)
     print(describe_profile(traces, operators=known.operators), end="")

@@ -45,7 +45,8 @@ from accel.terminal import show_size
 
 _ENV_USAGE = "accel env [--config FILE] [--json]"
 _ENV_ABOUT = (
-    "Print the facts for a bug report: versions, devices, backends, the configuration and the launchers' variables."
+    "Print versions, devices, backends, the configuration and the launchers' variables for a bug report. Secrets are "
+    "left out."
 )
 _PACKAGES = (
     *("torch", "safetensors", "msgspec", "numpy", "transformers", "datasets", "accelerate", "torchao"),
@@ -60,7 +61,7 @@ _SHOWN = re.compile(
 _PERSONAL_NAME = re.compile(r".*_(USER|ACCOUNT|UID|GID)", re.IGNORECASE)
 
 _TEST_USAGE = "accel test [--folder DIR] [flags of accel launch]"
-_TEST_ABOUT = """Check devices, collectives, order of data, gradients, checkpoints and
+_TEST_ABOUT = """Check devices, collectives, data order, gradients, checkpoints and
 bandwidth on the ranks of a launch. Flags, variables and the file apply as for
 `accel launch`. On several hosts, run it on each."""
 _SCRIPT = Path(accel.__path__[0], "testing", "selfcheck", "__main__.py")
@@ -160,7 +161,7 @@ def run_env(words: Sequence[str], environ: Mapping[str, str]) -> int:
 def env_parser() -> Parser:
     """Return the parser of the flags of `accel env`."""
     built = Parser("accel env", usage=_ENV_USAGE, description=_ENV_ABOUT)
-    _ = built.add_argument(CONFIG_FLAG, metavar="FILE", help="the file to read, as for `accel launch`")
+    _ = built.add_argument(CONFIG_FLAG, metavar="FILE", help="file of settings, as for `accel launch`")
     _ = built.add_argument("--json", action="store_true", help="print JSON")
     return built
 
@@ -252,7 +253,7 @@ def run_completion(words: Sequence[str], _environ: Mapping[str, str]) -> int:
         print(_COMPLETION_HELP)
         return 0
     shell = words[0] if words else ""
-    check_choice(shell, list(_COMPLETIONS), "no script for this shell", where="accel completion")
+    check_choice(shell, list(_COMPLETIONS), "there is no script for this shell", where="accel completion")
     print(_COMPLETIONS[shell], end="")
     return 0
 

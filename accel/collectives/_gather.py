@@ -326,10 +326,15 @@ def pad_across_processes(
         check_tag(tag, "pad_across_processes")
         if not isinstance(pad_index, int | float | complex):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
-                "not a number", expected="a number", got=repr(pad_index), where="pad_across_processes, pad_index="
+                "the value is not a number",
+                expected="a number",
+                got=repr(pad_index),
+                where="pad_across_processes, pad_index=",
             )
         if type(dim) is not int:
-            raise ConfigError("not a dimension", expected="an int", got=repr(dim), where="pad_across_processes, dim=")
+            raise ConfigError(
+                "the dimension is not valid", expected="an int", got=repr(dim), where="pad_across_processes, dim="
+            )
         leaves = read_tensors(ctx, tree)
         for path, leaf in trees.tensors(tree, ctx.containers):
             _check(path, leaf, dim, pad_index)

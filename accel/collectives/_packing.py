@@ -287,7 +287,7 @@ def _closed(shape: torch.Size, open_dim: int) -> list[int]:
 def check_rank(ctx: DistContext, rank: int | None, where: str) -> None:
     """Raise `ConfigError` unless the rank exists; None is fine."""
     if rank is not None and (type(rank) is not int or not 0 <= rank < ctx.world_size):
-        raise ConfigError("no such rank", expected=f"0 to {ctx.world_size - 1}", got=repr(rank), where=where)
+        raise ConfigError("there is no such rank", expected=f"0 to {ctx.world_size - 1}", got=repr(rank), where=where)
 
 
 def _refuse(ctx: DistContext, tree: object) -> None:

@@ -316,7 +316,7 @@ def broadcast_from_holder(ctx: DistContext, tree: T | None) -> T:
     holders = [rank for rank, offer in enumerate(offers) if offer.tree is not None]
     if len(holders) != 1:
         raise ConfigError(
-            "not one rank with tensors for the others",
+            "one rank must pass tensors, and the others None",
             expected="a tree on one rank, None on all others",
             got=f"a tree on ranks {', '.join(map(str, holders))}" if holders else "None on every rank",
             where=_NAME,

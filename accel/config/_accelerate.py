@@ -41,7 +41,9 @@ def decode_yaml(text: str, path: str) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError("not a mapping", expected="key: value", got=type(values).__name__, where=path)
+        raise ConfigError(
+            "the file does not hold a mapping", expected="key: value", got=type(values).__name__, where=path
+        )
     for key in cast("dict[object, object]", values):
         if not isinstance(key, str):
             raise ConfigError("a key is not text", expected="a name", got=repr(key), where=path, fix="Quote it.")
@@ -69,7 +71,7 @@ def _check_events(yaml: Any, text: str, path: str) -> None:
             anchor = event.anchor if isinstance(event, yaml.AliasEvent) else None
             total += sizes.get(anchor, 1) if anchor is not None else 1
             if anchor is not None and anchor in (name for name, _ in opened):
-                problem = "a value that contains itself"
+                problem = "the value contains itself"
         if len(opened) > _MOST_DEPTH:
             problem = f"nested more than {_MOST_DEPTH} deep"
         if total > _MOST_NODES:
@@ -172,7 +174,12 @@ def import_accelerate(path: str) -> Imported:
     """
     if path.lower().endswith(".toml"):
         fix = f"A file of accel needs no import: `accel launch --config {path}`."
-        raise ConfigError("not an Accelerate config file", expected="a name in .yaml or .json", got=repr(path), fix=fix)
+        raise ConfigError(
+            "the file is not a configuration of Accelerate",
+            expected="a name in .yaml or .json",
+            got=repr(path),
+            fix=fix,
+        )
     text = read_text(path)
     values = decode_values(text, path) if path.lower().endswith(".json") else decode_yaml(text, path)
     values = {"dynamo_config" if key == "dynamo_backend" else key: value for key, value in values.items()}

@@ -111,11 +111,11 @@ def read_text(path: str, *, found: bool = False) -> str:
     try:
         return (read_regular(path) if found else read_named(path)).decode()
     except UnicodeDecodeError as error:
-        raise ConfigError("not a text file", expected="UTF-8", got=f"byte {error.start}", where=path) from None
+        raise ConfigError("the file is not text", expected="UTF-8", got=f"byte {error.start}", where=path) from None
     except FileNotFoundError:
         beside = (near.name for near in Path(path).parent.glob("*.*"))
         hint = did_you_mean(Path(path).name, beside)
-        fix = hint if hint.startswith("Did") else "Write one with `accel config`."
+        fix = hint if hint.startswith("Did") else "Check the path, or write a file with `accel config`."
         raise ConfigError("there is no such file", got=repr(path), fix=fix) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -176,7 +176,9 @@ def encode(config: LaunchConfig, path: str = DEFAULT_FILE, *, only: Collection[s
 def refuse_yaml(path: str, *, fix: str) -> None:
     """Raise `ConfigError` for a name that ends as YAML's do."""
     if path.lower().endswith((".yaml", ".yml")):
-        raise ConfigError("not a format of accel", expected="a file in TOML or JSON", got=repr(path), fix=fix)
+        raise ConfigError(
+            "accel does not read or write this format", expected="a file in TOML or JSON", got=repr(path), fix=fix
+        )
 
 
 def _plain(value: object) -> Any:
@@ -218,7 +220,7 @@ def _decode_json(text: str, path: str) -> dict[str, Any]:
         raise
     except (RecursionError, ValueError):
         raise _malformed("JSON", path, "nested too deeply, or a number with too many digits", 1, 1) from None
-    check_kind(values, dict, "not a JSON object", expected="{ key: value, ... }", where=path)
+    check_kind(values, dict, "the file does not hold a JSON object", expected="{ key: value, ... }", where=path)
     return cast(dict[str, Any], values)
 
 

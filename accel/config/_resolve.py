@@ -118,7 +118,9 @@ def take_format(
     given = rest.pop(FORMAT_KEY, 0)
     if type(given) is not int or not 0 <= given <= len(changes):
         raise ConfigError(
-            "a file of a newer release" if type(given) is int and given > len(changes) else "not a format of files",
+            "a newer release wrote the file"
+            if type(given) is int and given > len(changes)
+            else "the format of the file is not known",
             expected=f"{FORMAT_KEY} = {len(changes)} at most",
             got=repr(given),
             where=path,

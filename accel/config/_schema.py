@@ -29,7 +29,7 @@ def record_from_text(kind: type[msgspec.Struct], text: str) -> dict[str, Any]:
     for pair in text.split(","):
         name, equals, value = (part.strip() for part in pair.partition("="))
         if not equals:
-            raise ConfigError("not a pair", expected="name=value", got=repr(pair))
+            raise ConfigError("the text is not a pair", expected="name=value", got=repr(pair))
         _put(kind, values, name, value)
     return values
 

@@ -126,14 +126,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Plan | Auto,
         Meta(
             examples=["units=Block,offload=true"],
-            description="Fields of the Plan by which prepare splits models; auto: the script's choice.",
+            description="Fields of the Plan that prepare follows to split models; auto: the script's choice.",
         ),
     ] = "auto"
     compile: Annotated[
         Compile | CompileName | Auto,
         Meta(
             examples=["regions=repeated,mode=max-autotune"],
-            description="What torch compiles of the models that prepare takes; auto: the script's choice.",
+            description="Parts of the models that prepare compiles with torch.compile; auto: the script's choice.",
             extra={"choices": _COMPILATIONS, "fallback": "off"},
         ),
     ] = "auto"
@@ -142,7 +142,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             pattern=MESH_TEXT,
             examples=["dp=2,tp=2", "dp=-1,tp=8"],
-            description="Axes of the mesh of all ranks: pp, dp or dp_replicate and dp_shard, cp, tp, ep; -1: the rest.",
+            description="Sizes of the mesh by axis: pp, dp or dp_replicate and dp_shard, cp, tp, ep; one may be -1.",
         ),
     ] = ""
     backend: Annotated[
@@ -165,7 +165,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             pattern=r"^[^\x00]*$",
             examples=["ds_config.json"],
-            description="Options of the strategy deepspeed: a DeepSpeed JSON, or a section of this name in accel.toml.",
+            description="Options of the strategy deepspeed: a DeepSpeed JSON file, or [deepspeed] of accel.toml.",
             extra={"section": True},
         ),
     ] = ""
@@ -180,13 +180,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Alerts | Literal["none"],
         Meta(
             examples=["disk_full=0.9"],
-            description="Rules of alerts, and their command or webhook: a section of this name.",
+            description="Rules of alerts, and their command or webhook: the section [alerts] of accel.toml.",
             extra={"section": True},
         ),
     ] = "none"
     system: Annotated[
         bool,
-        Meta(description="Sample CPU, memory, disk, network and GPUs of each host into the run's folder."),
+        Meta(description="Record CPU, memory, disk, network and GPUs of each host in the run's folder."),
     ] = False
 
 
@@ -212,19 +212,19 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
         Count | Span,
         Meta(
             examples=["1:4"],
-            description="Hosts of the job, with one launcher each; 1:4: from 1 to 4 hosts.",
+            description="Number of hosts, each with one launcher; 1:4 means from 1 to 4 hosts.",
         ),
     ] = 1
     node_rank: Annotated[
         Annotated[int, Meta(ge=0, le=4095)] | Auto,
-        Meta(description="Rank of this host, from 0; auto: in the order in which hosts arrive."),
+        Meta(description="Number of this host, from 0; auto: in the order in which hosts arrive."),
     ] = "auto"
     rdzv_endpoint: Annotated[
         str,
         Meta(
             pattern=r"^((\[[0-9a-fA-F:.]+\]|[^\[\]:/\s]+):[1-9][0-9]{0,4})?$",
             examples=["node0:29400"],
-            description="HOST:PORT of the rendezvous of several hosts, the same on all; HOST is the first of them.",
+            description="HOST:PORT at which several hosts meet, the same on all; HOST is the first host.",
         ),
     ] = ""
     rdzv_timeout_s: Annotated[
@@ -233,14 +233,14 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
     ] = 300.0
     rdzv_last_call_s: Annotated[
         Seconds,
-        Meta(description="Seconds to wait for further hosts once the smallest number has arrived."),
+        Meta(description="Seconds to wait for more hosts after the smallest number has arrived."),
     ] = 30.0
     rdzv_id: Annotated[
         str,
         Meta(
             pattern=r"^[^\s\x00]*$",
             examples=["job-17"],
-            description="Name of the job at the rendezvous, the same on all hosts; other jobs' hosts are refused.",
+            description="Name of the job, the same on all hosts; hosts with another name are refused.",
         ),
     ] = ""
     role: Annotated[
@@ -268,7 +268,7 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
         Meta(
             pattern=r"^[^\x00]*$",
             examples=["logs"],
-            description="Folder for one log file per process, rank-0.log and so on; empty: no log files.",
+            description="Folder for one log file per process, such as rank-0.log; empty: no log files.",
         ),
     ] = ""
     prefix: Annotated[
@@ -278,11 +278,11 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
     quiet: Annotated[bool, Meta(description="Show the output of rank 0 only.")] = False
     stop_grace_s: Annotated[
         Seconds,
-        Meta(description="Seconds for processes to save and exit when the launch is stopped."),
+        Meta(description="Seconds that processes have to save and exit after a stop request."),
     ] = 10.0
     max_restarts: Annotated[
         Annotated[int, Meta(ge=0, le=100_000)],
-        Meta(description="Restarts of all processes after one has failed."),
+        Meta(description="Number of times that all processes restart after one has failed."),
     ] = 0
     hang_timeout_s: Annotated[
         Seconds | Literal["never"],

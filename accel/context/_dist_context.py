@@ -226,7 +226,7 @@ def _raise_missing(function: Callable[..., Any], error: TypeError) -> None:
             needed.append(f"{name}={name}" if each.kind is each.KEYWORD_ONLY else name)
     sources = [f", in the block {line}" for name, line in _SOURCES.items() if name in needed]
     raise _CallError(
-        "a call without all of its arguments",
+        "the call lacks an argument",
         got=str(error).partition("() ")[2],
         where=function.__name__,
         fix=f"{_public_place(function)}.{function.__name__}({', '.join(needed)}){''.join(sources)}",

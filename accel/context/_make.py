@@ -66,7 +66,7 @@ def check_containers(containers: Sequence[Container]) -> tuple[Container, ...]:
     for container in containers:
         if not isinstance(container, Container):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass classes
             raise ConfigError(
-                "not a kind of container",
+                "the value does not describe a container",
                 expected="accel.tree.Container(kind, take_apart, put_together)",
                 got=repr(container),
                 where="replace, containers=",
@@ -139,7 +139,7 @@ def _check_present(device: torch.device, where: str) -> torch.device:
     except (RuntimeError, AssertionError, ImportError) as error:
         brought = device.type != "meta" and not hasattr(torch, device.type)
         raise DeviceError(
-            "not a device that computes",
+            "the device cannot compute",
             expected="a device of this machine",
             got=str(device),
             where=where,

@@ -211,7 +211,9 @@ def check_entry(here: Coordinates, prepared_for: Coordinates, cursor: object) ->
 def check_cursor(cursor: object) -> None:
     """Raise `DataError` for anything but a cursor, such as a number of steps."""
     if not isinstance(cursor, Cursor):
-        raise DataError("not a cursor", expected="accel.Cursor(seed=, epoch=) or batch.next", got=repr(cursor))
+        raise DataError(
+            "the cursor is not valid", expected="accel.Cursor(seed=, epoch=) or batch.next", got=repr(cursor)
+        )
 
 
 def _user_classes(value: object, path: str) -> Iterator[tuple[str, str]]:

@@ -90,7 +90,9 @@ def sample_source(
     if (
         tail is not None and drops and tail != "drop" and not cuts_itself
     ):  # a batch sampler's own drop_last is about its batches
-        raise ConfigError("two ways to end an epoch", got=f"drop_last=True and tail={tail!r}", fix="Give one of them.")
+        raise ConfigError(
+            "two arguments end the epoch", got=f"drop_last=True and tail={tail!r}", fix="Give one of them."
+        )
     tail = tail or ("drop" if drops else "ragged")
     held = len(loader.dataset) if isinstance(loader.dataset, Sized) else None
     by_length = _lengths(lengths, held, batch_tokens) if batch_tokens is not None else None
@@ -118,7 +120,12 @@ def sample_source(
 def _check_loader(loader: Any) -> None:
     """Refuse a loader that does not yield its batches as torch's DataLoader does."""
     kind = cast(Any, type(loader))
-    _refuse(not isinstance(loader, DataLoader), "not a loader", kind.__name__, "Pass a torch.utils.data.DataLoader.")
+    _refuse(
+        not isinstance(loader, DataLoader),
+        "the loader is not a DataLoader",
+        kind.__name__,
+        "Pass a torch.utils.data.DataLoader.",
+    )
     changed = any(getattr(kind, name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator"))
     _refuse(
         changed and not hasattr(kind, "load_state_dict"),  # StatefulDataLoader's own way gives what torch's does
@@ -181,7 +188,7 @@ def _check_arguments(given: set[str], lengths: object, cuts_itself: bool, size: 
         )
     if by_tokens and size != 1:
         raise ConfigError(
-            "two ways to cut batches", got=f"batch_tokens= and batch_size={size}", fix="Leave batch_size out."
+            "two arguments set the batch size", got=f"batch_tokens= and batch_size={size}", fix="Leave batch_size out."
         )
     if by_tokens != (lengths is not None):
         raise ConfigError("batch_tokens= and lengths= need each other", where="prepare_loader", fix="Give both.")

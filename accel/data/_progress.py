@@ -136,7 +136,7 @@ def skip_first_batches(state: P, steps: int, loader: Loader) -> P:
             expected="skip_first_batches(state, steps, loader)",
             got=f"{type(loader).__name__} for the loader",
         )
-    check_count(steps, "not a number of steps", least=0, where="skip_first_batches")
+    check_count(steps, "the number of steps is not valid", least=0, where="skip_first_batches")
     cursor = cursor_of(state)
     after = skip_steps(plan_epoch(loader.source, cursor), steps)
     return cast(P, state.at(after) if isinstance(state, Positioned) else after)
@@ -184,8 +184,8 @@ def total_steps(
         >>> accel.total_steps(loader, accumulation=4, epochs=3)  # 13 batches are 4 windows
         12
     """
-    check_count(accumulation, "not a number of micro-batches", where="total_steps(accumulation=)")
-    check_count(epochs, "not a number of epochs", where="total_steps(epochs=)")
+    check_count(accumulation, "the number of micro-batches is not valid", where="total_steps(accumulation=)")
+    check_count(epochs, "the number of epochs is not valid", where="total_steps(epochs=)")
     cut = {
         "global_batch": global_batch,
         "tail": tail,
@@ -197,7 +197,7 @@ def total_steps(
     }
     given = {name: value for name, value in cut.items() if value is not None}
     if steps is not None:
-        check_count(steps, "not a number of batches", where="total_steps(steps=)")
+        check_count(steps, "the number of batches is not valid", where="total_steps(steps=)")
     source = None if isinstance(loader, StreamLoader) or is_stream(loader) else _prepared(loader, ctx, given).source
     known = [None] * epochs if source is None else [steps_of(source, each) for each in lengths_in(source, epochs)]
     return sum(-(-_stated(each, steps) // accumulation) for each in known)
@@ -252,7 +252,9 @@ def _prepared(loader: object, ctx: DistContext | None, cut: dict[str, Any]) -> L
             where="total_steps",
             fix="Pass ctx=ctx, and the keywords that prepare_loader gets.",
         )
-    check_kind(ctx, DistContext, "not a context", expected="the `ctx` of a session", where="total_steps(ctx=)")
+    check_kind(
+        ctx, DistContext, "the value is not a context", expected="the `ctx` of a session", where="total_steps(ctx=)"
+    )
     return cast("Loader", prepare_loader(ctx, raw, **cut))
 
 
@@ -330,7 +332,7 @@ def _check_rows(ctx: DistContext, tree: object, batch: Batch) -> None:
             check_packable(f"gather_for_metrics, {path}", leaf, ctx.device)  # before a slice, which others refuse
         if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] != batch.rows:
             raise DataError(
-                "a tensor that does not belong to the batch",
+                "the tensor does not belong to the batch",
                 expected=f"{batch.rows} rows",
                 got=f"shape {list(leaf.shape)}",
                 where=f"gather_for_metrics, {path}",
@@ -343,7 +345,7 @@ def _check_objects(objects: object, batch: Batch) -> None:
     count = len(cast("Sequence[object]", objects)) if listed else None
     if count != batch.rows:
         raise DataError(
-            "not an object for each row of the batch",
+            "the objects do not match the rows of the batch",
             expected=f"a list of {batch.rows}",
             got=type(cast("object", objects)).__name__ + (f" of {count}" if listed else ""),
             where="gather_for_metrics, use_gather_object=True",

@@ -55,7 +55,7 @@ class EpochPlan(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         check_choice(self.tail, get_args(Tail), "unknown way to end an epoch", where="tail=")
-        check_count(self.global_batch, "not a number of samples to a step", where="global_batch=")
+        check_count(self.global_batch, "the number of samples in a step is not valid", where="global_batch=")
         if self.samples is None:
             return
         if self.samples < 1:
@@ -100,9 +100,9 @@ class BatchPlan(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         check_choice(self.tail, ("ragged", "drop"), "unknown way to end an epoch of unequal batches", where="tail=")
-        check_count(self.batches_per_step, "not a number of batches to a step", where="batches_per_step=")
+        check_count(self.batches_per_step, "the number of batches in a step is not valid", where="batches_per_step=")
         if self.batch_tokens is not None:
-            check_count(self.batch_tokens, "not a number of tokens", where="batch_tokens=")
+            check_count(self.batch_tokens, "the number of tokens is not valid", where="batch_tokens=")
 
 
 class Shard(msgspec.Struct, frozen=True, gc=False):

@@ -25,7 +25,9 @@ def tasks_per_node(text: str) -> list[int]:
         found = _COUNT.fullmatch(part.strip())
         if found is None:
             where = "SLURM_STEP_TASKS_PER_NODE"
-            raise EnvError("not a list of tasks per node", expected="such as 2(x3),1", got=repr(text), where=where)
+            raise EnvError(
+                "the list of tasks per node is not valid", expected="such as 2(x3),1", got=repr(text), where=where
+            )
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
 
@@ -36,7 +38,7 @@ def first_host(text: str) -> str:
     host = _RANGE.sub(r"\1", first[1]) if first else ""
     if not host or "[" in host:
         wanted = "such as n[08-10,12],login"
-        raise EnvError("not a list of hosts", expected=wanted, got=repr(text), where="SLURM_STEP_NODELIST")
+        raise EnvError("the list of hosts is not valid", expected=wanted, got=repr(text), where="SLURM_STEP_NODELIST")
     return host
 
 

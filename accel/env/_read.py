@@ -46,7 +46,7 @@ def _address(init_method: str) -> tuple[str, int]:
 
 def _no_meeting(init_method: object) -> ConfigError:
     return ConfigError(
-        "not a rendezvous address",
+        "the rendezvous address is not valid",
         expected='"env://", "tcp://HOST:PORT" or "file:///PATH"',
         got=repr(init_method),
         where="init_method=",
@@ -123,4 +123,4 @@ def _launcher_sources(environ: Mapping[str, str]) -> dict[str, str]:
         return msgspec.json.decode(environ.get(SOURCES_VARIABLE) or "{}", type=dict[str, str])
     except (msgspec.DecodeError, RecursionError) as error:
         fix = f"Unset {SOURCES_VARIABLE}: `accel launch` sets it for its ranks."
-        raise EnvError("not a launcher's value", got=str(error), where=SOURCES_VARIABLE, fix=fix) from None
+        raise EnvError("the launcher's value is not valid", got=str(error), where=SOURCES_VARIABLE, fix=fix) from None

@@ -19,7 +19,7 @@ from accel.errors import AccelError, ConfigError, EnvError, MissingExtraError
 def not_pickled(obj: object, error: Exception, where: str, parts: str) -> ConfigError:
     """Make the error for an object whose `__reduce__` raised `error`; `parts` names values to send in its place."""
     return ConfigError(
-        "an object that cannot be pickled",
+        "the object cannot be pickled",
         got=f"{type(obj).__name__}: {error}",
         where=where,
         fix=f"Send what it is made of: {parts}.",
@@ -30,7 +30,7 @@ def not_unpickled(error: Exception, where: str) -> ConfigError:
     """Make the error for an object that cannot be unpickled here, from the error of its own `__setstate__`."""
     prepared = "process group" in str(error)  # DDP's, where no rank runs
     return ConfigError(
-        "an object that cannot be unpickled here",
+        "the object cannot be unpickled here",
         got=f"{type(error).__name__}: {error}",
         where=where,
         fix="Send accel.unwrap_model(model) in place of a prepared model."
@@ -117,7 +117,7 @@ def check_kinds(record: object, types: Mapping[str, object], expected: Mapping[s
         try:
             _ = msgspec.convert(value, types[name])
         except msgspec.ValidationError as error:
-            problem = "not a value of this field"
+            problem = "the value does not fit the field"
             raise ConfigError(problem, expected=kind, got=repr(value), where=f"{where}.{name}") from error
 
 
@@ -137,7 +137,7 @@ def check_styles(styles: object, known: Sequence[str], *, where: str) -> None:
             )
     elif styles != "model":
         raise ConfigError(
-            "not the styles of a plan",
+            "the styles of the plan are not valid",
             expected='styles by pattern, or "model"',
             got=repr(styles),
             where=where,

@@ -114,7 +114,9 @@ def read_config(path: Path) -> DescribedModel:
     dtype = _dtype_in(fields)
     names: list[str] = fields.get("architectures") or []
     if not isinstance(fields.get("model_type"), str):
-        raise ConfigError("not a model's configuration", expected="`model_type`", got="none", where=str(path))
+        raise ConfigError(
+            "the file is not a configuration of a model", expected="`model_type`", got="none", where=str(path)
+        )
     try:
         plain = {name: value for name, value in fields.items() if name not in ("dtype", "torch_dtype")}
         config = transformers.AutoConfig.for_model(**plain)
@@ -172,7 +174,7 @@ def built(make: Callable[[], nn.Module], source: str) -> Generator[nn.Module]:
     with tensors.emptied_caches(), tensors.fake_mode(), _without_values(source):
         model = make()
         nn: Any = import_module("torch.nn")
-        check_kind(model, nn.Module, "not a model", expected="an nn.Module", where=source)
+        check_kind(model, nn.Module, "the object is not a model", expected="an nn.Module", where=source)
         yield model
 
 

@@ -29,7 +29,7 @@ def list_meshes(ranks: int, *, experts: int = 0) -> Iterator[Axes]:
         ConfigError: a number of ranks below 1.
     """
     if ranks < 1:
-        raise ConfigError("not a number of ranks", expected="1 or above", got=str(ranks), where="ranks")
+        raise ConfigError("the number of ranks is not valid", expected="1 or above", got=str(ranks), where="ranks")
     for pp, data, cp, tp in _products(ranks, 4):
         ways = [{"dp": data}, *({"dp_replicate": r, "dp_shard": s} for r, s in _products(data, 2) if r > 1 and s > 1)]
         for way in ways:

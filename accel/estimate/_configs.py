@@ -107,7 +107,7 @@ def _check_fields(fields: Mapping[str, Any], where: str) -> None:
     names = fields.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(each, str) for each in cast(Any, names))):
         raise ConfigError(
-            "not names of classes",
+            "the names of classes are not valid",
             expected="a list",
             got=str(fields["architectures"])[:80],
             where=f"{where}, architectures",
@@ -125,7 +125,10 @@ def _check_fields(fields: Mapping[str, Any], where: str) -> None:
             if not least <= value <= most or (least == 1 and type(value) is not int):
                 expected = f"a whole number from {least} to {most}"
                 raise ConfigError(
-                    "not a size of a model", expected=expected, got=str(value)[:80], where=f"{where}, {name}"
+                    "the size of the model is not valid",
+                    expected=expected,
+                    got=str(value)[:80],
+                    where=f"{where}, {name}",
                 )
 
 
@@ -133,7 +136,9 @@ def transformer_from(fields: Mapping[str, Any], *, where: str) -> Transformer:
     """Return the sizes in a configuration with transformers' names; `where` is its origin, for errors."""
     kind = fields.get("model_type")
     if not isinstance(kind, str):
-        raise ConfigError("not a model's configuration", expected="`model_type`", got="none", where=where)
+        raise ConfigError(
+            "the file is not a configuration of a model", expected="`model_type`", got="none", where=where
+        )
     check_choice(kind, [*KINDS, *_SEEING], "the blocks of this kind of model are not known", where=where)
     return _with_tower(fields, kind, where) if kind in _SEEING else _decoder(fields, kind, where)
 
@@ -163,7 +168,7 @@ def _decoder(fields: Mapping[str, Any], kind: str, where: str) -> Transformer:
     classes: list[str] = fields.get("architectures") or []
     if classes and not classes[0].endswith(_DECODERS):
         expected = " or ".join(f"a class ...{each}" for each in _DECODERS)
-        raise ConfigError("not a causal language model", expected=expected, got=classes[0], where=where)
+        raise ConfigError("the model is not a causal language model", expected=expected, got=classes[0], where=where)
     return Transformer(**sizes, **optional, **same)
 
 
@@ -180,7 +185,10 @@ def _latents(fields: Mapping[str, Any], kind: str, sizes: Mapping[str, int], whe
     dense = fields.get("first_k_dense_replace", _FIRST_DENSE[kind])
     if type(dense) is not int or dense < 0:
         raise ConfigError(
-            "not a number of blocks", expected="0 or above", got=repr(dense), where=f"{where}, first_k_dense_replace"
+            "the number of blocks is not valid",
+            expected="0 or above",
+            got=repr(dense),
+            where=f"{where}, first_k_dense_replace",
         )
     latent = Latent(
         queries=queries,
@@ -220,7 +228,9 @@ def _size(fields: Mapping[str, Any], name: str, where: str, default: int | None 
         return default
     if type(value) is not int or value < 1:
         got = "none" if value is None else repr(value)
-        raise ConfigError("not a size of a model", expected="1 or above", got=got, where=f"{where}, {name}")
+        raise ConfigError(
+            "the size of the model is not valid", expected="1 or above", got=got, where=f"{where}, {name}"
+        )
     return value
 
 
@@ -267,7 +277,7 @@ def _with_tower(fields: Mapping[str, Any], kind: str, where: str) -> Transformer
     classes: list[str] = fields.get("architectures") or []
     if classes and not classes[0].endswith(("ForConditionalGeneration", "CLIPModel")):
         expected = "a class ...ForConditionalGeneration, or CLIPModel"
-        raise ConfigError("not a model of texts and images", expected=expected, got=classes[0], where=where)
+        raise ConfigError("the model does not take texts and images", expected=expected, got=classes[0], where=where)
     if kind == "clip":
         return _compared(fields, text, vision, where)
     named = str(text.get("model_type") or inner).removesuffix("_text")

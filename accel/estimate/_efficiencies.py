@@ -129,7 +129,9 @@ def _check_numbers(record: msgspec.Struct, where: str, unknown: Collection[str] 
     for name in record.__struct_fields__:
         value = getattr(record, name)
         if name not in unknown and isinstance(value, int | float) and not (math.isfinite(value) and value > 0):
-            raise ConfigError("not a speed", expected="a number above 0", got=str(value), where=f"{where}.{name}")
+            raise ConfigError(
+                "the speed is not valid", expected="a number above 0", got=str(value), where=f"{where}.{name}"
+            )
 
 
 def product_flops(table: Efficiencies, dtype: str, m: int, n: int, k: int) -> float:
@@ -204,7 +206,9 @@ def read_efficiencies(path: Path) -> Efficiencies:
         ) from error
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         got = str(error)
-        raise ConfigError("not a table of speeds", expected="JSON", got=got, where=str(path), fix=fix) from error
+        raise ConfigError(
+            "the file is not a table of speeds", expected="JSON", got=got, where=str(path), fix=fix
+        ) from error
 
 
 class _TableVersion(msgspec.Struct, frozen=True):
@@ -478,7 +482,7 @@ class Hosts(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("ranks", "inside", "between", "latency_s", "flops", "power_w"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 got = str(getattr(self, name))
-                raise ConfigError("not a speed", expected="a number above 0", got=got, where=f"Hosts.{name}")
+                raise ConfigError("the speed is not valid", expected="a number above 0", got=got, where=f"Hosts.{name}")
         if self.power_w and (self.flops or not self.efficiencies.power_w):
             got = "one speed" if self.flops else "a table without `power_w`"
             expected = "a table of speeds with its power limit, such as the one of H100"

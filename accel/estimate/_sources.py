@@ -205,7 +205,9 @@ def _pickled(file: Path) -> Header:
         dtype = DTYPE_NAMES.get(str(getattr(tensor, "dtype", "")).removeprefix("torch."))
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or dtype is None or not name:
             got = f"{type(tensor).__name__} under {name!r}"
-            raise CheckpointError("not weights by name", expected="a state dict", got=got, where=str(file))
+            raise CheckpointError(
+                "the value does not map names to weights", expected="a state dict", got=got, where=str(file)
+            )
         shape = tuple(cast(Any, tensor).shape)
         size = prod(shape) * cast(Any, tensor).element_size()
         found[name] = TensorHeader(dtype=dtype, shape=shape, data_offsets=(end, end + size))

@@ -113,7 +113,7 @@ class EstimatedStep(msgspec.Struct, frozen=True, kw_only=True):
             if getattr(self, name) < 1:
                 got = str(getattr(self, name))
                 raise ConfigError(
-                    "not a number of the step", expected="1 or above", got=got, where=f"EstimatedStep.{name}"
+                    "the number is not valid", expected="1 or above", got=got, where=f"EstimatedStep.{name}"
                 )
 
     @property

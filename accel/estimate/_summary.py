@@ -139,9 +139,9 @@ def summary(model: nn.Module, inputs: Any = None, *, depth: int | None = None) -
         memory: 160 B, 0 B for buffers
         activations that one forward keeps for the backward: 96 B
     """
-    check_kind(model, nn.Module, "not a model", expected="an nn.Module", where="summary")
+    check_kind(model, nn.Module, "the model is not a module", expected="an nn.Module", where="summary")
     if depth is not None:
-        check_count(depth, "not a depth", least=0, where="summary(depth=)")
+        check_count(depth, "the depth is not valid", least=0, where="summary(depth=)")
     model = _inside_wrappers(model)
     forward = None if inputs is None else run_fake(model, inputs)
     found = _Tensors(model, {} if forward is None else forward.tensors)

@@ -50,7 +50,7 @@ def without_base(
     trained = {key: each for key, each in parameters.items() if each.requires_grad}
     if not trained:
         fix = "Let some parameter have requires_grad=True before the save."
-        raise ConfigError("TrainableOnly of a model without trainable parameters", where=f"item {name}", fix=fix)
+        raise ConfigError("the model has no trainable parameters", where=f"item {name}", fix=fix)
     frozen = {key: each for key, each in parameters.items() if key not in trained}
     return trained, {key: digest(f"{name}.{key}", tensor) for key, tensor in frozen.items()}
 
@@ -63,7 +63,7 @@ def compare_base(
     shown = repr(stored)[:80]
     digests: dict[str, Any] = stored if is_object(stored) else {"": None}
     if not all(isinstance(each, str) for each in digests.values()):
-        raise CheckpointError("not digests of a base", got=shown, where=f"item {name}")
+        raise CheckpointError("the digests of the base are not valid", got=shown, where=f"item {name}")
     known = parameters.keys() & digests.keys()
     problems.compare_names(known, digests.keys(), f"{name}.")
     sharded: dict[str, tuple[str, Sums]] = {}

@@ -62,7 +62,9 @@ def _capture(name: str, live: Folder, to: Captured) -> Item:
     """Return a folder's entry in a checkpoint. Runs its `save`, and communicates where that does. The bytes of its
     files are mapped, from files that have no name any more."""
     if live.save is None:
-        raise ConfigError("a Folder without save", where=f"item {name}", fix="Pass accel.items.Folder(save=...).")
+        raise ConfigError(
+            "the Folder has no save function", where=f"item {name}", fix="Pass accel.items.Folder(save=...)."
+        )
     value = dict[str, object]()
     with _scratch(live) as scratch:
         live.save(scratch)
@@ -83,7 +85,7 @@ class FolderLoad(ItemLoad):
         """Check that the stored names are those of files inside a folder, and want those that this rank reads."""
         if self.live.load is None:
             raise ConfigError(
-                "a Folder without load", where=f"item {self.name}", fix="Pass accel.items.Folder(load=...)."
+                "the Folder has no load function", where=f"item {self.name}", fix="Pass accel.items.Folder(load=...)."
             )
         names = self.source.names_in(self.name, self.item.value)
         select = self.live.select
@@ -97,7 +99,7 @@ class FolderLoad(ItemLoad):
                 or facts[0] != "uint8"
                 or len(facts[1]) != 1
             ):
-                raise CheckpointError("not a stored file", got=repr(path), where=f"item {self.name}")
+                raise CheckpointError("the stored file is not valid", got=repr(path), where=f"item {self.name}")
             if select is None or select(path):
                 self.wanted.append((key, None))
 
@@ -151,9 +153,9 @@ def _files_in(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
         if stat.S_ISDIR(kind):
             continue
         if not stat.S_ISREG(kind):
-            raise CheckpointError("not a regular file, and so not stored", got=path, where=f"item {name}")
+            raise CheckpointError("only regular files are stored", got=path, where=f"item {name}")
         if not _is_inside(path):
-            raise CheckpointError("a file whose name cannot be stored", got=repr(path), where=f"item {name}")
+            raise CheckpointError("the name of the file cannot be stored", got=repr(path), where=f"item {name}")
         yield path, found
 
 

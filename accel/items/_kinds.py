@@ -120,11 +120,11 @@ def check_items(items: Mapping[str, object], where: str) -> None:
     """Raise `ConfigError` unless there are items, named by identifiers."""
     check_mapping(items, where)
     if not items:
-        raise ConfigError("nothing to checkpoint", expected="at least one item", got="none", where=where)
+        raise ConfigError("there are no items to checkpoint", expected="at least one item", got="none", where=where)
     for name in items:
         if not isinstance(name, str) or not name.isidentifier():  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
-                "not a name of an item", expected="an identifier, such as model", got=repr(name), where=where
+                "the name of an item is not valid", expected="an identifier, such as model", got=repr(name), where=where
             )
 
 
@@ -135,7 +135,9 @@ def chosen_items(items: Mapping[str, object], only: Sequence[str] | None) -> Map
     check_mapping(items, "load_state, items")
     if isinstance(only, str) or not only:
         fix = 'Write only=("model",).'
-        raise ConfigError("not names of items", expected="a tuple of names", got=repr(only), where=_ONLY, fix=fix)
+        raise ConfigError(
+            "the names of items are not valid", expected="a tuple of names", got=repr(only), where=_ONLY, fix=fix
+        )
     for name in only:
         if name not in items:
             fix = did_you_mean(str(name), [*items])
@@ -161,9 +163,9 @@ def without_parts(items: Mapping[str, object]) -> dict[str, object]:
         held = item.item if isinstance(item, Part) else item.model if isinstance(item, TrainableOnly) else item
         got = type(held).__name__
         if isinstance(item, Part) and not handler_of(held).is_part:
-            raise ConfigError("not a Part of a module, an optimizer or a state", got=got, where=f"item {name}")
+            raise ConfigError("a Part holds a module, an optimizer or a state", got=got, where=f"item {name}")
         if isinstance(item, TrainableOnly) and not isinstance(held, nn.Module):
-            raise ConfigError("not a module", got=got, where=f"item {name}, TrainableOnly")
+            raise ConfigError("the item is not a module", got=got, where=f"item {name}, TrainableOnly")
         found[name] = held
     return found
 

@@ -142,7 +142,7 @@ def load_state(
     loaded = load_newest(ctx, path, items, verify=verify, options=options, site=call_site())
     if loaded is None:
         raise CheckpointError(
-            "no checkpoint in this folder",
+            "the folder holds no checkpoint",
             expected="a folder that save_state has written to, or a checkpoint's own",
             where=str(path),
             fix=f"Check the path: it must be on a file system that every node shares.{lag_of(path)}",

@@ -233,7 +233,7 @@ def distinct_tensors(
     """
     live = own if stages is None else stages.facts
     if not live:
-        raise CheckpointError("a model without tensors", where=where)
+        raise CheckpointError("the model has no tensors", where=where)
     for name, tensor in live.items():
         if tensor.dtype == torch.complex128:
             fix = "Keep it in complex64, or as pairs of float64."
@@ -312,14 +312,20 @@ def _remove(stage: Path) -> None:
 
 def _check_named(tensors: Mapping[str, torch.Tensor] | None, target: Path) -> None:
     if not is_file_name(target.name):
-        raise ConfigError("not a name of a file", expected="letters, digits, '_', '.' and '-'", got=repr(target.name))
+        raise ConfigError(
+            "the name of the file is not valid", expected="letters, digits, '_', '.' and '-'", got=repr(target.name)
+        )
     if not isinstance(tensors, Mapping):
         fix = "Pass {'name': tensor}; save_state stores other values."
-        raise CheckpointError("not tensors by name", got=type(tensors).__name__, where="save", fix=fix)
+        raise CheckpointError(
+            "the value does not map names to tensors", got=type(tensors).__name__, where="save", fix=fix
+        )
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             fix = "save_state stores other values."
-            raise CheckpointError("not a tensor", got=type(tensor).__name__, where=f"save, {name}", fix=fix)
+            raise CheckpointError(
+                "the value is not a tensor", got=type(tensor).__name__, where=f"save, {name}", fix=fix
+            )
         check_tensor(tensor, f"save, {name}")
 
 

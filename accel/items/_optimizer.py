@@ -178,7 +178,7 @@ def decode_optimizer(
     rest = {key: decode(value, where, tensors, f"{item}.{key}", making) for key, value in stored.rest.items()}
     state: Any = rest.pop("state", {})
     if not isinstance(state, dict):
-        raise CheckpointError("not a state by keys", got=type(state).__name__, where=f"{where}, rest")
+        raise CheckpointError("the state does not map keys to values", got=type(state).__name__, where=f"{where}, rest")
     for index, name in enumerate(listed):
         if keeps is not None and name in keeps and index in now["state"]:
             state[index] = now["state"][index]
@@ -322,7 +322,7 @@ class OptimizerLoad(ItemLoad):
         try:
             return msgspec.convert(self.item.value, OptimizerValue)
         except msgspec.ValidationError as error:
-            raise CheckpointError(f"not an optimizer's state: {error}", where=f"item {self.name}") from error
+            raise CheckpointError(f"the optimizer's state is not valid: {error}", where=f"item {self.name}") from error
 
     def _compare_parameters(self, stored: OptimizerValue, listed: Mapping[str, torch.Tensor]) -> set[str]:
         """Compare parameters, groups and master weights; return the parameters whose state fits."""

@@ -107,7 +107,7 @@ def _made(stored: dict[str, Any], parameter: torch.Tensor, path: str) -> torch.T
     parts = {name: value for name, value in stored.items() if isinstance(value, torch.Tensor)}
     dtype = getattr(torch, str(stored.get("dtype")), None)
     if not isinstance(dtype, torch.dtype) or any(name not in parts or not parts[name].dim() for name in _FLAT):
-        raise CheckpointError(f"not the parts of {kind}", got=", ".join(sorted(stored)), where=path)
+        raise CheckpointError(f"the parts of {kind} are not valid", got=", ".join(sorted(stored)), where=path)
     if is_dtensor(parameter):
         place, ranks = _row_place(parameter, path)
         parts = {name: _share(value, place, ranks, path) if name in _FLAT else value for name, value in parts.items()}
@@ -118,7 +118,7 @@ def _made(stored: dict[str, Any], parameter: torch.Tensor, path: str) -> torch.T
     try:
         made = _class_of(kind).__tensor_unflatten__(parts, facts)
     except (TypeError, ValueError, KeyError, AssertionError, ArithmeticError) as error:
-        raise CheckpointError(f"not the parts of {kind}: {error}", where=path) from error
+        raise CheckpointError(f"the parts of {kind} are not valid: {error}", where=path) from error
     return made if not is_dtensor(parameter) else dtensor_like(made, parameter, parameter.shape)
 
 

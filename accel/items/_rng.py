@@ -108,7 +108,7 @@ def _stored_part(where: str) -> Generator[None]:
     try:
         yield
     except _MISFITS as error:
-        raise CheckpointError(f"not a stored part: {error}", where=where) from error
+        raise CheckpointError(f"the stored part is not valid: {error}", where=where) from error
 
 
 def rehearse_rng(ctx: DistContext, saved: Saved, row: Row | None) -> RngState | None:
@@ -119,7 +119,7 @@ def rehearse_rng(ctx: DistContext, saved: Saved, row: Row | None) -> RngState | 
     try:
         _rehearse(state, ctx.device)
     except (ValueError, TypeError, RuntimeError, OverflowError, ImportError) as error:
-        raise CheckpointError(f"not a state of random streams: {error}", where=where) from error
+        raise CheckpointError(f"the state of random streams is not valid: {error}", where=where) from error
     here = [] if ctx.device.type == "cpu" else [ctx.device.type]
     return state if [kind for kind, _ in state.devices] == here else None
 
@@ -140,7 +140,9 @@ def _decoded(saved: Saved, row: torch.Tensor) -> Row:
     try:
         return msgspec.msgpack.decode(data[_LENGTH_BYTES:][:length], type=Row)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"not a rank's row: {error}", where=f"{saved.path}, tensor {RANKS}") from error
+        raise CheckpointError(
+            f"the row of a rank is not valid: {error}", where=f"{saved.path}, tensor {RANKS}"
+        ) from error
 
 
 def _part_of(row: Row, path: str, where: str) -> object:

@@ -55,7 +55,7 @@ def join_values(mine: Mapping[str, Item], said: Sequence[bytes]) -> Mapping[str,
     for name in sorted(set[str]().union(*ranks)):
         if missing := [rank for rank, own in enumerate(ranks) if name not in own]:
             raise CheckpointError(
-                "an item that is a part on some ranks and full on others",
+                "the item is a part on some ranks and full on others",
                 expected="a Part, or a ZeroRedundancyOptimizer, on every rank",
                 got=f"none on rank {', '.join(map(str, missing))}",
                 where=name,
@@ -192,7 +192,7 @@ def save_state(
         check_choice(mode, get_args(SaveMode), "unknown mode", where="save_state, mode=")
         if per_host and mode == "async":
             raise ConfigError(
-                "a save in the background into a folder of each host",
+                "a folder on each host takes no asynchronous save",
                 expected='mode="sync", as hosts commit together',
                 where="save_state, mode=",
                 fix="Or pass a folder or store that all hosts share.",
@@ -245,7 +245,7 @@ def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransf
             _check_records(kept)  # a record within a step may hold an unstorable value, and its own error explains more
             raise
         except RecursionError as error:
-            raise CheckpointError("a value that contains itself, or is nested too deeply", where=name) from error
+            raise CheckpointError("the value contains itself, or is nested too deeply", where=name) from error
     for name, digests in bases.items():
         value = {**entries[name].value, BASE: msgspec.to_builtins(digests)}
         entries[name] = msgspec.structs.replace(entries[name], value=value)
@@ -303,7 +303,7 @@ def _allowed(tensor: torch.Tensor, *, masks: bool) -> bool:
 def _check_folder(name: str) -> None:
     if step_of(name.partition(".")[0]) is not None:
         raise ConfigError(
-            "a run's folder with the name of a checkpoint",
+            "the run's folder has the name of a checkpoint",
             expected="another name, such as runs/demo",
             got=name,
             where="save_state, out=",
@@ -313,4 +313,6 @@ def _check_folder(name: str) -> None:
 
 def _check_step(step: int) -> None:
     if type(step) is not int or not 0 <= step < _LARGEST_STEP:
-        raise ConfigError("not a step", expected="an integer from 0", got=repr(step), where="save_state, step=")
+        raise ConfigError(
+            "the step is not valid", expected="an integer from 0", got=repr(step), where="save_state, step="
+        )

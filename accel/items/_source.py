@@ -280,7 +280,7 @@ class CheckpointSource:
         found = tensors_in(value)
         for key in found:
             if key not in self.saved.entries or not belongs(key, {name}):
-                raise CheckpointError("not a stored value: $tensor", got=repr(key), where=f"item {name}")
+                raise CheckpointError("the stored value is not valid: $tensor", got=repr(key), where=f"item {name}")
         return found
 
     def want(self, keys: Iterable[str], live: Mapping[str, torch.Tensor]) -> list[Wanted]:
@@ -451,5 +451,5 @@ def belongs(key: str, inside: Set[str]) -> bool:
 def fields_in(value: object, name: str) -> dict[str, Any]:
     """Return the encoded fields of an item by name."""
     if not isinstance(value, dict):
-        raise CheckpointError("not a stored value", got=type(value).__name__, where=f"item {name}")
+        raise CheckpointError("the stored value is not valid", got=type(value).__name__, where=f"item {name}")
     return cast("dict[str, Any]", value)

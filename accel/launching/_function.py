@@ -301,11 +301,13 @@ def _resolve(flags: Mapping[str, str], environ: Mapping[str, str]) -> Resolved:
 def _packed(fn: object, args: object) -> bytes:
     if not callable(fn):
         fix = "Start a script with `accel launch`, or by accel.launching.run_launch."
-        raise ConfigError("nothing to launch", expected="a function", got=repr(fn), where="launch, fn", fix=fix)
+        raise ConfigError(
+            "there is no function to launch", expected="a function", got=repr(fn), where="launch, fn", fix=fix
+        )
     if not isinstance(args, list | tuple):
         fix = f"Write ({args!r},) for one argument."
         raise ConfigError(
-            "arguments are no tuple", expected="a tuple or list", got=repr(args), where="launch, args", fix=fix
+            "the arguments are not a tuple", expected="a tuple or list", got=repr(args), where="launch, args", fix=fix
         )
     return pack((fn, tuple(cast("Sequence[object]", args))), "the function to launch, or its arguments")
 

@@ -177,7 +177,7 @@ def make_log_dir(folder: str) -> None:
             os.makedirs(folder, exist_ok=True)
     except OSError as error:
         raise LaunchError(
-            "there is no folder for log files",
+            "the folder for log files cannot be used",
             expected="a folder that can be written",
             got=str(error.strerror),
             where=f"log_dir={folder}",
@@ -190,7 +190,7 @@ def record_dir() -> tempfile.TemporaryDirectory[str]:
         return tempfile.TemporaryDirectory(prefix="accel-launch-", ignore_cleanup_errors=True)
     except OSError as error:
         raise LaunchError(
-            "there is no folder for failure records",
+            "the folder for failure records cannot be used",
             expected="a temporary folder that can be written",
             got=str(error),
             fix="Make room in it, or set TMPDIR to another one.",

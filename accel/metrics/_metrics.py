@@ -83,7 +83,9 @@ class Metrics(msgspec.Struct, frozen=True, eq=False):
         if isinstance(weight, torch.Tensor):
             return self._with_others(weight, values)
         if not isinstance(weight, int | float) or not 0 <= weight < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError("not a weight", expected="a number from 0", got=repr(weight), where="metrics.add")
+            raise ConfigError(
+                "the weight is not valid", expected="a number from 0", got=repr(weight), where="metrics.add"
+            )
         kinds = self.kinds
         numbers = self.numbers.copy()
         weights = self.weights.copy()
@@ -259,7 +261,7 @@ def running_metrics(*, by_rank: Sequence[str] = (), **kinds: Kind) -> Metrics:
     if not kinds:
         raise ConfigError("no metrics", expected='a kind by name, such as loss="mean"', where="running_metrics")
     for name, kind in kinds.items():
-        check_choice(kind, KINDS, f"not a kind of metric for {name!r}", where="running_metrics")
+        check_choice(kind, KINDS, f"the metric {name!r} has an unknown kind", where="running_metrics")
         if name in _RESERVED:
             raise ConfigError("a reserved name", got=repr(name), where="running_metrics", fix="Rename the metric.")
     for name in by_rank:

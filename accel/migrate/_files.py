@@ -43,7 +43,7 @@ def migrate_notebook(text: str, where: str, rewrite: Callable[..., Any]) -> Note
         cells = cast("list[dict[str, Any]]", book["cells"])
         sources = {at: _source(cell) for at, cell in enumerate(cells) if cell["cell_type"] == "code"}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError("not a notebook", got=f"{type(error).__name__}: {error}", where=where) from None
+        raise ConfigError("the file is not a notebook", got=f"{type(error).__name__}: {error}", where=where) from None
     code = {at: source for at, source in sources.items() if not _WHOLE.match(source) and source.strip()}
     joined = "".join(f"{_CELL.format(at)}\n{_hidden(source)}\n" for at, source in code.items())
     found = rewrite(joined, where, cells=True)
@@ -217,7 +217,9 @@ def find_scripts(paths: Sequence[str]) -> Iterator[Path]:
         elif path.exists():
             yield path
         else:
-            raise ConfigError("no such file or folder", got=repr(text), fix="Name scripts, notebooks or folders.")
+            raise ConfigError(
+                "there is no such file or folder", got=repr(text), fix="Name scripts, notebooks or folders."
+            )
 
 
 def _below(folder: Path) -> Iterator[Path]:
@@ -283,7 +285,7 @@ def migrate_bytes(old: bytes, path: Path, shared: Shared = _ALONE) -> FileResult
     """Return what the bytes of a script or a notebook become; raise as `migrate_file`."""
     encoding, text = _decoded(old, path)
     if "\x00" in text:
-        raise ConfigError("not a text file", got="a NUL character", where=str(path))
+        raise ConfigError("the file is not text", got="a NUL character", where=str(path))
     if path.suffix == ".ipynb":
         found = migrate_notebook(text, str(path), functools.partial(rewriter(path), shared=shared))
     elif "accelerat" not in text and "# accel: " not in text:
@@ -303,14 +305,14 @@ def _decoded(old: bytes, path: Path) -> tuple[str, str]:
         named = "utf-8" if path.suffix == ".ipynb" else tokenize.detect_encoding(io.BytesIO(old).readline)[0]
     except SyntaxError as error:
         if "invalid or missing" not in str(error):
-            raise ConfigError("not a text file", got=str(error).partition(":")[0], where=str(path)) from None
+            raise ConfigError("the file is not text", got=str(error).partition(":")[0], where=str(path)) from None
     try:
         return named, old.decode(named or "utf-8")
     except UnicodeDecodeError as error:
         line = old.count(b"\n", 0, error.start) + 1
         got = f"byte {old[error.start]:#04x} in line {line}, which is not {error.encoding}"
         fix = "Save it as UTF-8, or write its encoding into the first line: `# coding: latin-1`."
-        raise ConfigError("not a text file", got=got, where=str(path), fix=fix) from None
+        raise ConfigError("the file is not text", got=got, where=str(path), fix=fix) from None
 
 
 def rewriter(path: Path):

@@ -48,9 +48,9 @@ def is_deep(text: str, where: str) -> bool:
     except SyntaxError as error:
         if "too many" not in str(error):
             return False  # the parser of the rewriting names line and column
-        raise ConfigError("not Python", got=str(error.msg), where=f"{where}:{error.lineno}") from None
+        raise ConfigError("the file is not valid Python", got=str(error.msg), where=f"{where}:{error.lineno}") from None
     except (RecursionError, MemoryError):
-        raise ConfigError("not Python", got=TOO_DEEP, where=where) from None
+        raise ConfigError("the file is not valid Python", got=TOO_DEEP, where=where) from None
     while waiting:
         node, depth = waiting.pop()
         if depth > _DEEP:

@@ -305,7 +305,7 @@ def rewrite_here(text: str, where: str, *, cells: bool, shared: Shared) -> Migra
         problem = re.sub(r"^parser error: error at \d+:\d+: ", "", error.message.splitlines()[0])
         above = re.findall(r"^#@accel-cell (\d+)$", "\n".join(text.split("\n")[: error.raw_line]), flags=re.MULTILINE)
         place = f"{where}, cell {int(above[-1]) + 1}" if cells and above else f"{where}:{error.raw_line}"
-        raise ConfigError("not Python", got=problem, where=place) from None
+        raise ConfigError("the file is not valid Python", got=problem, where=place) from None
     try:
         module = changed_by(changed_by(module, Unannotated()), Unjoined())
         if "accel" in loads(module) - bound_names(module, imported=True):  # a variable of this name

@@ -68,7 +68,7 @@ class Accumulation(msgspec.Struct, frozen=True, weakref=True):
     losses: WindowLosses = WindowLosses()
 
     def __post_init__(self) -> None:
-        check_count(self.steps, "not a number of micro-batches", where="Accumulation.steps")
+        check_count(self.steps, "the number of micro-batches is not valid", where="Accumulation.steps")
 
     def next(self, *, last: bool = False) -> Accumulation:
         """Return the record for the next micro-batch.

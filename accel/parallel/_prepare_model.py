@@ -155,7 +155,14 @@ def prepare_model(
         CollectiveMismatch: ranks passed other options, or models of other parameters.
     """
     ctx.comm.check_open()
-    check_kind(model, nn.Module, "not a model", expected="a torch.nn.Module", where="prepare_model", error=PrepareError)
+    check_kind(
+        model,
+        nn.Module,
+        "the model is not a module",
+        expected="a torch.nn.Module",
+        where="prepare_model",
+        error=PrepareError,
+    )
     keywords = ReplicateOptions(
         find_unused_parameters=find_unused_parameters,
         bucket_cap_mb=bucket_cap_mb,
@@ -378,7 +385,7 @@ def refuse_plan(ctx: DistContext, plan: Plan | None) -> None:
 
 
 def _checked_plan(plan: Plan | None) -> Plan:
-    check_kind(plan, Plan | None, "not a plan", expected="an accel.parallel.Plan, or None", where="plan=")
+    check_kind(plan, Plan | None, "the plan is not valid", expected="an accel.parallel.Plan, or None", where="plan=")
     return plan or Plan()
 
 

@@ -120,10 +120,10 @@ class RolloutBuffer(msgspec.Struct, frozen=True, eq=False):
     discarded: dict[str, int] = msgspec.field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
-        check_count(self.batch, "not a number of prompts", where=f"{_WHERE}(batch=)")
+        check_count(self.batch, "the number of prompts is not valid", where=f"{_WHERE}(batch=)")
         if self.max_staleness < 0:
             raise DataError(
-                "not a number of updates",
+                "the number of updates is not valid",
                 expected="0 or more",
                 got=repr(self.max_staleness),
                 where=f"{_WHERE}(max_staleness=)",

@@ -175,7 +175,9 @@ def http(urls: str | Sequence[str], *, token: str, timeout_s: float = 300.0) -> 
     listed = [urls] if isinstance(urls, str) else list(urls)
     wrong = [url for url in listed if not url.startswith(("http://", "https://"))]
     if wrong or not listed:
-        raise ConfigError("not an address", expected="http://host:port", got=f"{wrong or listed}", where="http(urls)")
+        raise ConfigError(
+            "the address is not valid", expected="http://host:port", got=f"{wrong or listed}", where="http(urls)"
+        )
     _check_token(token, "http")
     return HttpServer([url.rstrip("/") for url in listed], token, timeout_s)
 
@@ -299,7 +301,7 @@ def _failure(problem: str, **fields: str) -> ErrorRecord:
 def _check_token(token: str, call: str) -> None:
     if not token.strip() or not token.isascii() or not token.isprintable():
         raise ConfigError(
-            "not a token",
+            "the token is not valid",
             expected="printable ASCII characters, such as those of secrets.token_urlsafe()",
             got="nothing" if not token.strip() else "other characters",
             where=f"{call}(token=)",

@@ -198,8 +198,8 @@ def pack(
         >>> packed.ids.tolist(), packed.documents.tolist()
         ([1, 2, 3, 4, 5, 0], [0, 0, 0, 1, 1, 2])
     """
-    check_count(max_tokens, "not a length of packed rows", where="pack(max_tokens=)")
-    check_count(lookahead, "not a number of rows", where="pack(lookahead=)")
+    check_count(max_tokens, "the length of packed rows is not valid", where="pack(max_tokens=)")
+    check_count(lookahead, "the number of rows is not valid", where="pack(lookahead=)")
     if isinstance(rows, Iterator):
         raise DataError(
             "an iterator cannot begin anew",
@@ -234,7 +234,9 @@ class _Read(NamedTuple):
 
 def _read(row: TokenRow, before: Any, behind: Any) -> _Read:
     if not isinstance(row, TokenRow):  # pyright: ignore[reportUnnecessaryIsInstance] - from users
-        raise DataError("not a row of tokens", expected="a TokenRow", got=type(row).__name__, where="pack(rows)")
+        raise DataError(
+            "the row does not hold tokens", expected="a TokenRow", got=type(row).__name__, where="pack(rows)"
+        )
     ids = torch.as_tensor(row.ids, dtype=torch.int64)
     return _Read(ids, torch.as_tensor(row.loss_weights, dtype=torch.float32), before, behind)
 

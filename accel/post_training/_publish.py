@@ -105,7 +105,7 @@ def publish(
     call = Call("publish", f"{version} {dtype} {layout} {adapters}", site)
     with shared_failure(ctx.comm, call):
         check_choice(adapters, ("merged", "alone"), "unknown way of adapters", where="publish(adapters=)")
-        check_count(chunk_bytes, "not a number of bytes", where="publish(chunk_bytes=)")
+        check_count(chunk_bytes, "the number of bytes is not valid", where="publish(chunk_bytes=)")
         if ctx.is_main_process and server is None:
             raise ConfigError("rank 0 has no server", expected="a server", got="None", where="publish(server)")
         model = whole_model(ctx, model)

@@ -292,9 +292,9 @@ def _asked(
     prompts: Mapping[int, Sequence[int]], *, n: int = 1, stop: int | Iterable[int] = (), **options: Any
 ) -> tuple[list[SampleRequest], SampleOptions]:
     """Return checked requests and options."""
-    check_count(n, "not a number of samples", where="sample(n=)")
+    check_count(n, "the number of samples is not valid", where="sample(n=)")
     asked = SampleOptions(stop=(stop,) if isinstance(stop, int) else tuple(stop), **options)
-    check_count(asked.max_new_tokens, "not a number of tokens", where="sample(max_new_tokens=)")
+    check_count(asked.max_new_tokens, "the number of tokens is not valid", where="sample(max_new_tokens=)")
     asked.check(has_key=asked.temperature > 0)
     if empty := [number for number, ids in prompts.items() if not len(ids)]:
         problem = "a prompt without tokens"

@@ -176,7 +176,7 @@ class LossScale(msgspec.Struct, frozen=True, weakref=True):
         }
         for expected, holds in facts.items():
             if not holds:
-                raise ConfigError("not a loss scale", expected=expected, got=repr(self), where="LossScale")
+                raise ConfigError("the loss scale is not valid", expected=expected, got=repr(self), where="LossScale")
 
     def update(self, *, finite: bool) -> LossScale:
         """Return the scale for the next step.

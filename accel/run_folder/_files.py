@@ -228,7 +228,10 @@ def decode_line(line: bytes) -> MetricsLine | None:
 def _encodable(name: str, value: Any) -> float | str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(
-            "not a number", expected="an int or a float", got=type(value).__name__, where=f"the metric {name!r}"
+            "the value is not a number",
+            expected="an int or a float",
+            got=type(value).__name__,
+            where=f"the metric {name!r}",
         )
     if isinstance(value, int) or math.isfinite(value):
         return value

@@ -46,7 +46,9 @@ class RemotePath(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         scheme, mark, inside = self.url.partition("://")
         if not scheme or not mark or not inside.strip("/"):
-            raise ConfigError("not a place in a store", expected="a URL such as s3://bucket/run", got=repr(self.url))
+            raise ConfigError(
+                "the URL does not name a place in a store", expected="a URL such as s3://bucket/run", got=repr(self.url)
+            )
         msgspec.structs.force_setattr(self, "url", self.url.rstrip("/"))
 
     @property

@@ -69,7 +69,7 @@ def parse_size(size: int | str, where: str) -> int:
         count = size if type(size) is int else 0
     if count < 1:
         expected = "bytes as an integer from 1, or a text such as '5GB' or '512MiB'"
-        raise ConfigError("not a size", expected=expected, got=repr(size), where=where)
+        raise ConfigError("the size is not valid", expected=expected, got=repr(size), where=where)
     return count
 
 

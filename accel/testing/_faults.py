@@ -77,7 +77,9 @@ def check_faults(faults: Sequence[object], world_size: int) -> None:
     for number, fault in enumerate(faults):
         where = f"faults[{number}]"
         if not isinstance(fault, AnyFault):
-            raise ConfigError("not a fault", expected="a Fault or WriteFault", got=repr(fault), where=where)
+            raise ConfigError(
+                "the value is not a fault", expected="a Fault or WriteFault", got=repr(fault), where=where
+            )
         if type(fault.rank) is not int or not 0 <= fault.rank < world_size:
             _refuse("a fault on a rank that is not there", f"0 to {world_size - 1}", fault.rank, f"{where}.rank")
         if isinstance(fault, Fault):
@@ -182,7 +184,7 @@ def _check_number(number: int, where: str) -> None:
 def _check_signal(fault: Fault, where: str) -> None:
     known = [signal.Signals[name] for name in _STOP_REQUESTS]
     if fault.signal not in known:
-        _refuse("not a stop request", ", ".join(_STOP_REQUESTS), fault.signal, f"{where}.signal")
+        _refuse("the stop request is not valid", ", ".join(_STOP_REQUESTS), fault.signal, f"{where}.signal")
     if fault.signal != signal.SIGTERM and fault.action != "terminate":
         raise ConfigError(
             "a signal that would not be delivered",

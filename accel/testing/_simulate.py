@@ -261,7 +261,13 @@ class _OnContext(Generic[T]):
     def __init__(self, fn: Callable[[DistContext], T], streams: SimulatedDevice | None) -> None:
         _check_callable(fn)
         if streams is not None:
-            check_kind(streams, SimulatedDevice, "not a device", expected="a SimulatedDevice or None", where="streams=")
+            check_kind(
+                streams,
+                SimulatedDevice,
+                "the value is not a simulated device",
+                expected="a SimulatedDevice or None",
+                where="streams=",
+            )
         self._fn = fn
         self._streams = streams
 
@@ -300,8 +306,10 @@ def _check(world_size: object, seed: object, timeout_s: object, network: str | N
         check_choice(network, get_args(Network), "no network of that name", where="network=")
     check_count(world_size, "no world of that size", expected="1 rank or more", where="world_size=")
     if seed is not None and type(seed) is not int:
-        raise ConfigError("not a seed of a schedule", expected="an int or None", got=repr(seed), where="seed=")
+        raise ConfigError(
+            "the seed of a schedule is not valid", expected="an int or None", got=repr(seed), where="seed="
+        )
     if type(timeout_s) not in (int, float) or not 0 < cast(float, timeout_s) <= threading.TIMEOUT_MAX:
         raise ConfigError(
-            "not a time-out", expected="seconds, above 0 and finite", got=repr(timeout_s), where="timeout_s="
+            "the time-out is not valid", expected="seconds, above 0 and finite", got=repr(timeout_s), where="timeout_s="
         )

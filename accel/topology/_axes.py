@@ -89,7 +89,9 @@ def mesh_sizes(text: str, *, where: str, error: type[AccelError] = ConfigError) 
     Raises `error`: an axis is repeated, unknown, or excluded by another; two sizes are -1, or that of `ep` is.
     """
     if not isinstance(text, str) or not re.fullmatch(MESH_TEXT, text):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise error("not a mesh", expected="a text such as dp=2,tp=2 or dp=-1,tp=4", got=repr(text), where=where)
+        raise error(
+            "the mesh is not valid", expected="a text such as dp=2,tp=2 or dp=-1,tp=4", got=repr(text), where=where
+        )
     pairs = [part.split("=") for part in text.split(",") if part]
     for name, count in Counter(name for name, _ in pairs).items():
         if count > 1:
@@ -134,7 +136,7 @@ def check_axes_sizes(sizes: Mapping[str, int], *, where: str, error: type[AccelE
     for name, size in sizes.items():
         is_open = size == -1 and name != "ep"
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and not is_open):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise error("not the size of an axis", expected="1 or more", got=f"{name}={size!r}", where=where)
+            raise error("the size of an axis is not valid", expected="1 or more", got=f"{name}={size!r}", where=where)
     parts = [f"{name}={sizes[name]}" for name in ("dp_replicate", "dp_shard") if sizes.get(name, 1) != 1]
     if sizes.get("dp", 1) != 1 and parts:
         raise error(
@@ -288,8 +290,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         check_styles(self.tensor, get_args(TensorStyle), where="plan.tensor")
         if self.head is not None:
-            check_choice(self.head, get_args(HeadStyle), "not a style of a head", where="plan.head")
-        check_choice(self.logits, get_args(Logits), "not a way of logits", where="plan.logits")
+            check_choice(self.head, get_args(HeadStyle), "the style of the head is unknown", where="plan.head")
+        check_choice(self.logits, get_args(Logits), "the form of the logits is unknown", where="plan.logits")
         check_styles(self.experts, get_args(ExpertStyle), where="plan.experts")
         check_choice(
             self.context, get_args(ContextMethod), "unknown method of context parallelism", where="plan.context"
@@ -480,7 +482,7 @@ def _stated(names: Sequence[str], ndim: int, data_dims: Sequence[str]) -> list[b
     """Return the data dimensions that the user names."""
     if isinstance(data_dims, str) or len(set(data_dims)) < len(data_dims) or not set(data_dims) <= set(names):
         raise ConfigError(
-            "not data dimensions of the mesh",
+            "the data dimensions do not fit the mesh",
             expected=f"a tuple of some of {', '.join(map(repr, names))}" if names else "a mesh with named dimensions",
             got=repr(data_dims),
             where="data_dims=",

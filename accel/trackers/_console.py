@@ -90,7 +90,7 @@ def console(
     Raises:
         ConfigError: `every` is below 1, `names` is a text, or a specification does not format a float.
     """
-    check_count(every, "not a number of steps", where="console, every=")
+    check_count(every, "the number of steps is not valid", where="console, every=")
     if isinstance(names, str):
         raise ConfigError(
             "a text is no list of names", got=repr(names), where="console, names=", fix=f"names=({names!r},)"
@@ -112,7 +112,7 @@ def _check_format(name: str, specification: str) -> None:
         _ = format(1.5, specification)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            "not a format of a float",
+            "the format of a float is not valid",
             expected='a specification such as ".3f" or ".1%"',
             got=repr(specification),
             where=f"console, formats={{{name!r}: ...}}",

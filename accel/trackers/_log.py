@@ -110,7 +110,7 @@ def split_times(values: Mapping[str, float]) -> tuple[dict[str, float], dict[str
 def _flat(values: Mapping[str, object], before: str) -> Iterator[tuple[str, object]]:
     for key, value in values.items():
         if not isinstance(key, str) or not key or not key.isprintable():  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError("not a name of a value", expected="printable text", got=repr(key), where="log")
+            raise ConfigError("the name of a value is not valid", expected="printable text", got=repr(key), where="log")
         name = before + key
         if isinstance(value, Mapping):
             yield from _flat(cast("Mapping[str, object]", value), f"{name}/")
@@ -137,7 +137,7 @@ def _number(name: str, value: object) -> float:
             return _unboxed(found)
     fixes = {"str": "Texts go into a table: accel.trackers.log_table(...).", "NoneType": "Leave the name out."}
     raise ConfigError(
-        "not a number",
+        "the value is not a number",
         expected="a number or a tensor of one element",
         got=f"{type(value).__name__} {value!r:.40}",
         where=f"log, {name!r}",
@@ -152,7 +152,7 @@ def _unboxed(value: Any) -> float:
 def _check_tensor(name: str, value: torch.Tensor) -> None:
     if value.numel() != 1 or value.is_complex():
         raise ConfigError(
-            "not a number",
+            "the value is not a number",
             expected="a tensor of one real element",
             got=f"{value.dtype} of shape {list(value.shape)}",
             where=f"log, {name!r}",
@@ -300,7 +300,7 @@ def log_text(ctx: DistContext, trackers: Trackers, name: str, text: str, *, step
     """
     taking = _taking(trackers, "log_text", TextRecord, "texts", step)
     where = f"log_text, {name}"
-    check_kind(text, str, "not a text", expected="a str", where=where, fix="Use str(...).")
+    check_kind(text, str, "the value is not a text", expected="a str", where=where, fix="Use str(...).")
     if taking:
         made = TextRecord(name, text)
         trackers.tracked.put(lambda tracker: _media(tracker, made, step), made.size)
@@ -327,10 +327,17 @@ def log_histogram(
     """
     taking = _taking(trackers, "log_histogram", Histogram, "histograms", step)
     where = f"log_histogram, {name}"
-    check_kind(values, torch.Tensor, "not a tensor", expected="a tensor", where=where, fix="Use torch.as_tensor(...).")
-    check_count(bins, "not a number of intervals", most=4096, where=f"{where}, bins=")
+    check_kind(
+        values,
+        torch.Tensor,
+        "the value is not a tensor",
+        expected="a tensor",
+        where=where,
+        fix="Use torch.as_tensor(...).",
+    )
+    check_count(bins, "the number of intervals is not valid", most=4096, where=f"{where}, bins=")
     if values.is_complex():
-        raise ConfigError("not real numbers", got=str(values.dtype), where=where, fix="Log its abs().")
+        raise ConfigError("the values are not real numbers", got=str(values.dtype), where=where, fix="Log its abs().")
     if is_dtensor(values):
         fix = "Pass values.full_tensor(), which is a collective, or the rank's part, values.to_local()."
         raise ConfigError("a tensor that is shared out to the ranks", got="a DTensor", where=where, fix=fix)
@@ -392,11 +399,13 @@ def alert(
     """
     del ctx
     _check_trackers(trackers, "alert")
-    check_choice(level, LEVELS, "not a level of alerts", where="alert, level=")
+    check_choice(level, LEVELS, "the level of the alert is unknown", where="alert, level=")
     if not isinstance(title, str) or not title or not title.isprintable():  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError("not a title", expected="printable text", got=repr(title)[:80], where="alert")
+        raise ConfigError("the title is not valid", expected="printable text", got=repr(title)[:80], where="alert")
     if not every_s >= 0:
-        raise ConfigError("not a time", expected="0 or more seconds", got=repr(every_s), where="alert, every_s=")
+        raise ConfigError(
+            "the time is not valid", expected="0 or more seconds", got=repr(every_s), where="alert, every_s="
+        )
     trackers.tracked.alert(title, str(text), level=level, every_s=every_s)
 
 
@@ -420,7 +429,9 @@ def _check_trackers(trackers: Trackers, where: str) -> None:
     if not isinstance(trackers, Trackers):  # pyright: ignore[reportUnnecessaryIsInstance]
         expected = f"accel.{where}(ctx, trackers, ..., step=), with the trackers that accel.tracking gives"
         fix = 'with accel.tracking(ctx, "demo", to=[accel.trackers.jsonl()], dir="runs/demo") as trackers:'
-        raise ConfigError("not trackers", expected=expected, got=type(trackers).__name__, where=where, fix=fix)
+        raise ConfigError(
+            "the values are not trackers", expected=expected, got=type(trackers).__name__, where=where, fix=fix
+        )
 
 
 def _media(tracker: Tracker, made: Media, step: int) -> Write | None:

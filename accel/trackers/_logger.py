@@ -118,7 +118,7 @@ class RankLogger(_Adapter):
         extra: dict[str, object] = options.pop("extra")
         if options:
             raise ConfigError(
-                "not keywords of a logger",
+                "a logger does not take these keywords",
                 expected="main_process_only, once_per_node, in_order, stacklevel, exc_info, stack_info, extra",
                 got=", ".join(options),
             )

@@ -212,7 +212,7 @@ def _schedule(given: Schedule | None) -> Schedule:
         return torchs.schedule(wait=3, warmup=2, active=5, repeat=1)
     if not callable(given):
         raise ConfigError(
-            "not a schedule",
+            "the schedule is not valid",
             expected="a function of the step's number",
             got=type(given).__name__,
             where="profile, schedule=",
@@ -226,7 +226,7 @@ def _activities(ctx: DistContext, named: Collection[ProfilerActivity] | None) ->
         return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ctx.device.type == "cuda" else [])]
     if not named or not all(isinstance(each, ProfilerActivity) for each in cast("Collection[object]", named)):
         raise ConfigError(
-            "not activities to profile",
+            "the activities are not valid",
             expected="a list such as [torch.profiler.ProfilerActivity.CPU]",
             got=repr(named),
             where="profile, activities=",
@@ -237,7 +237,7 @@ def _activities(ctx: DistContext, named: Collection[ProfilerActivity] | None) ->
 def _rank_numbers(ranks: Any) -> set[int]:
     if not isinstance(ranks, Collection) or not all(type(rank) is int for rank in cast("Collection[Any]", ranks)):
         raise ConfigError(
-            "not ranks to profile", expected="a list such as [0, 1]", got=repr(cast("object", ranks)), where="ranks="
+            "the ranks are not valid", expected="a list such as [0, 1]", got=repr(cast("object", ranks)), where="ranks="
         )
     return set(cast("Collection[int]", ranks))
 

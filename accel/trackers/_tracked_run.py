@@ -233,7 +233,7 @@ class TrackedRun:
         if self._ended:
             fix = "Log inside the block of accel.tracking."
             raise ConfigError("the trackers have ended", where=where, fix=fix)
-        check_count(step, "not a step", least=0, where=f"{where}, step=")
+        check_count(step, "the step is not valid", least=0, where=f"{where}, step=")
         if self._step is not None and step < self._step:
             raise ConfigError(
                 "the step goes back",

@@ -191,7 +191,7 @@ def make_figure(name: str, figure: object) -> Figure:
     """Draw a figure of matplotlib, or of another class with `savefig(file, format="png")`."""
     if not callable(getattr(figure, "savefig", None)):
         raise ConfigError(
-            "not a figure that can be drawn",
+            "the figure cannot be drawn",
             expected="a figure of matplotlib",
             got=type(figure).__name__,
             where=f"log_figure, {name}",
@@ -224,11 +224,11 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 def _check_image(name: str, image: torch.Tensor) -> None:
     if not isinstance(image, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         facts = {"expected": "tensors", "got": type(image).__name__, "where": f"log_images, {name}"}
-        raise ConfigError("not an image", fix="Pass torch.as_tensor(...) of it, [C, H, W].", **facts)
+        raise ConfigError("the value is not an image", fix="Pass torch.as_tensor(...) of it, [C, H, W].", **facts)
     channels = 1 if image.ndim == 2 else image.shape[0] if image.ndim == 3 else 0
     if channels not in _COLORS or not image.numel():
         raise ConfigError(
-            "not an image",
+            "the value is not an image",
             expected="[C, H, W] with 1, 3 or 4 channels, or [H, W]",
             got=f"shape {list(image.shape)}",
             where=f"log_images, {name}",
@@ -364,20 +364,22 @@ class Tracker(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or not self.name.isprintable():  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError("not a name", expected="printable text", got=repr(self.name), where="Tracker, name=")
+            raise ConfigError(
+                "the name is not valid", expected="printable text", got=repr(self.name), where="Tracker, name="
+            )
         where = f"tracker {self.name}"
         for field, parameters in _PARAMETERS.items():
             value = getattr(self, field)
             if not callable(value) and (value is not None or field in _NEEDED):
                 raise ConfigError(
-                    "not a function",
+                    "the value is not a function",
                     expected=f"{field}({parameters}){'' if field in _NEEDED else ', or None'}",
                     got=f"{type(value).__name__} {value!r:.40}",
                     where=f"{where}, {field}=",
                 )
         if unknown := [each for each in self.media if each not in get_args(Media)]:
             raise ConfigError(
-                "not a kind of media",
+                "the kind of media is unknown",
                 expected=", ".join(each.__name__ for each in get_args(Media)),
                 got=repr(unknown[0]),
                 where=f"{where}, media=",

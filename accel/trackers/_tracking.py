@@ -39,7 +39,7 @@ def plain_config(config: object) -> tuple[dict[str, Any], tuple[str, ...]]:
         fields = vars(config)
     else:
         raise ConfigError(
-            "not a configuration",
+            "the value is not a configuration",
             expected="a mapping, a Struct, a dataclass or a Namespace",
             got=type(config).__name__,
             where="tracking, config=",
@@ -98,7 +98,9 @@ class Trackers:
         try:
             saved = msgspec.convert(state_dict, SavedRun)
         except msgspec.ValidationError as error:
-            raise CheckpointError("not a run of trackers", got=str(error), where="load_state_dict") from error
+            raise CheckpointError(
+                "the run of trackers is not valid", got=str(error), where="load_state_dict"
+            ) from error
         self.tracked.load(saved)
 
 
@@ -216,7 +218,7 @@ def init_trackers(
     """
     if isinstance(to, str) or not isinstance(to, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
         fix = f"Pass a list of trackers: {_line_of(to)}"
-        raise ConfigError("not a list of trackers", got=type(to).__name__, where="tracking, to=", fix=fix)
+        raise ConfigError("the value is not a list of trackers", got=type(to).__name__, where="tracking, to=", fix=fix)
     names = [tracker.name for tracker in to if isinstance(tracker, Tracker)]  # pyright: ignore[reportUnnecessaryIsInstance]
     detail = f"project {project!r}, to {', '.join(names)}, strict {strict}, debug {debug}"
     folder = None if dir is None else Path(os.path.abspath(dir))  # trackers start later, maybe elsewhere
@@ -318,7 +320,9 @@ def _samples(ctx: DistContext, system: object) -> System | None:
     given = ctx.settings.system if system is None else system
     if not isinstance(given, bool | System):
         expected = "True, False or accel.trackers.System(every_s=5.0)"
-        raise ConfigError("not samples of the machine", expected=expected, got=repr(given), where="tracking, system=")
+        raise ConfigError(
+            "the samples of the machine are not valid", expected=expected, got=repr(given), where="tracking, system="
+        )
     return (System() if given else None) if isinstance(given, bool) else given
 
 
@@ -365,12 +369,14 @@ def _check(project: str, to: Sequence[Tracker], run: str | None, room_bytes: int
     for tracker in to:
         expected = "records such as accel.trackers.jsonl()"
         fix = f"Call the tracker's function: {_line_of(tracker)}"
-        check_kind(tracker, Tracker, "not a tracker", expected=expected, where="tracking, to=", fix=fix)
+        check_kind(tracker, Tracker, "the value is not a tracker", expected=expected, where="tracking, to=", fix=fix)
     names = [tracker.name for tracker in to]
     if len(set(names)) < len(names):
         fix = 'Give one another name: msgspec.structs.replace(tracker, name="second").'
         raise ConfigError("two trackers have one name", got=", ".join(names), where="tracking, to=", fix=fix)
     for text, where in ((project, "project"), (run, "run=")):
         if text is not None and (not isinstance(text, str) or not text or not text.isprintable()):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError("not a name", expected="printable text", got=repr(text), where=f"tracking, {where}")
+            raise ConfigError(
+                "the name is not valid", expected="printable text", got=repr(text), where=f"tracking, {where}"
+            )
     check_count(room_bytes, "no room for records", where="room_bytes=")

@@ -151,7 +151,9 @@ def _weight_dtype(ctx: DistContext) -> torch.dtype:
 
 
 def _no_weight(got: str) -> ConfigError:
-    return ConfigError("not a weight", expected="a finite number, 0 or above", got=got, where="backward, weight=")
+    return ConfigError(
+        "the weight is not valid", expected="a finite number, 0 or above", got=got, where="backward, weight="
+    )
 
 
 class Graph(NamedTuple):
@@ -415,5 +417,5 @@ def check_loss(loss: torch.Tensor, where: str, fix: str) -> None:
             expected="a loss computed from trainable parameters",
             got="requires_grad=False",
             where=where,
-            fix="Look for no_grad, detach() or item() on its way, and for a model that is frozen.",
+            fix="Look for no_grad, detach() or item() between the model and the loss, and for frozen parameters.",
         )

@@ -124,7 +124,9 @@ class Ema(nn.Module):
     ) -> None:
         super().__init__()
         if not 0 <= decay < 1:
-            raise ConfigError("not a decay", expected="0 up to but without 1", got=repr(decay), where="Ema(decay=)")
+            raise ConfigError(
+                "the decay is not valid", expected="0 up to but without 1", got=repr(decay), where="Ema(decay=)"
+            )
         check_choice(buffers, ("model", "average"), "unknown choice", where="Ema(buffers=)")
         _refuse_emptied(model)
         self.decay, self.warmup, self.averages_buffers = decay, warmup, buffers == "average"

@@ -332,7 +332,9 @@ def _experts_by_path(model: nn.Module, experts: Mapping[str, int] | Literal["mod
     if experts == "model":
         found = moe_modules(model)
     else:
-        check_kind(experts, Mapping, "not numbers of experts by pattern", where=f"{_WHERE}(experts=)")
+        check_kind(
+            experts, Mapping, "the value does not map patterns to numbers of experts", where=f"{_WHERE}(experts=)"
+        )
         paths = [path for path, _ in named_modules(model)]
         found = {path: number for pattern, number in experts.items() for path in matching(paths, pattern)}
     if is_pipelined(model):
@@ -423,7 +425,7 @@ def _of_rows(rows: Tensor, experts: int, mask: Tensor | None) -> Tensor:
         marks = mask.reshape(-1).to(rows.device, non_blocking=True) != 0
         if chosen.shape[1] % max(len(marks), 1):
             raise ConfigError(
-                "not a mask of these tokens",
+                "the mask does not fit the tokens",
                 expected=f"{chosen.shape[1]} tokens",
                 got=f"{len(marks)} entries",
                 where=f"{_WHERE}.counting(mask=)",

@@ -180,11 +180,17 @@ def _check_arguments(ctx: DistContext, state: object, low: float, high: float, s
             got=f"strategy {ctx.strategy}",
             where="find_lr",
         )
-    check_kind(state, TrainState, "not a state", expected="a TrainState, from accel.train_state(ctx)", where="find_lr")
+    check_kind(
+        state,
+        TrainState,
+        "the state is not valid",
+        expected="a TrainState, from accel.train_state(ctx)",
+        where="find_lr",
+    )
     check_count(steps, "too few steps for a range", least=_FEWEST, where="find_lr(steps=)")
     if not 0 < low < high < math.inf:
         raise ConfigError(
-            "not a range of learning rates",
+            "the range of learning rates is not valid",
             expected="0 < low < high",
             got=f"low={low!r}, high={high!r}",
             where="find_lr",

@@ -166,7 +166,11 @@ def _check(
     elif ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
         problem, expected, got = "not prompts", "int64 of shape [rows, length]", f"{ids.dtype} of shape {shape}"
     elif type(max_new_tokens) is not int or max_new_tokens < 1:
-        problem, expected, got = "not a number of tokens", "an integer from 1", f"max_new_tokens={max_new_tokens!r}"
+        problem, expected, got = (
+            "the number of tokens is not valid",
+            "an integer from 1",
+            f"max_new_tokens={max_new_tokens!r}",
+        )
     elif cached and not takes_cache(model):
         problem, got = "the model keeps no keys and values", with_article(type(unwrap_model(model)).__name__)
         expected, fix = "a model of transformers whose forward takes past_key_values", "Leave cache out."
@@ -175,7 +179,7 @@ def _check(
     elif mask is not None and not cached:
         problem, got, fix = "a mask has no effect without a cache", "attention_mask=", "Let inputs_of give it."
     elif mask is not None and (mask.shape != ids.shape or not _pads_in_front(mask)):
-        problem, expected = "not a mask of prompts that are padded in front", f"0s, then 1s, of shape {shape}"
+        problem, expected = "the mask does not fit prompts that are padded in front", f"0s, then 1s, of shape {shape}"
         got, fix = f"shape {list(mask.shape)}", 'Tokenize with padding_side="left".'
     if problem:
         raise ConfigError(problem, expected=expected, got=got, where=_WHERE, fix=fix)
@@ -195,7 +199,7 @@ def _checked_rows(rows: Sequence[int] | Tensor | None, count: int, *, has_key: b
         problem = f"rows={found}"
     if problem:
         expected = "the number of each row among those of all ranks, from 0, each once, beside key="
-        raise ConfigError("not the numbers of the rows", expected=expected, got=problem, where=_WHERE)
+        raise ConfigError("the numbers of the rows are not valid", expected=expected, got=problem, where=_WHERE)
     return found
 
 

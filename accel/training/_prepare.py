@@ -335,7 +335,9 @@ def _prepare_stepped(ctx: DistContext, each: Any) -> Any:
 
 def _check_kinds(objects: tuple[Any, ...]) -> None:
     if not objects:
-        raise PrepareError("nothing to prepare", expected="a model, optimizer, scheduler or loader", got="no arguments")
+        raise PrepareError(
+            "there is nothing to prepare", expected="a model, optimizer, scheduler or loader", got="no arguments"
+        )
     for at, each in enumerate(objects):
         check_kind(
             each,

@@ -80,7 +80,7 @@ def _check_items(items: Mapping[str, object], start: object) -> None:
     check_kind(
         start,
         TrainState,
-        "not a state to start with",
+        "the state to start with is not valid",
         expected="accel.train_state(ctx, ...)",
         where="resume, start",
         fix="state = accel.resume(ctx, out, items, accel.train_state(ctx))",
@@ -93,7 +93,7 @@ def _check_items(items: Mapping[str, object], start: object) -> None:
             and kind_of(item) in ("record", "value")
         ):
             raise ConfigError(
-                "a value among the items, which resume would load and not return",
+                "resume does not return a value among the items",
                 expected="live objects: modules, optimizers, schedulers",
                 got=f"{name}: {type(item).__name__}",
                 where="resume, items",

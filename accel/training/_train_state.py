@@ -99,7 +99,7 @@ def dropped(window: Accumulation, call: str) -> StepError:
 
 def _not_begun(call: str, fix: str = "") -> StepError:
     return StepError(
-        "no batch was begun",
+        "no batch has begun",
         expected="state = state.next(batch) before it",
         got="a state between two windows",
         where=call,

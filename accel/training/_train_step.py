@@ -96,7 +96,7 @@ def _pair(batch: Batch, inputs: Any, targets: Any) -> tuple[Any, Any]:
     if inputs is not None or targets is not None:
         given, lacking = ("inputs", "targets") if targets is None else ("targets", "inputs")
         raise ConfigError(
-            f"{given}= without {lacking}=",
+            f"{given}= is given without {lacking}=",
             expected="both, or neither for a pair in batch.data",
             got=f"{given}= only",
             where="train_step",
@@ -115,7 +115,7 @@ def pair_of(batch: Batch, *, where: str, fix: str) -> tuple[Any, Any]:
             f" with keys {', '.join(map(str, cast('dict[object, object]', data)))}" if isinstance(data, dict) else ""
         )
         raise DataError(
-            "batch.data is no pair of inputs and targets",
+            "batch.data is not a pair of inputs and targets",
             expected="two items",
             got=f"{len(items)} items" if items else f"{type(cast('object', data)).__name__}{named}",
             where=f"{where}, batch.data",

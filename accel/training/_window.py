@@ -165,7 +165,7 @@ def division(ctx: DistContext, window: Accumulation, weight: float | torch.Tenso
 def check_limit(limit: float, where: str) -> None:
     """Raise `ConfigError` unless a number is above 0."""
     if not _is_above_zero(limit):
-        raise ConfigError("not a limit to clip to", expected="above 0", got=_shown(limit), where=where)
+        raise ConfigError("the limit to clip to is not valid", expected="above 0", got=_shown(limit), where=where)
 
 
 def check_limits(
@@ -192,7 +192,7 @@ def check_limits(
     if max_value is not None:
         check_limit(max_value, "max_value=")
         if any(limit is not None for limit in limits):
-            raise ConfigError("two kinds of clipping", expected="max_norm or max_value", got="both")
+            raise ConfigError("two kinds of clipping exclude each other", expected="max_norm or max_value", got="both")
     return limits
 
 
@@ -211,7 +211,9 @@ def check_real(grads: Iterable[torch.Tensor], where: str) -> None:
 def check_norm_type(norm_type: float) -> None:
     """Raise `ConfigError` unless there is such a p-norm."""
     if not _is_above_zero(norm_type):
-        raise ConfigError("no such norm", expected="p above 0, or inf", got=_shown(norm_type), where="norm_type=")
+        raise ConfigError(
+            "the norm is not valid", expected="p above 0, or inf", got=_shown(norm_type), where="norm_type="
+        )
 
 
 def as_tensor(norm: float | torch.Tensor, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:

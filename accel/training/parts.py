@@ -72,7 +72,7 @@ def accumulate(ctx: DistContext, accum: Accumulation, *models: nn.Module) -> Abs
     _check(LossScale(), accum, "accumulate")
     if accum.micro == 0:
         raise StepError(
-            "no micro-batch was begun",
+            "no micro-batch has begun",
             expected="accum = accum.next(last=batch.is_last) before accumulate",
             got="an accum between two windows",
             where=f"rank {ctx.rank}, accumulate",
@@ -114,7 +114,7 @@ def backward(
     _check(scaler, accum, "backward")
     if accum is None and (weight is not None or (retain_graph and ctx.world_size > 1)):
         raise ConfigError(
-            "a weight, or a graph that is kept, needs an accumulation, which notes it",
+            "weight= and retain_graph= need an accumulation",
             expected="an Accumulation with weight= or retain_graph=",
             got="only a LossScale",
             where="backward",

@@ -54,7 +54,7 @@ def test_paths_belong_to_their_longest_segment_and_ties_make_groups() -> None:
     ("wrong", "text"),
     [
         (lambda: Weight(name="a", shape=(2,), dtype="BF61"), "unknown dtype.*Did you mean `BF16`"),
-        (lambda: Weight(name="a", shape=(-2,), dtype="F32"), "not a shape"),
+        (lambda: Weight(name="a", shape=(-2,), dtype="F32"), "the shape is not valid"),
         (lambda: Weight(name="a", shape=(2,), dtype="F32", stored=False), "must be stored"),
         (lambda: Segment(name="a", weights=(), rows=True, movable=False), "may not move"),
         (lambda: Skeleton(segments=(block("a", 1), block("a", 1))), "two segments with one name: got 'a'"),
@@ -120,7 +120,7 @@ def test_mapped_files_compute_on_the_host_without_slots() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"slots": 0}, "not a number of slots"),
+        ({"slots": 0}, "the number of slots is not valid"),
         ({"home": {"d": "cpu"}}, r"a map of other segments: .*got with 'd' - at DeviceMap.home"),
         ({"runs": {"a": "disk"}}, "'disk' computes nothing"),
         ({"home": {"a": "cuda:1"}}, "streams from another device"),
@@ -130,7 +130,7 @@ def test_mapped_files_compute_on_the_host_without_slots() -> None:
 def test_impossible_maps_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(accel.errors.ConfigError, match=text):
         placed(**options)
-    with assert_raises(accel.errors.ConfigError, problem="not a device map", got="skeleton"):
+    with assert_raises(accel.errors.ConfigError, problem="the device map is not valid", got="skeleton"):
         DeviceMap.decode("{}")
 
 

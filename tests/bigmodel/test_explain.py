@@ -108,7 +108,7 @@ def test_places_by_path_become_a_map_under_the_same_law() -> None:
         ({"": 0, "layer.3": "cpu"}, "no such path: got 'layer.3'.*Did you mean `layers.3`"),
         ({"": 0, "layers.3.weight": "cpu"}, "a path that divides a segment: expected 'layers.3'"),
         ({"layers": 0}, "a segment without a place: got 'embed'"),
-        ({"": "gpu"}, r"not a place.*places\[''\].*A GPU is its number"),
+        ({"": "gpu"}, r"the place is not valid.*places\[''\].*A GPU is its number"),
     ],
 )
 def test_places_that_do_not_fit_the_model_are_refused(places: Any, text: str) -> None:

@@ -353,15 +353,15 @@ def test_a_dtype_changes_sizes_and_texts_are_limits() -> None:
         ),
         ({}, {}, "no device that computes.*accel.bigmodel.available_memory"),
         ({"disk": None}, {}, "no device that computes"),
-        ({"cuda": 5}, {}, "not a place.*got 'cuda'.*'cuda:0'"),
-        ({-1: 5}, {}, "not a place"),
+        ({"cuda": 5}, {}, "the place is not valid.*got 'cuda'.*'cuda:0'"),
+        ({-1: 5}, {}, "the place is not valid"),
         ({0: 5, "cuda:0": 5}, {}, "a place with two limits: got 'cuda:0'"),
         ({0: None}, {}, r"a limit is missing.*max_memory\['cuda:0'\]"),
-        ({0: "many"}, {}, "not a size"),
-        ({0: 5}, {"slots": 0}, "not a number of slots"),
+        ({0: "many"}, {}, "the size is not valid"),
+        ({0: 5}, {"slots": 0}, "the number of slots is not valid"),
         ({0: 5}, {"placement": "first"}, "unknown placement"),
         ({0: 5}, {"fill": "low"}, "unknown way to fill devices"),
-        ({0: 5}, {"dtype": "bf16"}, "not a dtype of weights.*Did you mean `bfloat16`"),
+        ({0: 5}, {"dtype": "bf16"}, "the dtype of the weights is unknown.*Did you mean `bfloat16`"),
         ({0: 5}, {}, r"does not fit on 'cuda:0': expected at least 2048 bytes \(2.0 kB\), got 5; its largest block is"),
         ({0: 5}, {"slots": 2}, r"does not fit on 'cuda:0': expected at least 4096 bytes .*fewer slots"),
         ({0: 4096}, {"slots": 2}, "no home for the segments that stream.*Add 'disk': None, or 'cpu': 20480"),
@@ -375,7 +375,9 @@ def test_limits_that_mean_nothing_or_fit_nothing_are_refused(limits: Any, option
 
 
 def test_a_model_is_described_first() -> None:
-    with assert_raises(accel.errors.ConfigError, problem="not a skeleton", fix=r"accel.bigmodel.describe\(model\)"):
+    with assert_raises(
+        accel.errors.ConfigError, problem="the value is not a skeleton", fix=r"accel.bigmodel.describe\(model\)"
+    ):
         infer_device_map(object(), {0: 1})  # type: ignore[arg-type]
 
 

@@ -209,7 +209,7 @@ def test_files_of_torch_save_run_no_code(tmp_path: Path, ctx: accel.DistContext)
     (tmp_path / "e.bin").write_bytes(b"junk")
     for name, problem in [
         ("a", "cannot be read as weights"),
-        ("b", "not weights by name"),
+        ("b", "the value does not map names to weights"),
         ("c", "no weights by name"),
         ("d", r"before torch 1\.6"),
         ("e", "cannot be read as weights"),
@@ -287,11 +287,11 @@ def test_numbers_are_renamed_too_in_both_directions(ctx: accel.DistContext, tmp_
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"device_map": "auto"}, r"not a device map.*got 'auto'.*accel.infer_device_map\("),
-        ({"device_map": {"": "cpu"}}, r"not a device map.*accel.bigmodel.check_device_map\("),
+        ({"device_map": "auto"}, r"the device map is not valid.*got 'auto'.*accel.infer_device_map\("),
+        ({"device_map": {"": "cpu"}}, r"the device map is not valid.*accel.bigmodel.check_device_map\("),
         ({"device_map": "of another model"}, "the device map is of another model: got no 'embed.weight'"),
-        ({"dtype": "bfloat16"}, r"not a dtype.*Pass torch.bfloat16"),
-        ({"dtype": 16}, r"not a dtype: expected one of torch's, got 16"),
+        ({"dtype": "bfloat16"}, r"the dtype is not valid.*Pass torch.bfloat16"),
+        ({"dtype": 16}, r"the dtype is not valid: expected one of torch's, got 16"),
     ],
 )
 def test_maps_and_dtypes_that_are_none_are_refused(

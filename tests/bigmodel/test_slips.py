@@ -37,11 +37,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"dtype": torch.int8},
             r"invalid dtype of weights: expected a floating-point dtype.*got torch\.int8 - at dtype=.*load_quantized",
         ),
-        ({"readers": 0}, r"not a number of readers: expected an integer from 1, got 0"),
-        ({"rename": {"old": "new"}}, r"not recipes: expected a function.*Recipe\(\"rename\", old, new\)"),
-        ({"rename": accel.checkpoint.Recipe("rename", "old", "new")}, r"not recipes.*rename=\[recipe\]"),
-        ({"allow_missing": True}, r"not names.*got True - at allow_missing=.*\"\*\" allows all"),
-        ({"allow_unexpected": [3]}, r"not names.*got 3 - at allow_unexpected="),
+        ({"readers": 0}, r"the number of readers is not valid: expected an integer from 1, got 0"),
+        ({"rename": {"old": "new"}}, r"the recipes are not valid: expected a function.*Recipe\(\"rename\", old, new\)"),
+        ({"rename": accel.checkpoint.Recipe("rename", "old", "new")}, r"the recipes are not valid.*rename=\[recipe\]"),
+        ({"allow_missing": True}, r"the names are not valid.*got True - at allow_missing=.*\"\*\" allows all"),
+        ({"allow_unexpected": [3]}, r"the names are not valid.*got 3 - at allow_unexpected="),
     ],
 )
 def test_arguments_of_a_load(folder: Path, options: dict[str, Any], text: str) -> None:
@@ -66,7 +66,9 @@ def test_names_that_an_iterator_gives_count_for_each_weight(folder: Path) -> Non
 
 def test_recipes_alone_lead_back(tmp_path: Path) -> None:
     with assert_raises(
-        accel.errors.ConfigError, problem="not recipes", expected=r"a sequence of accel\.checkpoint\.Recipe, which lead"
+        accel.errors.ConfigError,
+        problem="the recipes are not valid",
+        expected=r"a sequence of accel\.checkpoint\.Recipe, which lead",
     ):
         accel.save_model(accel.single("cpu"), make(), tmp_path, rename=str.upper)  # type: ignore[arg-type]
 
@@ -84,7 +86,8 @@ def test_recipes_alone_lead_back(tmp_path: Path) -> None:
 )
 def test_a_function_in_place_of_its_model(call: Callable[[Path], object], folder: Path) -> None:
     with pytest.raises(
-        accel.errors.ConfigError, match=r"not a model: expected a torch\.nn\.Module, got make - .*init_empty"
+        accel.errors.ConfigError,
+        match=r"the model is not a module: expected a torch\.nn\.Module, got make - .*init_empty",
     ):
         call(folder)
 
@@ -109,11 +112,14 @@ PLACES = {"": 0, "1": "cpu", "2": 1}
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: accel.bigmodel.explain(SKELETON), r"not a device map.*got Skeleton - at explain.*infer_device_map\("),
+        (
+            lambda: accel.bigmodel.explain(SKELETON),
+            r"the device map is not valid.*got Skeleton - at explain.*infer_device_map\(",
+        ),
         (lambda: accel.bigmodel.explain(MAP, compute=0.01), r"seconds are given by segment.*home, 0\.01\)"),
         (lambda: accel.bigmodel.explain(MAP, compute={"4": 1.0}), r"no such segment: got '4'"),
         (lambda: accel.bigmodel.explain(MAP, bandwidth="25GB"), r"no bandwidth: expected bytes a second.*got '25GB'"),
-        (lambda: accel.bigmodel.pass_seconds(SKELETON, {}, 1e9), "not a device map"),
+        (lambda: accel.bigmodel.pass_seconds(SKELETON, {}, 1e9), "the device map is not valid"),
         (
             lambda: accel.bigmodel.check_device_map(SKELETON, "auto"),
             r"places are given by path.*got 'auto'.*infer_device_map",
@@ -123,9 +129,15 @@ PLACES = {"": 0, "1": "cpu", "2": 1}
             lambda: accel.bigmodel.check_device_map(SKELETON, PLACES, max_memory={0: "1MB", "cpu": "1MB"}),
             r"a place without a limit.*got 'cuda:1' - at max_memory.*Name it there",
         ),
-        (lambda: accel.infer_device_map(SKELETON, {"gpu": "1MB"}), r"not a place.*got 'gpu'.*A GPU is its number"),
-        (lambda: accel.infer_device_map(SKELETON, {"dsk": None}), r"not a place.*Did you mean `disk`\?"),
-        (lambda: accel.infer_device_map(SKELETON, {"cuda": "1MB"}), r"not a place.*got 'cuda'.*A GPU is its number"),
+        (
+            lambda: accel.infer_device_map(SKELETON, {"gpu": "1MB"}),
+            r"the place is not valid.*got 'gpu'.*A GPU is its number",
+        ),
+        (lambda: accel.infer_device_map(SKELETON, {"dsk": None}), r"the place is not valid.*Did you mean `disk`\?"),
+        (
+            lambda: accel.infer_device_map(SKELETON, {"cuda": "1MB"}),
+            r"the place is not valid.*got 'cuda'.*A GPU is its number",
+        ),
         (lambda: accel.infer_device_map(SKELETON, {}), r"no device.*available_memory\(device, reserve='2GB'\)"),
     ],
 )
@@ -137,8 +149,8 @@ def test_arguments_of_a_plan(call: Callable[[], object], text: str) -> None:
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        (lambda: [1, 2], "not a source of weights.*got list - at dispatch_model, source="),
-        (lambda: make(), "not a source of weights: expected a path, a mapping.*got Sequential"),
+        (lambda: [1, 2], "the value is not a source of weights.*got list - at dispatch_model, source="),
+        (lambda: make(), "the value is not a source of weights: expected a path, a mapping.*got Sequential"),
         (lambda: {"0.weight": torch.ones(4, 4).numpy()}, r"a source without values.*ndarray - at source\['0.weight'\]"),
         (lambda: make().to("meta").state_dict(), "a source without values.*got one on the meta device"),
         (

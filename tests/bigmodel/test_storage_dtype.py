@@ -204,7 +204,7 @@ def test_norms_biases_embeddings_buffers_and_named_weights_keep_their_dtype() ->
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"storage_dtype": "I8"}, "not a dtype to store"),
+        ({"storage_dtype": "I8"}, "cannot be stored in this dtype"),
         ({"storage_dtype": "F8_E4M3", "dtype": "I64"}, "floating-point weights that move"),
         ({"storage_dtype": "F8_E4M3", "moves": False}, "floating-point weights that move"),
     ],

@@ -167,10 +167,10 @@ def test_ranks_that_write_nothing_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nothing was written for 0.1 s: .* got none of rank 1, 3"):
         collect_notes(stage, [1, 2, 3], timeout_s=0.1, given_up=given_up)
     given_up.set()
-    with pytest.raises(CheckpointError, match=r"given up: .* got none of rank 1"):
+    with pytest.raises(CheckpointError, match=r"abandoned: .* got none of rank 1"):
         collect_notes(stage, [1], timeout_s=100, given_up=given_up)
     (tmp_path / "share-00001.json").write_text("[")
-    with pytest.raises(CheckpointError, match="not a note"):
+    with pytest.raises(CheckpointError, match="note is not valid"):
         collect_notes(stage, [1], timeout_s=100, given_up=given_up)
     leave_note(stage, 1, ShareReport(share=WrittenFile("y", None)))
     assert collect_notes(stage, [1, 2], timeout_s=100, given_up=given_up).keys() == {1, 2}

@@ -135,7 +135,7 @@ def test_hostile_and_damaged_folders_are_refused_and_nothing_runs(tmp_path: Path
         else:
             described.state_dict_metadata["model.0.weight"].size = torch.Size([2**40, 2**20])
         metadata.write_bytes(pickle.dumps(described))
-    with pytest.raises(CheckpointError, match=r"dcp|other|secret|not a name"):
+    with pytest.raises(CheckpointError, match=r"dcp|other|secret|the name is not valid"):
         import_dcp(folder, tmp_path / "run", step=1)
     assert not never.exists()
     assert latest_checkpoint(tmp_path / "run") is None
@@ -171,7 +171,7 @@ def test_the_commands_say_what_they_made(tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out == f"{run}/step-00000007 -> {out}\n"
     for words, told in (
         (["import", run, out, "--step", "1"], "no folder of torch.distributed.checkpoint"),
-        (["import", str(folder), run, "--step", "-1"], "not a step: expected an integer from 0, got -1"),
+        (["import", str(folder), run, "--step", "-1"], "the step is not valid: expected an integer from 0, got -1"),
         (["export", run, out], "exists already"),
     ):
         assert main(["checkpoint", *words]) == 2

@@ -213,7 +213,7 @@ def test_a_host_that_lacks_its_part_is_named(ranks: Any, tmp_path: Path) -> None
 
 def test_what_hosts_cannot_do_is_refused(tmp_path: Path) -> None:
     place = accel.checkpoint.HostFolder(tmp_path)
-    with assert_raises(ConfigError, problem="in the background into a folder of each host"):
+    with assert_raises(ConfigError, problem="a folder on each host takes no asynchronous save"):
         _ = accel.save_state(CPU, place, {"a": 1}, step=0, mode="async")
     with assert_raises(ConfigError, problem="a URL as a folder of each host"):
         _ = accel.save_state(CPU, accel.checkpoint.HostFolder("memory://bucket/run"), {"a": 1}, step=0)

@@ -66,7 +66,7 @@ def test_a_folder_without_checkpoints_is_an_error_and_none_to_who_asks_for_the_n
     (tmp_path / "killed" / "step-00000001").mkdir(parents=True)
     for out in ("missing", "empty", "killed"):
         assert newest(CPU, tmp_path / out) is None
-        with pytest.raises(CheckpointError, match="no checkpoint in this folder") as caught:
+        with pytest.raises(CheckpointError, match="the folder holds no checkpoint") as caught:
             load_state(CPU, tmp_path / out, {"x": 0})
         assert caught.value.where == str(tmp_path / out)
     (tmp_path / "file").write_text("")

@@ -178,7 +178,7 @@ def test_ranks_that_do_not_all_pass_parts_are_told(tmp_path: Path) -> None:
     results = simulate(body, 2)
     assert results[0] == results[1]
     assert "a part on some ranks and full on others" in results[0][0]
-    assert "not a Part of a module, an optimizer or a state" in results[0][1]
+    assert "a Part holds a module, an optimizer or a state" in results[0][1]
 
 
 def test_a_missing_part_of_a_rank_names_it(tmp_path: Path) -> None:

@@ -492,7 +492,7 @@ def test_urls_of_files_are_paths(tmp_path: Path) -> None:
     [
         ("nonsense://bucket/run", CheckpointError, "Protocol not known: nonsense"),
         ("objects://runs/none/step-00000001", CheckpointError, "has been deleted, or never was"),
-        ("objects://", ConfigError, "not a place in a store"),
+        ("objects://", ConfigError, "the URL does not name a place in a store"),
     ],
 )
 def test_what_cannot_be_reached_is_told(url: str, error: type[Exception], words: str) -> None:

@@ -183,17 +183,19 @@ def test_prune_stays_out_while_a_run_saves(tmp_path: Path, capsys: pytest.Captur
     [
         (["lss"], "unknown command: got 'lss' - at accel checkpoint. Did you mean `ls`?"),
         (["ls"], "the following arguments are required: RUN"),
-        (["ls", "nowhere"], "No such file or directory (ENOENT) - at nowhere"),
-        (["show", "."], "no checkpoint, and no folder of any: expected a folder with manifest.json"),
+        (["ls", "nowhere"], "there is no such folder: got 'nowhere' - at accel checkpoint"),
+        (["prune", "nowhere", "--keep", "1"], "Pass the folder that the script passes to save_state."),
+        (["diff", ".", "nowhere"], "there is no such folder: got 'nowhere'"),
+        (["show", "."], "the folder is neither a checkpoint nor a run: expected a folder with manifest.json"),
         (["show", ".", "--tensor"], "Did you mean `--tensors`?"),
         (["diff", "."], "required: SECOND"),
         (["verify", "file"], "Not a directory"),
         (["prune", "."], "required: --keep"),
-        (["prune", ".", "--keep", "0"], "no checkpoint would stay: expected 1 or above, got 0"),
+        (["prune", ".", "--keep", "0"], "no checkpoint would be kept: expected 1 or above, got 0"),
         (["prune", ".", "--keep", "1", "--best", "2"], "best= and by= need each other"),
         (["merge", "run", "out", "--item", "modle"], "expected model, got 'modle'"),
         (["merge", "run", "out", "--item", "cursor"], "got 'cursor', of kind record"),
-        (["merge", "run", "out", "--max-shard-size", "big"], "not a size"),
+        (["merge", "run", "out", "--max-shard-size", "big"], "the size is not valid"),
     ],
 )
 def test_a_wrong_word_is_one_line_and_status_2(

@@ -101,7 +101,7 @@ def test_a_function_makes_the_model(folder: Path, capsys: pytest.CaptureFixture[
     [
         ("--slots 2 --fill balanced", "no effect without one: got --slots, --fill"),
         ("--storage-dtype bfloat16", "no effect without one: got --storage-dtype"),
-        ("--device-map 0=1GB --storage-dtype fp8", "not a dtype of weights"),
+        ("--device-map 0=1GB --storage-dtype fp8", "the dtype of the weights is unknown"),
         ("--device-map 0=1GB --storage-skip h.0.*", "no effect without --storage-dtype"),
         ("--device-map 0=1GB --memory 5GB --nproc 2", "together with a device map: got --memory, --nproc"),
         ("--device-map 0=1GB,0=2GB", "a place with two limits"),

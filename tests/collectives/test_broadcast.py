@@ -45,7 +45,9 @@ def test_an_empty_tensor_of_any_strides_is_sent_beside_a_large_one(ranks):
 
 def test_a_source_without_a_rank_is_refused_on_every_rank(ranks):
     def rank(ctx):
-        with assert_raises(ConfigError, problem="no such rank", expected="0 to 2", got="3", where="broadcast, src="):
+        with assert_raises(
+            ConfigError, problem="there is no such rank", expected="0 to 2", got="3", where="broadcast, src="
+        ):
             accel.broadcast(ctx, torch.ones(1), src=3 if ctx.rank == 1 else 0)
         return True
 

@@ -92,5 +92,5 @@ def test_containers_are_part_of_the_context_and_of_its_copies():
     assert ctx != accel.single()
     assert hash(ctx) != hash(accel.single())
     assert accel.replace(ctx, containers=()) == accel.single()
-    with pytest.raises(ConfigError, match=r"not a kind of container.*UserDict"):
+    with pytest.raises(ConfigError, match=r"the value does not describe a container.*UserDict"):
         accel.replace(ctx, containers=[UserDict])

@@ -107,7 +107,7 @@ def test_a_tensor_without_the_dimension_is_refused_on_every_rank_by_path(ranks, 
 @pytest.mark.parametrize("dim", [True, 0.0, "0", None])
 def test_a_dimension_is_an_int(ranks, dim):
     def rank(ctx):
-        with pytest.raises(ConfigError, match="not a dimension"):
+        with pytest.raises(ConfigError, match="the dimension is not valid"):
             accel.pad_across_processes(ctx, torch.ones(2), dim=dim)
         return True
 
@@ -120,7 +120,7 @@ def test_other_dimensions_and_options_must_agree(ranks):
             accel.pad_across_processes(ctx, torch.ones(ctx.rank, 2 + ctx.rank))
         with pytest.raises(CollectiveMismatch, match=r"pad_first=False.*pad_first=True"):
             accel.pad_across_processes(ctx, torch.ones(1), pad_first=bool(ctx.rank))
-        with pytest.raises(ConfigError, match="not a number"):
+        with pytest.raises(ConfigError, match="the value is not a number"):
             accel.pad_across_processes(ctx, torch.ones(1), pad_index="0")
         return True
 

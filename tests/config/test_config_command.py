@@ -148,7 +148,7 @@ def test_without_a_terminal_numbers_and_names_answer(
         "1",
     )
     assert main(["config"]) == 0
-    assert "'gpu' is none of them." in capsys.readouterr().out
+    assert "'gpu' is not in the list." in capsys.readouterr().out
     said = LaunchConfig(device="cpu", nproc_per_node=2, precision="bf16", timeout_s=60, log_dir="logs", prefix=False)
     said = msgspec.structs.replace(said, accumulation=4, strategy="fsdp", mesh="dp=1,tp=2")
     said = msgspec.structs.replace(said, plan=Plan(offload=True), compile="repeated")
@@ -202,7 +202,7 @@ def test_default_writes_a_template_and_replaces_no_file(capsys: pytest.CaptureFi
     assert all(field.name in Path("accel.toml").read_text() for field in FIELDS)
     Path("accel.toml").write_text("quiet = true")
     assert main(["config", "default"]) == 2
-    assert "Replace it with --force." in capsys.readouterr().err
+    assert "Pass --force to replace it." in capsys.readouterr().err
     assert Path("accel.toml").read_text() == "quiet = true"
     assert main(["config", "default", "--force"]) == 0
     assert read_config("accel.toml").values == suggest(Machine(cores=1))
@@ -239,7 +239,7 @@ def test_import_writes_what_it_took_and_lists_the_rest(capsys: pytest.CaptureFix
     [
         (["shwo"], "Did you mean `show`?"),
         (["--ouput", "a.toml"], "Did you mean `--output`?"),
-        (["default", "--output", "a.yaml"], "not a format of accel"),
+        (["default", "--output", "a.yaml"], "accel does not read or write this format"),
         (["default", "--output", "no/where.toml"], "the file cannot be written"),
         (["--output", "no/where.toml"], "the input ended"),
         (["import"], "the following arguments are required: file"),

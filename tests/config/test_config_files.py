@@ -55,7 +55,7 @@ def test_a_template_explains_every_field() -> None:
         ("a.json", '{"quiet": true,}', "malformed JSON: got "),
         ("a.json", '{\n "quiet" true}', "at a.json, line 2, column 10"),
         ("a.json", "", "at a.json, line 1, column 1"),
-        ("a.json", "[true]", "not a JSON object"),
+        ("a.json", "[true]", "the file does not hold a JSON object"),
         ("a.json", '{"quiet": true, "quiet": true}', "a key is repeated: got 'quiet' - at a.json"),
         ("a.json", '{"timeout_s": NaN}', "a number above 0"),
         ("a.json", '{"timeout_s": null}', "got None - at a.json, key timeout_s"),
@@ -76,7 +76,7 @@ def test_files_that_cannot_be_read_are_told(tmp_path: Path, monkeypatch: pytest.
         "accle.toml": "there is no such file: got 'accle.toml'. Did you mean `accel.toml`?",
         "nowhere/a.toml": "there is no such file",
         ".": "the file cannot be read",
-        "accel.toml": "not a text file: expected UTF-8, got byte 13 - at accel.toml",
+        "accel.toml": "the file is not text: expected UTF-8, got byte 13 - at accel.toml",
         "a\0b": "the file cannot be read",
         "old.yaml": "accel config import old.yaml",
     }.items():

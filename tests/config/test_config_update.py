@@ -63,9 +63,9 @@ def test_all_that_cannot_be_mapped_is_told_at_once() -> None:
 @pytest.mark.parametrize("given", [len(CHANGES) + 1, -1, "1", True, None])
 def test_formats_that_do_not_exist_are_refused(given: object) -> None:
     Path("a.json").write_text(json.dumps({"format": given, "quiet": True}))
-    with pytest.raises(ConfigError, match=r"newer release|not a format"):
+    with pytest.raises(ConfigError, match=r"newer release|format of the file is not known"):
         read_config("a.json")
-    with pytest.raises(ConfigError, match=r"newer release|not a format"):
+    with pytest.raises(ConfigError, match=r"newer release|format of the file is not known"):
         decode(Path("a.json").read_text(), "a.json")
 
 

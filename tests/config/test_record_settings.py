@@ -85,7 +85,7 @@ def test_pairs_name_fields_of_records_inside_and_entries_of_lists_and_mappings()
         ("plan", "offload", r"expected pairs such as units=Block,offload=true or auto, got 'offload'"),
         ("plan", "offload=maybe", r"\$\.offload"),
         ("plan", "offload=true,offload=false", "a field is named twice"),
-        ("plan", "offload=true,units", r"not a pair.*got 'units'"),
+        ("plan", "offload=true,units", r"the text is not a pair.*got 'units'"),
         ("plan", "offload.more=true", "no such field"),
         ("plan", "{", "malformed JSON"),
         ("plan", '{"fp9": 1}', "unknown field"),

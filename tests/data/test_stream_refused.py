@@ -216,7 +216,7 @@ def test_places_that_leave_a_part_to_no_rank(ranks, mode):
 def test_what_is_no_cursor(ranks, wrong):
     def rank(ctx):
         loader = make_loader(ctx, Stream(9), "dispatch", 2)
-        with assert_raises(DataError, problem="not a cursor", got="3"):
+        with assert_raises(DataError, problem="the cursor is not valid", got="3"):
             next(accel.batches(ctx, loader, 3 if ctx.rank in wrong else Cursor()))
         accel.wait_for_everyone(ctx)
         return True
@@ -264,14 +264,14 @@ class Files(Stream):
 
 REFUSED = {
     "no mode": (DataLoader(Stream(9)), {}, DataError, 'no positions.*stream="shards".*"own".*"elements".*"dispatch"'),
-    "no mode, no DataLoader": (Files, {}, DataError, "not a loader"),
+    "no mode, no DataLoader": (Files, {}, DataError, "the loader is not a DataLoader"),
     "unknown mode": (DataLoader(Stream(9)), {"stream": "dispatched"}, ConfigError, "Did you mean `dispatch`"),
     "unknown tail": (DataLoader(Stream(9)), {"stream": "own", "tail": "fill"}, ConfigError, "ragged, pad, drop"),
     "positions": (DataLoader(range(9)), {"stream": "own"}, DataError, "has positions|with positions"),
     "no shard": (DataLoader(Broken(9)), {"stream": "shards"}, DataError, r"shard\(num_shards, index\).*got Broken"),
     "few shards": (DataLoader(Files(9)), {"stream": "shards"}, DataError, "at least 3, got num_shards=2"),
-    "once": ((i for i in range(3)), {"stream": "own"}, DataError, "not a loader.*got generator"),
-    "nothing": (7, {"stream": "own"}, DataError, "not a loader.*got int"),
+    "once": ((i for i in range(3)), {"stream": "own"}, DataError, "the loader is not a DataLoader.*got generator"),
+    "nothing": (7, {"stream": "own"}, DataError, "the loader is not a DataLoader.*got int"),
     "generator": (
         DataLoader(Stream(9), generator=torch.Generator()),
         {"stream": "own"},
@@ -282,7 +282,7 @@ REFUSED = {
         DataLoader(Stream(9), batch_size=2, drop_last=True),
         {"stream": "own", "tail": "pad"},
         ConfigError,
-        "two ways",
+        "two arguments",
     ),
     "padding batches": (
         DataLoader(Stream(9), batch_size=None),

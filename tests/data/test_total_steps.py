@@ -53,7 +53,9 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         accel.total_steps(loader, epochs=1.5)  # pyright: ignore[reportArgumentType]
     with assert_raises(accel.errors.ConfigError, expected=r"total_steps\(loader, ctx=ctx, \.\.\.\)"):
         accel.total_steps(plain)
-    with assert_raises(accel.errors.ConfigError, problem="not a context", got="int", where=r"total_steps\(ctx=\)"):
+    with assert_raises(
+        accel.errors.ConfigError, problem="the value is not a context", got="int", where=r"total_steps\(ctx=\)"
+    ):
         accel.total_steps(plain, ctx=5)  # pyright: ignore[reportArgumentType]
     with assert_raises(
         accel.errors.ConfigError, problem="cut already", got="ctx=, global_batch=", fix="Leave them out"

@@ -208,5 +208,5 @@ def test_parts_that_make_no_state_are_refused() -> None:
         {"scale": torch.ones(0)},
         {"signed": None, "qmap": 3},
     ):
-        with pytest.raises(accel.errors.CheckpointError, match="not the parts of OptimState8bit"):
+        with pytest.raises(accel.errors.CheckpointError, match="the parts of OptimState8bit are not valid"):
             put_together({"exp_avg": whole | change}, parameter, "optimizer.state.weight")

@@ -79,14 +79,14 @@ def elsewhere(skeleton: accel.bigmodel.Skeleton, home: str, runs: str) -> accel.
         (lambda: accel.engines.quantized.Bitsandbytes(bits=8, double=True), r"double= without effect with 8 bits"),
         (
             lambda: accel.engines.quantized.Bitsandbytes(bits=8, threshold=-1.0),
-            r"not a threshold: expected 0 or more, got -1.0",
+            r"the threshold is not valid: expected 0 or more, got -1.0",
         ),
         (lambda: accel.engines.quantized.Bitsandbytes(compute_dtype="int8"), r"no such dtype.*bf16"),  # type: ignore[arg-type]
         (lambda: accel.engines.quantized.Torchao(kind="int3"), r"no such kind of quantization.*int4"),  # type: ignore[arg-type]
         (lambda: accel.engines.quantized.Torchao(group_size=32), r"group_size= has no effect with 'int8'"),
         (
             lambda: accel.engines.quantized.Torchao(kind="int4", group_size=48),
-            r"not a group size: expected a power of 2, got 48",
+            r"the group size is not valid: expected a power of 2, got 48",
         ),
     ],
 )
@@ -361,7 +361,7 @@ def test_wrong_inputs_are_refused_and_change_nothing(tmp_path: Path) -> None:
         full,
         accel.engines.quantized.Torchao(skip=("blocks", "head")),
     )
-    refused(accel.errors.ConfigError, r"not a way to quantize.*Bitsandbytes", empty(), full, "int8")
+    refused(accel.errors.ConfigError, r"the way to quantize is unknown.*Bitsandbytes", empty(), full, "int8")
     odd = accel.engines.quantized.Torchao(kind="int4_grouped", group_size=128)
     refused(accel.errors.ConfigError, r"do not divide into groups of 128.*blocks\.0\.up", empty(), full, odd)
     thin = accel.init_empty_weights(lambda: nn.Sequential(nn.Linear(1, 4)))

@@ -90,12 +90,12 @@ def test_a_table_comes_back_from_its_file(tmp_path: Path) -> None:
     ("change", "told"),
     [
         ({"version": 2}, "another version: expected 1, got 2"),
-        ({"version": "one"}, "not a table of speeds"),
+        ({"version": "one"}, "the file is not a table of speeds"),
         ({"products": []}, "without products"),
         ({"bandwidth": -1}, "Efficiencies.bandwidth"),
         ({"products": [{"dtype": "bf16", "m": 0, "n": 1, "k": 1, "flops": 1}]}, r"products\[0\].m"),
         ({"products": [{"dtype": "bf16", "m": 1, "n": 1, "k": 1}]}, "missing required field"),
-        ({"attention": 3}, "not a table of speeds"),
+        ({"attention": 3}, "the file is not a table of speeds"),
     ],
 )
 def test_what_is_no_table_is_refused(tmp_path: Path, change: dict[str, Any], told: str) -> None:

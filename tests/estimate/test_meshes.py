@@ -152,7 +152,7 @@ def test_what_a_mixture_demands_is_named(axes: Axes, plan: Plan, expected: str |
 
 
 def test_no_ranks_have_no_mesh() -> None:
-    with pytest.raises(ConfigError, match="not a number of ranks"):
+    with pytest.raises(ConfigError, match="the number of ranks is not valid"):
         _ = list(list_meshes(0))
 
 

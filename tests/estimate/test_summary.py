@@ -180,7 +180,7 @@ def test_a_sharded_model_shows_what_this_rank_holds_and_a_replica_the_plain_mode
 @pytest.mark.parametrize(
     ("model", "inputs", "told"),
     [
-        (nn.Linear, None, "not a model: expected an nn.Module, got type"),
+        (nn.Linear, None, "the model is not a module: expected an nn.Module, got type"),
         (nn.Linear(3, 4), (2, 3), r"a shape is no input.*Input\(\(2, 3\), \"float32\"\)"),
         (nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 2)), torch.zeros(2, 3), r"at summary, module 1\. Pass a tensor"),
         (nn.Linear(3, 4), (torch.zeros(2, 3), 1), "TypeError.*positional arguments"),
@@ -196,7 +196,7 @@ def test_what_cannot_be_called_is_refused_with_the_module(
 
 
 def test_a_depth_below_the_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"not a depth.*summary\(depth=\)"):
+    with pytest.raises(ConfigError, match=r"the depth is not valid.*summary\(depth=\)"):
         summary(nn.Linear(1, 1), depth=-1)
 
 

@@ -311,7 +311,7 @@ def test_images_that_do_not_fit_are_refused(kind: str, changes: dict[str, int], 
         ({"vision_config": {"model_type": "siglip_vision_model"}}, "the blocks of this encoder are not known"),
         ({"vision_feature_select_strategy": "full"}, "the features of images are not known"),
         ({"text_config": {"model_type": "gemma"}}, "the blocks of this decoder are not known"),
-        ({"architectures": ["LlavaModel"]}, "not a model of texts and images"),
+        ({"architectures": ["LlavaModel"]}, "the model does not take texts and images"),
     ],
 )
 def test_what_is_no_known_encoder_is_refused(changes: dict[str, Any], told: str) -> None:

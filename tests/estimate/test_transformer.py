@@ -149,7 +149,7 @@ def test_parameters_are_those_published(kind: str) -> None:
     ("changes", "told"),
     [
         ({"model_type": "bert"}, "the blocks of this kind of model are not known"),
-        ({"model_type": None}, "not a model's configuration"),
+        ({"model_type": None}, "the file is not a configuration of a model"),
         ({"hidden_size": None}, "hidden_size"),
         ({"vocab_size": -1}, "vocab_size"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers"),
@@ -158,10 +158,10 @@ def test_parameters_are_those_published(kind: str) -> None:
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"moe_layer_freq": 2}, "moe_layer_freq"),
-        ({"model_type": "deepseek_v3", "first_k_dense_replace": -1}, "not a size of a model"),
-        ({"model_type": "deepseek_v3", **LATENTS, "first_k_dense_replace": -1}, "not a number of blocks"),
+        ({"model_type": "deepseek_v3", "first_k_dense_replace": -1}, "the size of the model is not valid"),
+        ({"model_type": "deepseek_v3", **LATENTS, "first_k_dense_replace": -1}, "the number of blocks is not valid"),
         ({"model_type": "deepseek_v3", **LATENTS, "q_lora_rank": 0}, "q_lora_rank"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "not a causal language model"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "the model is not a causal language model"),
     ],
 )
 def test_fields_that_say_no_sizes_are_refused(changes: dict[str, Any], told: str) -> None:

@@ -197,7 +197,7 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "parallel/axes/context/_checks.py",
-        "not a mask of the own queries and all keys",
+        "the mask does not fit this rank's queries and all keys",
         QUERIES + "mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()\n",
         "attend(q, k, v, attn_mask=mask[..., :4], causal=False)",
         "accel.parallel.split_sequence(ctx, {'mask': mask}, dim=2)",
@@ -207,7 +207,7 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "parallel/axes/context/_checks.py",
-        "not a mask",
+        "the mask is not valid",
         QUERIES + "mask = torch.ones(4, 8, dtype=torch.long)\n",
         "attend(q, k, v, attn_mask=mask, causal=False)",
         "mask.bool()",
@@ -378,7 +378,7 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "parallel/axes/experts/_routing.py",
-        "not the bias of these experts",
+        "the bias does not fit the experts",
         "router = types.SimpleNamespace(e_score_correction_bias=torch.zeros(4, dtype=torch.bfloat16))\n"
         "balance = lambda: accel.parallel.balanced_bias(router.e_score_correction_bias, torch.arange(4), 0.1)\n",
         "balance()",

@@ -133,7 +133,7 @@ def test_the_terminal_shows_the_users_frames_and_log_and_record_all(workspace: W
     done = workspace.accel("launch", "--log-dir", "logs", script)
     *report, last = done.stderr.splitlines()
     assert last.startswith("accel: rank 0 failed after ")
-    assert "exit status 1: accel.errors.StepError: no batch was begun" in last
+    assert "exit status 1: accel.errors.StepError: no batch has begun" in last
     assert f" - at {script}:5; output" in last
     own = '/accel/training/_backward.py"'  # of the package that the launch imports: the tree's, or an installed one
     log = (workspace.folder / "logs" / "rank-0.log").read_text()

@@ -174,7 +174,9 @@ def test_ranks_that_start_again_leave_nothing_of_the_last_time(tmp_path: Path) -
 
 
 def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:
-    with assert_raises(accel.errors.ConfigError, problem="nothing to launch", expected="a function", got="'train.py'"):
+    with assert_raises(
+        accel.errors.ConfigError, problem="there is no function to launch", expected="a function", got="'train.py'"
+    ):
         _ = accel.launch("train.py", nproc=2)  # type: ignore[arg-type]
     with pytest.raises(accel.errors.ConfigError, match=r"Write \(3,\) for one argument"):
         _ = accel.launch(print, 3, nproc=2)  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ def test_what_is_included_and_what_is_excluded_are_all_there_is(named: dict[str,
     assert slots(chosen) == {(name, slot) for name, slot in everything if slot in wanted.get(name, ())}
     assert [host.whole for host in chosen] == [host.slots == (0, 1, 2, 3) for host in chosen]
     if slots(chosen) == everything:
-        with pytest.raises(LaunchError, match="no host is left"):
+        with pytest.raises(LaunchError, match="the filter leaves no host"):
             choose_hosts(HOSTS, exclude=spelled(named))
     else:
         assert slots(choose_hosts(HOSTS, exclude=spelled(named))) == everything - slots(chosen)
@@ -60,9 +60,9 @@ def test_what_is_included_and_what_is_excluded_are_all_there_is(named: dict[str,
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("node0 slots=0", "not a host: expected NAME slots=COUNT"),
+        ("node0 slots=0", "the line does not describe a host: expected NAME slots=COUNT"),
         ("node0 slots=2 x", "at hosts, line 1"),
-        ("node0\nnode0", "a host is repeated: got node0 - at hosts, line 2"),
+        ("node0\nnode0", "a host is listed twice: got node0 - at hosts, line 2"),
         ("# none", "the file names no host"),
     ],
 )
@@ -75,10 +75,10 @@ def test_a_file_that_names_no_hosts_is_refused(text: str, told: str) -> None:
 @pytest.mark.parametrize(
     ("filters", "told"),
     [
-        ({"include": "node2"}, "no such host: got node2 - at --include. Did you mean"),
-        ({"exclude": "node0:4"}, "no such slot: expected 0 to 3, got node0:4 - at --exclude"),
-        ({"include": "node0:"}, "not a filter of hosts"),
-        ({"include": "node0", "exclude": "node1"}, "two filters at once"),
+        ({"include": "node2"}, "the file of hosts does not list this host: got node2 - at --include. Did you mean"),
+        ({"exclude": "node0:4"}, "the host has no such slot: expected 0 to 3, got node0:4 - at --exclude"),
+        ({"include": "node0:"}, "the filter is not valid"),
+        ({"include": "node0", "exclude": "node1"}, "two filters exclude each other"),
     ],
 )
 def test_a_filter_that_fits_nothing_is_refused(filters: dict[str, str], told: str) -> None:
@@ -109,9 +109,9 @@ def test_each_host_gets_its_place_and_its_slots() -> None:
 @pytest.mark.parametrize(
     ("config", "told", "problem"),
     [
-        (LaunchConfig(nnodes=2), "nnodes", "nnodes together with a file of hosts"),
+        (LaunchConfig(nnodes=2), "nnodes", "the file of hosts determines nnodes"),
         (LaunchConfig(nproc_per_node=3), "nproc_per_node", "expected 2, got 3"),
-        (LaunchConfig(gpu_ids=(0,)), "gpu_ids", "gpu_ids together with slots of a filter"),
+        (LaunchConfig(gpu_ids=(0,)), "gpu_ids", "gpu_ids and the filter both choose GPUs"),
     ],
 )
 def test_what_the_file_says_is_not_said_again(config: LaunchConfig, told: str, problem: str) -> None:
@@ -129,7 +129,7 @@ def test_only_variables_that_hold_no_secrets_leave_this_host() -> None:
     environ = {"NCCL_DEBUG": "INFO", "API_KEY": "s", "PYTHONPATH": "/lib", "MINE": "1"}
     assert exported(environ) == {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/lib"}
     assert "MINE" in exported(environ, ["MINE"])
-    with assert_raises(ConfigError, problem="no such variable here", got="OTHER", where="--export"):
+    with assert_raises(ConfigError, problem="the variable is not set on this host", got="OTHER", where="--export"):
         exported(environ, ["OTHER"])
 
 

@@ -87,7 +87,7 @@ def test_a_report_over_hosts_names_them() -> None:
 @pytest.mark.parametrize(
     ("endpoint", "told"),
     [
-        ("", r"no endpoint for the hosts to meet at: expected --rdzv-endpoint HOST:PORT, got nnodes=2 without it"),
+        ("", r"the hosts have no endpoint to meet at: expected --rdzv-endpoint HOST:PORT, got nnodes=2 without it"),
         ("127.0.0.1:70000", r"there is no such port: expected 1 to 65535, got 70000"),
         ("no-such-host.invalid:29400", r"does not resolve here: .* got 'no-such-host\.invalid'"),
         (f"{'x' * 70}.invalid:29400", r"does not resolve here"),

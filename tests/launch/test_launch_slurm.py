@@ -200,7 +200,7 @@ def test_a_job_that_can_run_is_written(submits: Submits, words: list[str], optio
         (["--nproc-per-node", "9"], "--gres=gpu:8", "more processes than GPUs: expected at most 8"),
         (["--gpu-ids", "7,9"], "--gres=gpu:8", "there is no such GPU"),
         ([], "--ntasks-per-node=8 --gpus-per-task=1", "Leave it out, and write `--nproc-per-node 8`"),
-        (["--nproc-per-node", "2"], "--comment='a", "not options of sbatch"),
+        (["--nproc-per-node", "2"], "--comment='a", "the options of sbatch cannot be read"),
     ],
 )
 def test_a_job_that_cannot_run_is_refused_before_it_is_submitted(

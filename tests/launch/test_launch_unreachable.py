@@ -28,13 +28,13 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 @pytest.mark.parametrize(
     ("endpoint", "flags", "said"),
     [
-        ("203.0.113.7:29400", (), ["error: no answer at the rendezvous endpoint: .* Network is unreachable"]),
+        ("203.0.113.7:29400", (), ["error: the rendezvous endpoint does not answer: .* Network is unreachable"]),
         (
             "10.83.0.99:29400",  # a neighbour that does not exist
             (),
             [
                 "waiting for the first host at 10.83.0.99:29400, up to 300 s",
-                "error: no answer at the rendezvous endpoint: .* No route to host",
+                "error: the rendezvous endpoint does not answer: .* No route to host",
             ],
         ),
         (
@@ -42,7 +42,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
             ("--rdzv-timeout-s", 2),
             [
                 r"waiting for the first host at h0:29400, up to 2 s \(--rdzv-timeout-s\): .*refused",
-                "error: no answer at the rendezvous endpoint: expected the first host's launcher .*refused",
+                "error: the rendezvous endpoint does not answer: expected the first host's launcher .*refused",
             ],
         ),
     ],

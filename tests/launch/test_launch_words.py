@@ -54,14 +54,17 @@ def test_all_after_the_script_belongs_to_the_script(args: list[str], flags: list
             ["launch", "--nproc-per-node", "2", "--nproc-per-node", "4", "script.py"],
             "given twice: got 2 and 4",
         ),
-        (["launch", "--cpu", "--device", "cuda", "script.py"], "a flag is given twice: got cpu and cuda - at --device"),
+        (
+            ["launch", "--cpu", "--device", "cuda", "script.py"],
+            "the flag is given twice: got cpu and cuda - at --device",
+        ),
         (["launch", "--cpu", "--gpu-ids", "0", "script.py"], "GPUs have no effect on cpu"),
         (["launch", "--cpu", "--backend", "nccl", "script.py"], "nccl carries messages between GPUs only"),
         (["launch", "--gpu-ids", "0,1", "--nproc-per-node", "3", "script.py"], "Start at most 2"),
         (["launch", "--gpu-ids", "0,x", "script.py"], "a list of integers such as 0,1 or all, got '0,x'"),
         (["launch", "--gpu-ids", "99", "script.py"], "there is no such GPU"),
         (["launch", "--device", "cuda", "script.py"], "no GPU is visible"),
-        (["launch", "--nnodes", "2", "script.py"], "no endpoint for the hosts to meet at"),
+        (["launch", "--nnodes", "2", "script.py"], "the hosts have no endpoint to meet at"),
         (["launch", "--nnodes", "4:1", "script.py"], "more hosts at least than at most"),
         (["launch", "--node-rank", "1", "script.py"], "there is no such host: got node_rank=1, nnodes=1"),
         (
@@ -79,7 +82,7 @@ def test_all_after_the_script_belongs_to_the_script(args: list[str], flags: list
         (["launch", "-m", "json"], "the module is a package that cannot be run"),
         (["launch", "--no-python", "./script.py"], "Allow it with `chmod +x ./script.py`"),
         (["launch", "--no-python", "no-such-program"], "there is no such program"),
-        (["launch", "--log-dir", "script.py/logs", "script.py"], "there is no folder for log files"),
+        (["launch", "--log-dir", "script.py/logs", "script.py"], "the folder for log files cannot be used"),
         (
             ["launch", "--config", "bad.toml", "script.py"],
             "invalid value - at bad.toml, line 2, column 10",

@@ -96,10 +96,10 @@ def test_a_folder_goes_on_after_files_that_cannot_be_read(script: Path, capsys: 
     _ = Path("launch.yaml").write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\n")
     assert main(["migrate", "."]) == 2
     out, err = capsys.readouterr()
-    assert "not Python" in err
+    assert "the file is not valid Python" in err
     assert "a.py:" in err
-    assert "not a text file" in err
-    assert "not a notebook" in err
+    assert "the file is not text" in err
+    assert "the file is not a notebook" in err
     assert "2 files read, 2 to rewrite" in out
     assert "accel config import launch.yaml" in out
 
@@ -216,9 +216,9 @@ def test_a_file_that_breaks_the_rewriting_is_named_and_the_others_are_written(
     ("data", "said"),
     [
         ("# é\nfrom accelerate import Accelerator\n".encode("latin-1"), "byte 0xe9 in line 1, which is not utf-8"),
-        ("from accelerate import Accelerator\n".encode("utf-16"), "not a text file"),
+        ("from accelerate import Accelerator\n".encode("utf-16"), "the file is not text"),
         (b"# coding: no-such\nfrom accelerate import Accelerator\n", "unknown encoding"),
-        (b"\xef\xbb\xbf# coding: latin-1\nfrom accelerate import Accelerator\n", "not a text file"),
+        (b"\xef\xbb\xbf# coding: latin-1\nfrom accelerate import Accelerator\n", "the file is not text"),
     ],
 )
 def test_an_encoding_that_is_not_said_is_named(

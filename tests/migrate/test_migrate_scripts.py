@@ -504,7 +504,7 @@ def test_an_import_within_a_function_goes_and_one_of_all_names_is_noted() -> Non
 
 @pytest.mark.parametrize("value", ["[" * 3000 + "]" * 3000, "-" * 5000 + "1", "a" + "(1)" * 3000])
 def test_what_python_itself_cannot_read_is_an_error_of_its_file(value: str) -> None:
-    with assert_raises(ConfigError, problem="not Python", got="too many"):
+    with assert_raises(ConfigError, problem="the file is not valid Python", got="too many"):
         _ = migrated(f"from accelerate import Accelerator\nx = {value}\n")
 
 

@@ -85,16 +85,16 @@ def test_a_slow_rank_is_named_and_even_or_short_delays_are_not() -> None:
         ({"webhok": URL}, "Did you mean `webhook`"),
         ({"webhook": "http://hooks.example/T0/secret-part"}, "expected https"),
         ({"webhook": 3, "command": [URL]}, "Expected `str`"),
-        *(({"webhook": url}, "not a URL for alerts") for url in WRONG),
+        *(({"webhook": url}, "the URL for alerts is not valid") for url in WRONG),
         ({"rules": [{"metric": "loss", "abov": 1}]}, r"'rules\[0\].abov'.* Did you mean `above`"),
         ({"rules": [{"metric": "loss", "above": 1, "level": "warn"}]}, "Did you mean `warning`"),
         ({"rules": [{"metric": "loss", "above": 1, "below": 0}]}, "one condition"),
         ({"rules": [{"metric": "loss"}]}, "one condition"),
         ({"rules": [{"above": 1}]}, "does not fit the metric"),
         ({"rules": [{"metric": "loss", "slow_rank": 2}]}, "does not fit the metric"),
-        ({"rules": [{"slow_rank": 0.5}]}, "not a factor"),
+        ({"rules": [{"slow_rank": 0.5}]}, "the factor is not valid"),
         ({"rules": [{"metric": "loss", "above": math.nan}]}, "'above': nan"),
-        ({"command": [""]}, "not a command"),
+        ({"command": [""]}, "the command is not valid"),
         ({"every_s": 0}, "every_s"),
     ],
 )
@@ -201,9 +201,9 @@ def test_wrong_calls_of_the_verb_say_what_to_write(tmp_path: Path) -> None:
     with accel.tracking(ctx, "p", to=[jsonl()], dir=tmp_path) as trackers:
         for text, call in (
             ("Did you mean `warning`", lambda: alert(ctx, trackers, "a", level="warn")),  # pyright: ignore
-            ("not a title", lambda: alert(ctx, trackers, "a\nb")),
-            ("not a time", lambda: alert(ctx, trackers, "a", every_s=-1)),
-            ("not trackers", lambda: alert(ctx, "a", "b")),  # pyright: ignore
+            ("the title is not valid", lambda: alert(ctx, trackers, "a\nb")),
+            ("the time is not valid", lambda: alert(ctx, trackers, "a", every_s=-1)),
+            ("the values are not trackers", lambda: alert(ctx, "a", "b")),  # pyright: ignore
         ):
             assert text in str(caught(call))
     assert read_alerts(tmp_path) == []

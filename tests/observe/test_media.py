@@ -148,10 +148,10 @@ def test_what_cannot_be_logged_is_an_error_on_every_rank(ranks: Simulator, tmp_p
             return [*texts, str(caught(lambda: log_text(ctx, trackers, "a", "b", step=1)))]
 
     for text, number, real, bins, taken in ranks.run(told, 2):
-        assert "not a text" in text
+        assert "the value is not a text" in text
         assert "torch.as_tensor" in number
         assert "Log its abs()" in real
-        assert "not a number of intervals" in bins
+        assert "the number of intervals is not valid" in bins
         assert "no tracker takes texts" in taken
 
 

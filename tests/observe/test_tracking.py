@@ -217,17 +217,17 @@ def test_a_tracker_says_which_ranks_write(where: Any, writing: list[int], ranks:
 
 
 SLIPS: list[tuple[str, Any]] = [
-    ("not trackers", lambda ctx, t: accel.log(ctx, {"loss": 1.0}, t, step=9)),
-    ("not an image", lambda ctx, t: accel.trackers.log_images(ctx, t, {"x": [[0.0]]}, step=9)),
+    ("the values are not trackers", lambda ctx, t: accel.log(ctx, {"loss": 1.0}, t, step=9)),
+    ("the value is not an image", lambda ctx, t: accel.trackers.log_images(ctx, t, {"x": [[0.0]]}, step=9)),
     ("permute", lambda ctx, t: accel.trackers.log_images(ctx, t, {"x": torch.rand(8, 8, 3)}, step=9)),
-    ("is no number|not a number", lambda ctx, t: accel.log(ctx, t, {"text": "high"}, step=9)),
-    ("one real element|not a number", lambda ctx, t: accel.log(ctx, t, {"loss": torch.ones(2)}, step=9)),
+    ("is no number|the value is not a number", lambda ctx, t: accel.log(ctx, t, {"text": "high"}, step=9)),
+    ("one real element|the value is not a number", lambda ctx, t: accel.log(ctx, t, {"loss": torch.ones(2)}, step=9)),
     ("each line has itself", lambda ctx, t: accel.log(ctx, t, {"step": 3}, step=9)),
     ("each line has itself", lambda ctx, t: accel.log(ctx, t, {"time": 3}, step=9)),
     ("two values have one name", lambda ctx, t: accel.log(ctx, t, {"a/b": 1, "a": {"b": 2}}, step=9)),
-    ("not a name", lambda ctx, t: accel.log(ctx, t, {"a\nb": 1}, step=9)),
+    ("the name of a value is not valid", lambda ctx, t: accel.log(ctx, t, {"a\nb": 1}, step=9)),
     ("goes back: expected 5 or above, got 4", lambda ctx, t: accel.log(ctx, t, {"loss": 1}, step=4)),
-    ("not a step", lambda ctx, t: accel.log(ctx, t, {"loss": 1}, step=5.5)),
+    ("the step is not valid", lambda ctx, t: accel.log(ctx, t, {"loss": 1}, step=5.5)),
     ("Did you mean `jsonl`", lambda ctx, t: accel.get_tracker(t, "json")),
     ("no tracker takes artifacts", lambda ctx, t: accel.trackers.log_artifact(ctx, t, "file", step=9)),
     ("shape \\[5, 2, 2\\]", lambda ctx, t: accel.trackers.log_images(ctx, t, {"a": torch.ones(5, 2, 2)}, step=9)),
@@ -256,8 +256,8 @@ def missing(run: accel.trackers.Run) -> None:
 
 
 OPENINGS: list[tuple[type[Exception], str, dict[str, Any]]] = [
-    (accel.errors.ConfigError, "not a tracker", {"to": ["wandb"]}),
-    (accel.errors.ConfigError, "not a list of trackers", {"to": jsonl()}),
+    (accel.errors.ConfigError, "the value is not a tracker", {"to": ["wandb"]}),
+    (accel.errors.ConfigError, "the value is not a list of trackers", {"to": jsonl()}),
     (accel.errors.ConfigError, "two trackers have one name", {"to": [jsonl(), jsonl("b")]}),
     (accel.errors.ConfigError, "the run has no folder", {"to": [jsonl()]}),
     (
@@ -265,8 +265,8 @@ OPENINGS: list[tuple[type[Exception], str, dict[str, Any]]] = [
         "needs wandb",
         {"to": [msgspec.structs.replace(Recorded().tracker, check=missing)]},
     ),
-    (accel.errors.ConfigError, "not a configuration", {"to": [], "config": 3}),
-    (accel.errors.ConfigError, "not a name", {"to": [], "run": ""}),
+    (accel.errors.ConfigError, "the value is not a configuration", {"to": [], "config": 3}),
+    (accel.errors.ConfigError, "the name is not valid", {"to": [], "run": ""}),
     (accel.errors.ConfigError, "no room", {"to": [], "room_bytes": 0}),
     (accel.errors.ConfigError, "folder cannot be written", {"to": [], "dir": f"{__file__}/runs"}),
     (accel.errors.ConfigError, "files are local", {"to": [], "dir": "s3://bucket/runs"}),
@@ -288,14 +288,17 @@ OPTIONAL = ("flush", "log_media", "first_step", "check")
 @pytest.mark.parametrize(
     ("message", "changes"),
     [
-        ("not a name: expected printable text, got '' - at Tracker, name=", {"name": ""}),
-        ("not a name", {"name": "a\nb"}),
-        ("not a name", {"name": None}),
+        ("the name is not valid: expected printable text, got '' - at Tracker, name=", {"name": ""}),
+        ("the name is not valid", {"name": "a\nb"}),
+        ("the name is not valid", {"name": None}),
         ("expected start(run, config), got NoneType None - at tracker recorded, start=", {"start": None}),
         ("expected log(live, values, step), got str 'x' - at tracker recorded, log=", {"log": "x"}),
         ("expected finish(live, ending), got int 3", {"finish": 3}),
         *((f"expected {field}(", {field: "x"}) for field in OPTIONAL),
-        ("not a kind of media: expected Images, Table, Figure, TextRecord, Histogram, Artifact", {"media": (str,)}),
+        (
+            "the kind of media is unknown: expected Images, Table, Figure, TextRecord, Histogram, Artifact",
+            {"media": (str,)},
+        ),
         ("unknown ranks", {"ranks": "all"}),
     ],
 )
@@ -497,7 +500,7 @@ def test_the_console_prints_rates_for_people(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("specification", ["d", "s", "%%", 3])
 def test_the_console_refuses_a_format_that_no_float_has(specification: Any) -> None:
-    with pytest.raises(accel.errors.ConfigError, match="not a format of a float") as caught:
+    with pytest.raises(accel.errors.ConfigError, match="the format of a float is not valid") as caught:
         accel.trackers.console(formats={"loss": specification})
     made = eval(f"accel.trackers.console({caught.value.fix})", {"accel": accel})
     assert made.name == "console"

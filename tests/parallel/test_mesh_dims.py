@@ -70,7 +70,7 @@ def test_a_dimension_of_one_rank_is_no_dimension(ranks: Simulator, name: str) ->
 def test_what_is_no_plan_is_refused() -> None:
     with assert_raises(
         accel.errors.ConfigError,
-        problem="not a plan",
+        problem="the plan is not valid",
         expected=r"an accel\.parallel\.Plan, or None",
         got="dict",
         where="plan=",

@@ -123,13 +123,17 @@ def test_models_of_fewer_modules_than_stages_are_refused(model: nn.Module, stage
 
 @pytest.mark.parametrize("stages", [0, -1, 1.5, True])
 def test_numbers_of_stages_are_integers_from_one(stages: int) -> None:
-    with pytest.raises(ConfigError, match="not a number of stages"):
+    with pytest.raises(ConfigError, match="the number of stages is not valid"):
         accel.parallel.stage_plan(Gpt(), stages)
 
 
 @pytest.mark.parametrize(
     ("costs", "told"),
-    [({"inner.h.9": 1}, "than a module that stages divide"), ({"wte": -1}, "not a cost"), ({"wte": "1"}, "wte")],
+    [
+        ({"inner.h.9": 1}, "than a module that stages divide"),
+        ({"wte": -1}, "the cost is not valid"),
+        ({"wte": "1"}, "wte"),
+    ],
 )
 def test_costs_are_numbers_of_modules_that_stages_divide(costs: dict[str, float], told: str) -> None:
     with pytest.raises(ConfigError, match=told):

@@ -405,7 +405,7 @@ def test_the_head_gets_its_style_and_the_embedding_tied_to_it() -> None:
     [
         (lambda: nn.Sequential(nn.Linear(4, 4)), "colwise", "got none"),
         (lambda: nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), "colwise", "got 1, 2"),
-        (made, "rowwise", "not a style of a head"),
+        (made, "rowwise", "the style of the head is unknown"),
     ],
 )
 def test_a_head_that_is_not_known_is_refused(make: Any, head: Any, problem: str) -> None:

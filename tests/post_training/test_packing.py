@@ -236,7 +236,7 @@ def test_rows_that_are_too_long_are_counted_or_cut() -> None:
         (lambda: TokenRow([1, 2], [1.0]), "do not fit"),
         (lambda: TokenRow([], []), "do not fit"),
         (lambda: pack(iter(rows_of([3])), 8), "begin anew"),
-        (lambda: [*pack([[1, 2]], 8)], "not a row of tokens"),  # type: ignore[list-item]
+        (lambda: [*pack([[1, 2]], 8)], "the row does not hold tokens"),  # type: ignore[list-item]
     ],
 )
 def test_slips_are_errors(call: Any, problem: str) -> None:

@@ -510,7 +510,7 @@ def test_flags_that_do_not_go_together_or_with_this_machine_are_refused(tmp_path
             ([run, "--serve", "--token-file", str(token)], "16 or more"),
             ([run, "--serve", "--token-file", str(shared)], "chmod 600"),
             ([run, "--serve", "--token-file", str(tmp_path / "no" / "token")], "cannot be read"),
-            ([str(token), "--serve"], "not a folder"),
+            ([str(token), "--serve"], "the path is not a folder"),
         ):
             with pytest.raises(ConfigError, match=re.escape(text)):
                 _ = run_report(words, {})

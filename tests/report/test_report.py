@@ -481,7 +481,7 @@ def test_the_command_writes_the_page_and_refuses_what_is_no_run(
     assert "<script>  0.004    1.0" in page
     (tmp_path / "run" / "profile" / "rank-00000.json").write_text("{")
     assert main(["report", str(tmp_path / "run")]) == 0
-    assert "not a trace of torch.profiler" in (tmp_path / "run" / "report.html").read_text()
+    assert "the file is not a trace of torch.profiler" in (tmp_path / "run" / "report.html").read_text()
     _ = capsys.readouterr()
     (tmp_path / "empty").mkdir()
     for words, told in (

@@ -222,7 +222,7 @@ def test_the_command_prints_a_row_for_each_rank(tmp_path: Path, capsys: pytest.C
     (tmp_path / "profile").rename(tmp_path / "elsewhere")
     (tmp_path / "run.json").write_text("{}")
     assert main(["profile", str(tmp_path)]) == 2
-    assert "a run without a profile" in capsys.readouterr().err
+    assert "the run has no profile" in capsys.readouterr().err
 
 
 def test_names_of_operators_are_one_line_and_ranks_come_from_file_names(tmp_path: Path) -> None:
@@ -240,10 +240,10 @@ def test_names_of_operators_are_one_line_and_ranks_come_from_file_names(tmp_path
     ("files", "told"),
     [
         ({}, "no traces"),
-        ({"a.json": b"{"}, "not a trace of torch.profiler"),
-        ({"a.json": b"[]"}, "not a trace of torch.profiler"),
-        ({"a.json": b'{"a":' + b"[" * 5000 + b"]" * 5000 + b"}"}, "not a trace of torch.profiler"),
-        ({"a.json.gz": b"torn"}, "not a trace of torch.profiler"),
+        ({"a.json": b"{"}, "the file is not a trace of torch.profiler"),
+        ({"a.json": b"[]"}, "the file is not a trace of torch.profiler"),
+        ({"a.json": b'{"a":' + b"[" * 5000 + b"]" * 5000 + b"}"}, "the file is not a trace of torch.profiler"),
+        ({"a.json.gz": b"torn"}, "the file is not a trace of torch.profiler"),
         ({"a.json": cpu_trace(0, 0), "b.json": cpu_trace(0, 0)}, "several traces of rank 0"),
         ({"a.json": cpu_trace(0, 0), "b.json": content([], accel={"rank": 1, "world_size": 4})}, "of different runs"),
     ],

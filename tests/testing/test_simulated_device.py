@@ -383,5 +383,5 @@ def test_a_save_in_the_background_holds_the_values_of_its_step(tmp_path: Path) -
 def test_a_seed_and_an_order_are_one_too_many() -> None:
     with pytest.raises(ConfigError, match="an order given twice"):
         SimulatedDevice(3, order=STREAM_ORDERS[0])
-    with pytest.raises(ConfigError, match="not a device"):
+    with pytest.raises(ConfigError, match="the value is not a simulated device"):
         simulate(lambda ctx: None, 1, streams=7)  # pyright: ignore[reportArgumentType]

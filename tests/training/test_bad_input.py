@@ -208,7 +208,7 @@ MISTAKES: dict[str, tuple[Callable[[Run], object], type[Exception], str]] = {
     "negative weight": (
         lambda run: _backward(run, run.plain(torch.zeros(3)).sum(), weight=-1),
         ConfigError,
-        "not a weight",
+        "the weight is not valid",
     ),
     "weight of NaN": (
         lambda run: _backward(run, run.plain(torch.zeros(3)).sum(), weight=math.nan),
@@ -233,7 +233,7 @@ MISTAKES: dict[str, tuple[Callable[[Run], object], type[Exception], str]] = {
     "accumulate between windows": (
         lambda run: _enter(accel.accumulate(run.ctx, accel.train_state(run.ctx), run.model)),
         StepError,
-        "no batch was begun",
+        "no batch has begun",
     ),
     "another window before the step": (
         lambda run: begin_batch(run.ctx, _ended(run)),

@@ -319,12 +319,12 @@ def test_what_it_cannot_test_is_refused_before_a_step() -> None:
         found(low=1.0, high=0.1)
     with pytest.raises(ConfigError, match="too few steps"):
         found(steps=9)
-    with assert_raises(ConfigError, problem="not a state", expected="a TrainState"):
+    with assert_raises(ConfigError, problem="the state is not valid", expected="a TrainState"):
         found(accel.Cursor())
     with pytest.raises(StepError, match="state has no record of"):
         found(run.state.next(next(accel.batches(run.ctx, run.loader, run.state))))
     run.loader = accel.prepare_loader(run.ctx, DataLoader(TensorDataset(INPUTS, INPUTS, TARGETS), batch_size=2))
-    with assert_raises(DataError, problem="no pair", got="3 items", where="find_lr", fix="Pass unpack="):
+    with assert_raises(DataError, problem="not a pair", got="3 items", where="find_lr", fix="Pass unpack="):
         found()
 
 

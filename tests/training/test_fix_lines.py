@@ -356,7 +356,7 @@ PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "training/_resume.py",
-        "a value among the items",
+        "resume does not return a value among the items",
         PREPARED + "out, items = tempfile.mkdtemp(), {'model': model, 'best': 1.0}\n"
         "accel.save_state(ctx, out, items | {'state': state}, step=1)\n",
         "accel.resume(ctx, out, items, state)",
@@ -365,7 +365,7 @@ PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "training/parts.py",
-        "a weight, or a graph that is kept",
+        "weight= and retain_graph= need an accumulation",
         PREPARED + "loss, scaler, weight = model(x).sum(), accel.LossScale(), 4\n",
         "accel.training.parts.backward(ctx, loss, scaler, weight=weight)",
         "accum = accel.training.parts.backward(ctx, loss, scaler, accel.Accumulation().next(), weight=weight)",

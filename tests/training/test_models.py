@@ -182,8 +182,8 @@ def test_extra_state_is_left_out_and_named(tmp_path: Path, caplog: pytest.LogCap
     [
         (nn.Linear(2, 2, device="meta"), {}, "a tensor without values.*weight"),
         (nn.Linear(2, 2, dtype=torch.complex128), {}, "no complex128.*weight"),
-        (nn.Identity(), {}, "a model without tensors"),
-        (nn.Linear(2, 2), {"max_shard_size": "many"}, "not a size.*'5GB'.*'many'"),
+        (nn.Identity(), {}, "the model has no tensors"),
+        (nn.Linear(2, 2), {"max_shard_size": "many"}, "the size is not valid.*'5GB'.*'many'"),
     ],
 )
 def test_what_cannot_be_written_is_refused_on_all_ranks(
@@ -242,11 +242,11 @@ def test_save_writes_rank_0s_tensors_over_what_was_there(tmp_path: Path, ranks: 
 @pytest.mark.parametrize(
     ("tensors", "name", "told"),
     [
-        ([torch.ones(1)], "a.safetensors", "not tensors by name.*list"),
-        (None, "a.safetensors", "not tensors by name.*NoneType"),
-        ({"x": 1}, "a.safetensors", "not a tensor.*int.*save, x.*save_state"),
+        ([torch.ones(1)], "a.safetensors", "the value does not map names to tensors.*list"),
+        (None, "a.safetensors", "the value does not map names to tensors.*NoneType"),
+        ({"x": 1}, "a.safetensors", "the value is not a tensor.*int.*save, x.*save_state"),
         ({"x": torch.eye(2).to_sparse()}, "a.safetensors", "layout.*save, x"),
-        ({"x": torch.ones(1)}, "a b", "not a name of a file.*'a b'"),
+        ({"x": torch.ones(1)}, "a b", "the name of the file is not valid.*'a b'"),
     ],
 )
 def test_save_refuses_what_is_no_tensors(tensors: Any, name: str, told: str, tmp_path: Path, ranks: Any) -> None:

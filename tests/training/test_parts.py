@@ -132,10 +132,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a weight that nothing remembers": (
         lambda: _parts("backward", SCALE, weight=3),
         ConfigError,
-        "a weight, or a graph that is kept, needs an accumulation",
+        "weight= and retain_graph= need an accumulation",
     ),
     "backward before next": (lambda: _parts("backward", SCALE, WINDOW()), StepError, r"accum = accum\.next"),
-    "accumulate before next": (lambda: _parts("accumulate", WINDOW()), StepError, "no micro-batch was begun"),
+    "accumulate before next": (lambda: _parts("accumulate", WINDOW()), StepError, "no micro-batch has begun"),
     "next after a window": (lambda: WINDOW().next().next(), StepError, r"step\.accum"),
     "step within a window": (
         lambda: _parts("optimizer_step", SCALE, WINDOW(2).next()),

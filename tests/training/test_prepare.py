@@ -140,7 +140,7 @@ def _without_statistics():
 
 
 REFUSED = {
-    "nothing": (lambda objects: (), PrepareError, "nothing to prepare"),
+    "nothing": (lambda objects: (), PrepareError, "there is nothing to prepare"),
     "tensor": (lambda objects: (*objects, torch.zeros(1)), PrepareError, "got Tensor - at prepare, argument 5"),
     "function": (lambda objects: (print, *objects), PrepareError, "argument 1"),
     "class": (lambda objects: (objects[0], nn.Linear), PrepareError, "got type - at prepare, argument 2"),

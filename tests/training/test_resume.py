@@ -110,10 +110,10 @@ def test_a_checkpoint_without_one_state_names_what_it_holds(tmp_path: Path) -> N
 def test_values_that_would_be_loaded_and_not_returned_are_refused(tmp_path: Path) -> None:
     ctx = accel.single()
     with assert_raises(
-        accel.errors.ConfigError, problem="resume would load and not return", got="log: dict", fix="accel.load_state"
+        accel.errors.ConfigError, problem="resume does not return a value", got="log: dict", fix="accel.load_state"
     ):
         accel.resume(ctx, tmp_path, {"log": {}}, accel.train_state(ctx))
-    with pytest.raises(accel.errors.ConfigError, match="not a state to start with"):
+    with pytest.raises(accel.errors.ConfigError, match="the state to start with is not valid"):
         accel.resume(ctx, tmp_path, {"model": nn.Linear(1, 1)}, accel.Cursor())  # pyright: ignore[reportArgumentType]
 
 

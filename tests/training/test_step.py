@@ -426,7 +426,7 @@ class TestCallsOutOfOrder:
 
     def test_accumulate_before_next(self) -> None:
         with (
-            pytest.raises(StepError, match="no batch was begun"),
+            pytest.raises(StepError, match="no batch has begun"),
             accel.accumulate(self.ctx, accel.train_state(self.ctx)),
         ):
             pass
@@ -479,12 +479,14 @@ class TestCallsOutOfOrder:
     @pytest.mark.parametrize("weight", [-1, math.nan, math.inf])
     def test_a_weight_that_is_none(self, weight: float) -> None:
         model, _ = one_weight(self.ctx)
-        with pytest.raises(ConfigError, match="not a weight"):
+        with pytest.raises(ConfigError, match="the weight is not valid"):
             _ = accel.backward(self.ctx, flat_loss(model), begin_batch(self.ctx), weight=weight)
 
     @pytest.mark.parametrize("steps", [0, -3, 2.5, True, "4"])
     def test_an_accumulation_that_is_no_number_of_micro_batches(self, steps: int) -> None:
-        with assert_raises(ConfigError, problem="not a number of micro-batches", expected="an integer from 1"):
+        with assert_raises(
+            ConfigError, problem="the number of micro-batches is not valid", expected="an integer from 1"
+        ):
             _ = accel.train_state(self.ctx, accumulation=steps)
 
     def test_a_scheduler_that_needs_a_metric(self) -> None:

@@ -161,12 +161,12 @@ def test_calls_out_of_order_name_the_line_to_write() -> None:
     ctx = accel.single()
     run = Run(ctx)
     batch = next(accel.batches(ctx, run.loader, run.start))
-    with assert_raises(accel.errors.StepError, problem="no batch was begun", expected=r"state = state.next\(batch\)"):
+    with assert_raises(accel.errors.StepError, problem="no batch has begun", expected=r"state = state.next\(batch\)"):
         accel.accumulate(ctx, run.start, run.model)
-    with pytest.raises(accel.errors.StepError, match="no batch was begun"):
+    with pytest.raises(accel.errors.StepError, match="no batch has begun"):
         accel.backward(ctx, run.loss(batch), run.start)
     with assert_raises(
-        accel.errors.StepError, problem="no batch was begun", fix=r"optimizer_step\(ctx, \[first, second\], state\)"
+        accel.errors.StepError, problem="no batch has begun", fix=r"optimizer_step\(ctx, \[first, second\], state\)"
     ):
         run.step(run.start)
     begun = run.start.next(batch)

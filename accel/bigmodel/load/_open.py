@@ -163,7 +163,9 @@ def pickled_in(path: Path) -> dict[str, Strided]:
             got = f"{type(tensor).__name__} under {name!r}"
             fix = "Save only its state dict: torch.save(torch.load(path, weights_only=True)[name], path)."
             fix = fix if isinstance(tensor, Mapping) else "Save only its tensors, by name."
-            raise CheckpointError("not weights by name", expected="a state dict", got=got, where=str(path), fix=fix)
+            raise CheckpointError(
+                "the value does not map names to weights", expected="a state dict", got=got, where=str(path), fix=fix
+            )
         found[name] = _in_storage(name, tensor, path)
     return found
 
@@ -266,7 +268,7 @@ def open_weights(
         CheckpointError: a file is missing or damaged, a recipe does not fit, or two tensors have the same name.
         ConfigError: nothing at the path is known as weights, `rename` is neither a function nor recipes, or no reader.
     """
-    check_count(readers, "not a number of readers", where="readers=")
+    check_count(readers, "the number of readers is not valid", where="readers=")
     files = find_files(path)
     where = str(files.folder.path)
     manifest = manifest_of(files.folder) if files.kind == "checkpoint" else None

@@ -371,7 +371,7 @@ def _patterns(given: object, where: str) -> tuple[str, ...]:
     names = tuple(each for each in listed if isinstance(each, str))
     if len(names) < len(listed):
         raise ConfigError(
-            "not names",
+            "the names are not valid",
             expected="a name or pattern, or several",
             got=", ".join(map(repr, listed)),
             where=where,

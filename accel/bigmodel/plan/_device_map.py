@@ -51,7 +51,7 @@ class DeviceMap(msgspec.Struct, frozen=True, kw_only=True):
     chosen: str = ""
 
     def __post_init__(self) -> None:
-        check_count(self.slots, "not a number of slots", where="DeviceMap")
+        check_count(self.slots, "the number of slots is not valid", where="DeviceMap")
         _check_names(self)
         _check_places(self)
         used = self.used_everywhere()
@@ -119,7 +119,7 @@ class DeviceMap(msgspec.Struct, frozen=True, kw_only=True):
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             if isinstance(error.__cause__, ConfigError):
                 raise error.__cause__ from None
-            raise ConfigError("not a device map", got=str(error), where="DeviceMap.decode") from error
+            raise ConfigError("the device map is not valid", got=str(error), where="DeviceMap.decode") from error
 
     def _streams(self, segment: Segment) -> bool:
         home, runs = self.home[segment.name], self.runs[segment.name]
@@ -156,7 +156,7 @@ def check_map(device_map: object, *, where: str) -> None:
     is_short = isinstance(device_map, str | int | Mapping)
     got = repr(cast(object, device_map)) if is_short else type(device_map).__name__
     raise ConfigError(
-        "not a device map", expected="an accel.bigmodel.DeviceMap", got=got, where=where, fix=f"Pass {make}."
+        "the device map is not valid", expected="an accel.bigmodel.DeviceMap", got=got, where=where, fix=f"Pass {make}."
     )
 
 
@@ -282,7 +282,7 @@ def place_name(key: int | str, *, where: str) -> str:
     if key in (HOST, *STORES) or (isinstance(key, str) and _DEVICE.fullmatch(key)):
         return str(key)
     raise ConfigError(
-        "not a place",
+        "the place is not valid",
         expected="a GPU's number, torch's name of a device such as 'xpu:0', 'cpu', 'mmap' or 'disk'",
         got=repr(key),
         where=where,

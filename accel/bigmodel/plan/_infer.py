@@ -317,13 +317,13 @@ def _check(skeleton: object, slots: object, placement: str, fill: str | None) ->
     check_kind(
         skeleton,
         Skeleton,
-        "not a skeleton",
+        "the value is not a skeleton",
         expected="an accel.bigmodel.Skeleton",
         where="infer_device_map",
         fix="Pass accel.bigmodel.describe(model).",
     )
     if slots is not None:
-        check_count(slots, "not a number of slots", where="slots=")
+        check_count(slots, "the number of slots is not valid", where="slots=")
     check_choice(placement, get_args(Placement), "unknown placement", where="placement=")
     check_choice("balanced" if fill is None else fill, get_args(Fill), "unknown way to fill devices", where="fill=")
 

@@ -58,7 +58,7 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True):
                 "unknown dtype", got=repr(self.dtype), where=where, fix=did_you_mean(self.dtype, MEMORY_BITS)
             )
         if any(type(size) is not int or size < 0 for size in self.shape):
-            raise ConfigError("not a shape", expected="sizes from 0", got=repr(self.shape), where=where)
+            raise ConfigError("the shape is not valid", expected="sizes from 0", got=repr(self.shape), where=where)
         if self.moves and not self.stored:
             raise ConfigError("a weight that moves must be stored", got="stored=False, moves=True", where=where)
         if self.storage_dtype is not None:
@@ -97,7 +97,7 @@ def _aligned(nbytes: int) -> int:
 def _check_storage(weight: Weight, where: str) -> None:
     if weight.storage_dtype not in _STORED:
         raise ConfigError(
-            "not a dtype to store a weight in",
+            "a weight cannot be stored in this dtype",
             expected=", ".join(sorted(_STORED)),
             got=repr(weight.storage_dtype),
             where=f"{where}, storage_dtype",
@@ -338,7 +338,7 @@ def format_name(dtype: torch.dtype | str, *, where: str) -> str:
     name = str(dtype).removeprefix("torch.")
     if name in _NAMES.values():
         return name
-    check_choice(name, list(_NAMES), "not a dtype of weights", where=where)
+    check_choice(name, list(_NAMES), "the dtype of the weights is unknown", where=where)
     return _NAMES[name]
 
 

@@ -170,7 +170,7 @@ def _dispatch_by(
             check_kind(
                 source,
                 WeightSource,
-                "not a source of weights",
+                "the value is not a source of weights",
                 expected="a path, a mapping of tensors, or what accel.bigmodel.open_weights returns",
                 where="dispatch_model, source=",
             )

@@ -130,7 +130,7 @@ def stream_loader(
         _check_torch(loader)
     elif not isinstance(loader, Iterable) or isinstance(loader, Generator):
         raise DataError(
-            "not a loader",
+            "the loader is not a DataLoader",
             expected="a DataLoader over an IterableDataset, or an object that can be iterated once an epoch",
             got=type(cast(object, loader)).__name__,
             where="prepare_loader",
@@ -138,7 +138,7 @@ def stream_loader(
     batch_size = loader.batch_size if is_torch else None
     chosen = _tail(tail, drops=is_torch and bool(loader.drop_last), whole=batch_size is None)
     if steps_per_message is not None:
-        check_count(steps_per_message, "not a number of steps", where="steps_per_message=")
+        check_count(steps_per_message, "the number of steps is not valid", where="steps_per_message=")
     rank, world_size = place
     each, total = _sizes(world_size, batch_size, global_batch, mode)
     workers = loader.num_workers if is_torch else 0
@@ -169,7 +169,9 @@ def stream_loader(
 def _tail(tail: Tail | None, *, drops: bool, whole: bool) -> Tail:
     """Return the treatment of an epoch's end: the stated one, or the loader's."""
     if tail is not None and drops and tail != "drop":
-        raise ConfigError("two ways to end an epoch", got=f"drop_last=True and tail={tail!r}", fix="Give one of them.")
+        raise ConfigError(
+            "two arguments end the epoch", got=f"drop_last=True and tail={tail!r}", fix="Give one of them."
+        )
     chosen: Tail = tail or ("drop" if drops else "ragged")
     check_choice(chosen, get_args(Tail), "unknown way to end an epoch", where="tail=")
     if whole and chosen == "pad":
@@ -188,7 +190,7 @@ def _sizes(
     """Return the samples in a rank's batch, and in a step."""
     if global_batch is None:
         return batch_size, None if batch_size is None else batch_size * world_size
-    check_count(global_batch, "not a number of samples to a step", where="global_batch=")
+    check_count(global_batch, "the number of samples in a step is not valid", where="global_batch=")
     if batch_size is None:
         raise ConfigError("the stream yields batches", got="global_batch= and no batch_size", fix="Leave it out.")
     if mode in ("shards", "own") and global_batch % world_size:

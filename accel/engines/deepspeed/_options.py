@@ -86,7 +86,7 @@ class DeepSpeed(msgspec.Struct, frozen=True, kw_only=True):
             plain = {name: getattr(self, name) for name in self.__struct_fields__}
             _ = msgspec.convert(plain, _Checked)
         except msgspec.ValidationError as error:
-            raise ConfigError("not usable", got=_lowered(str(error)), where="DeepSpeed") from None
+            raise ConfigError("the options are not valid", got=_lowered(str(error)), where="DeepSpeed") from None
 
     def values(self) -> dict[Key, Any]:
         """Return the record's values, by the key in DeepSpeed's JSON.
@@ -241,7 +241,7 @@ def _made(fields: dict[str, Any], where: str) -> DeepSpeed:
         return msgspec.convert(fields, DeepSpeed)
     except msgspec.ValidationError as error:
         reason = str(error)
-        raise ConfigError("not usable", got=reason[:1].lower() + reason[1:], where=where) from None
+        raise ConfigError("the options are not valid", got=reason[:1].lower() + reason[1:], where=where) from None
 
 
 _COLUMNS = 80

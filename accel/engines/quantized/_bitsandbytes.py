@@ -101,7 +101,7 @@ def stored_format(constants: Mapping[str, torch.Tensor], where: str) -> StoredFo
                 return msgspec.convert(json.loads(bytes(integers(tensor))), StoredFormat)
             except ValueError as error:
                 raise CheckpointError(
-                    "not a format of bitsandbytes", got=str(error), where=f"{where}, {name}"
+                    "bitsandbytes does not have this format", got=str(error), where=f"{where}, {name}"
                 ) from error
     return None
 

@@ -64,7 +64,9 @@ class Bitsandbytes(msgspec.Struct, frozen=True, kw_only=True):
             names = ", ".join(f"{name}=" for name, given in four.items() if given)
             raise ConfigError(f"{names} without effect with 8 bits", where=_at(self), fix="Leave out, or pass bits=4.")
         if not self.threshold >= 0:
-            raise ConfigError("not a threshold", expected="0 or more", got=repr(self.threshold), where=_at(self))
+            raise ConfigError(
+                "the threshold is not valid", expected="0 or more", got=repr(self.threshold), where=_at(self)
+            )
 
 
 class Torchao(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +101,9 @@ class Torchao(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"group_size= has no effect with {self.kind!r}", where=_at(self), fix=fix)
         if self.group_size < 1 or self.group_size & (self.group_size - 1):
             got = repr(self.group_size)
-            raise ConfigError("not a group size", expected="a power of 2", got=got, where=f"{_at(self)}.group_size")
+            raise ConfigError(
+                "the group size is not valid", expected="a power of 2", got=got, where=f"{_at(self)}.group_size"
+            )
 
 
 Quantization = Bitsandbytes | Torchao

@@ -121,7 +121,7 @@ def plan_layers(model: nn.Module, config: Quantization) -> QuantizationPlan:
     """
     if not isinstance(config, Bitsandbytes | Torchao):  # pyright: ignore[reportUnnecessaryIsInstance] - a caller's
         fix = "Pass accel.engines.quantized.Bitsandbytes(bits=4) or accel.engines.quantized.Torchao(kind='int8')."
-        raise ConfigError("not a way to quantize", got=repr(config), where="config=", fix=fix)
+        raise ConfigError("the way to quantize is unknown", got=repr(config), where="config=", fix=fix)
     check_installed(config)
     _check_model(model)
     where = type(config).__name__

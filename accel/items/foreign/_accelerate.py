@@ -168,7 +168,7 @@ def _optimizer(path: Path, name: str, passed: torch.optim.Optimizer, problems: P
     live = bare_optimizer(passed)
     groups = state.get("param_groups")
     if not is_list(groups) or not isinstance(state.get("state"), dict):
-        raise CheckpointError("not an optimizer's state", where=str(path))
+        raise CheckpointError("the file does not hold an optimizer's state", where=str(path))
     stored = [len(group["params"]) for group in groups]
     mine = [len(group["params"]) for group in live.param_groups]
     if stored != mine:
@@ -195,7 +195,7 @@ def _loss_scale(path: Path, live: LossScale) -> LossScale:
         renamed = {mine: state[theirs] for mine, theirs in fields.items()}
         return msgspec.convert(msgspec.structs.asdict(live) | renamed, LossScale)
     except (KeyError, msgspec.ValidationError) as error:
-        raise CheckpointError(f"not the state of a gradient scaler: {error}", where=str(path)) from error
+        raise CheckpointError(f"the state of the gradient scaler is not valid: {error}", where=str(path)) from error
 
 
 def read_saved(path: Path) -> dict[str, Any]:

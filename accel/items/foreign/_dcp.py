@@ -215,7 +215,9 @@ def import_dcp(
     items: dict[str, Item] = {}
     for name, value in state.items():
         if not name.isidentifier():
-            raise CheckpointError("not a name of an item", expected="an identifier", got=repr(name), where=str(folder))
+            raise CheckpointError(
+                "the name of an item is not valid", expected="an identifier", got=repr(name), where=str(folder)
+            )
         kind = _kind(value)
         encoded: Any = {}
         if kind == "module":

@@ -46,7 +46,7 @@ def describe_pickle(data: bytes, where: str) -> Any:
                 return machine.stack.pop()
             machine.step(code.name, argument)
     except (ValueError, TypeError, LookupError, AttributeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"not a pickle of plain values: {error}", where=where) from error
+        raise CheckpointError(f"the pickle does not hold plain values only: {error}", where=where) from error
     raise CheckpointError("a pickle that does not end", where=where)
 
 

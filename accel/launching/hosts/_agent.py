@@ -194,7 +194,7 @@ def _open_store(host: str, port: int, may_serve: bool) -> tuple[TCPStore, bool]:
     if not found:
         raise LaunchError(
             "the rendezvous port is in use" if may_serve else "the first host does not answer",
-            got="something that is no launcher",
+            got="a program that is not a launcher",
             where=f"--rdzv-endpoint {host}:{port}",
             fix="Choose another port, on all hosts.",
         )

@@ -63,9 +63,11 @@ def read_hosts(text: str, path: str) -> tuple[HostSlots, ...]:
         found = _LINE.fullmatch(stripped)
         where = f"{path}, line {number}"
         if found is None or found["slots"] == "0":
-            raise LaunchError("not a host", expected="NAME slots=COUNT", got=repr(stripped), where=where)
+            raise LaunchError(
+                "the line does not describe a host", expected="NAME slots=COUNT", got=repr(stripped), where=where
+            )
         if found["name"] in hosts:
-            raise LaunchError("a host is repeated", got=found["name"], where=where, fix="Add its slots up.")
+            raise LaunchError("a host is listed twice", got=found["name"], where=where, fix="Add its slots up.")
         slots = tuple(range(int(found["slots"]))) if found["slots"] else None
         hosts[found["name"]] = HostSlots(found["name"], slots)
     if not hosts:
@@ -76,7 +78,7 @@ def read_hosts(text: str, path: str) -> tuple[HostSlots, ...]:
 def choose_hosts(hosts: Sequence[HostSlots], include: str = "", exclude: str = "") -> tuple[HostSlots, ...]:
     """Return the hosts and slots that a filter leaves: "node0@node1:0,2" is all of node0, two slots of node1."""
     if include and exclude:
-        raise ConfigError("two filters at once", got="--include and --exclude", fix="Leave one of them out.")
+        raise ConfigError("two filters exclude each other", got="--include and --exclude", fix="Leave one of them out.")
     if not include and not exclude:
         return tuple(hosts)
     flag = "--include" if include else "--exclude"
@@ -84,14 +86,14 @@ def choose_hosts(hosts: Sequence[HostSlots], include: str = "", exclude: str = "
     left = [_kept(host, named, is_include=bool(include)) for host in hosts]
     chosen = tuple(host for host in left if host is not None)
     if not chosen:
-        raise LaunchError("no host is left", got=include or exclude, where=flag)
+        raise LaunchError("the filter leaves no host", got=include or exclude, where=flag)
     return chosen
 
 
 def exported(environ: Mapping[str, str], names: Sequence[str] = ()) -> dict[str, str]:
     """Return the variables for launchers on other hosts: those of communication, threads, Python's path, `names`."""
     if missing := [name for name in names if name not in environ]:
-        raise ConfigError("no such variable here", got=", ".join(missing), where="--export")
+        raise ConfigError("the variable is not set on this host", got=", ".join(missing), where="--export")
     # No others: command lines are visible to every user of a host, and variables may hold secrets.
     own = {name: value for name, value in environ.items() if name.startswith(_EXPORTED) or name in names}
     return dict(sorted(own.items()))
@@ -136,15 +138,17 @@ def _filter(text: str, flag: str, hosts: Mapping[str, HostSlots]) -> dict[str, t
     for part in text.split("@"):
         found = _FILTER.fullmatch(part.strip())
         if found is None:
-            raise ConfigError("not a filter of hosts", expected="NAME[:SLOT,SLOT][@NAME...]", got=text, where=flag)
+            raise ConfigError("the filter is not valid", expected="NAME[:SLOT,SLOT][@NAME...]", got=text, where=flag)
         name = found["name"]
         slots = tuple(sorted({int(slot) for slot in found["slots"].split(",")})) if found["slots"] else None
         if name not in hosts:
-            raise LaunchError("no such host", got=name, where=flag, fix=did_you_mean(name, hosts))
+            raise LaunchError(
+                "the file of hosts does not list this host", got=name, where=flag, fix=did_you_mean(name, hosts)
+            )
         there = hosts[name].slots
         if slots is not None and not set(slots) <= set(there or ()):
             raise LaunchError(
-                "no such slot",
+                "the host has no such slot",
                 expected=f"0 to {len(there) - 1}" if there else "slots=COUNT in the file of hosts",
                 got=part,
                 where=flag,
@@ -168,14 +172,12 @@ def _kept(host: HostSlots, named: Mapping[str, tuple[int, ...] | None], *, is_in
 def _check(hosts: Sequence[HostSlots], config: LaunchConfig, given: Collection[str]) -> None:
     for name in ("nnodes", "node_rank"):
         if name in given:
-            raise ConfigError(
-                f"{name} together with a file of hosts, which determines it", fix="Leave it out, or use --include."
-            )
+            raise ConfigError(f"the file of hosts determines {name}", fix="Leave it out, or use --include.")
     counts = {host.name: _count(host, config) for host in hosts}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name} has {count}" for name, count in counts.items())
         raise LaunchError(
-            "hosts with different numbers of slots",
+            "the hosts have different numbers of slots",
             expected="equally many, as every host starts as many processes",
             got=listed,
             fix="Choose as many of each with --include NAME:0,1@NAME:0,1.",
@@ -198,7 +200,7 @@ def _gpus(host: HostSlots, config: LaunchConfig, given: Collection[str]) -> Iter
     """Yield the flag of the GPUs: the chosen slots, or the setting's where all slots are used."""
     if host.slots is not None and not host.whole and not config.device.startswith(("cpu", "xla")):
         if "gpu_ids" in given:
-            raise ConfigError("gpu_ids together with slots of a filter", fix="Leave one of them out.")
+            raise ConfigError("gpu_ids and the filter both choose GPUs", fix="Leave one of them out.")
         yield f"--gpu-ids={to_text(host.slots)}"
     elif "gpu_ids" in given:
         yield f"--gpu-ids={to_text(config.gpu_ids)}"

@@ -64,7 +64,7 @@ def check_endpoint(config: LaunchConfig) -> str:
     """Return the host of the rendezvous endpoint, or refuse an endpoint that no host can use."""
     if not config.rdzv_endpoint:
         raise LaunchError(
-            "no endpoint for the hosts to meet at",
+            "the hosts have no endpoint to meet at",
             expected="--rdzv-endpoint HOST:PORT",
             got=f"nnodes={config.nnodes} without it",
             fix="Name the first host and a free port of it, such as node0:29400, on every host.",
@@ -127,7 +127,7 @@ def await_first_host(config: LaunchConfig, signals: Signals) -> int:
         )
     except OSError as error:
         raise LaunchError(
-            "no answer at the rendezvous endpoint",
+            "the rendezvous endpoint does not answer",
             expected=f"the first host's launcher at {config.rdzv_endpoint}",
             got=str(error),
             where="--rdzv-endpoint",

@@ -153,7 +153,7 @@ class HostRound(Peers):
             if self._silent:
                 names = ", ".join(self.hosts[at] for at in self._silent)
                 raise LaunchError(
-                    "a host is lost after the ranks of this one have ended well",
+                    "another host does not answer, after the ranks of this host have finished",
                     expected="the end of its ranks",
                     got=f"nothing from {names} for {SILENT_S:g} s",
                     fix="See what the launcher there printed; its ranks may not have ended.",

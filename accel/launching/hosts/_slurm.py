@@ -43,10 +43,12 @@ def read_request(text: str, hosts: tuple[int, int]) -> NodeRequest:
     try:
         options = _options(shlex.split(text))
     except ValueError as error:
-        raise ConfigError("not options of sbatch", got=f"{text}: {error}", where="--slurm-options") from None
+        raise ConfigError(
+            "the options of sbatch cannot be read", got=f"{text}: {error}", where="--slurm-options"
+        ) from None
     if (tasks := options.get("ntasks-per-node", "1")) != "1":
         raise LaunchError(
-            "a task of Slurm is a launcher, which starts all ranks of its node",
+            "one task of Slurm starts all ranks of its node",
             expected="--ntasks-per-node=1, or none",
             got=f"--ntasks-per-node={tasks}",
             where="--slurm-options",
@@ -213,5 +215,5 @@ def submit(script: str, environ: Mapping[str, str]) -> str:
         )
     if ended.status or ended.is_cut:
         said = " ".join(ended.err.decode(errors="replace").split()).replace("sbatch: error: ", "")
-        raise LaunchError("Slurm refuses the job", got=said, fix="--slurm-options has the request to Slurm.")
+        raise LaunchError("Slurm refuses the job", got=said, fix="Change the request in --slurm-options.")
     return ended.out.decode(errors="replace")

@@ -195,7 +195,7 @@ def parse_trace(name: str, content: bytes) -> Trace:
     try:
         file = msgspec.json.decode(content, type=_File)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError("not a trace of torch.profiler", got=str(error), where=name) from error
+        raise ConfigError("the file is not a trace of torch.profiler", got=str(error), where=name) from error
     events = [event for event in file.traceEvents if event.ph == "X" and event.dur > 0]
     on_gpu = any(event.cat == "kernel" for event in events)
     exchanges = [event for event in events if is_exchange(event.cat, event.name, on_gpu=on_gpu)]

@@ -50,17 +50,23 @@ def check_terms(q: Tensor, k: Tensor, terms: Terms, size: int) -> None:
     """Raise `ConfigError` for a window, mask, soft cap or sinks that fit no query or no key."""
     window, softcap, sinks = terms.window, terms.softcap, terms.sinks
     if window is not None and (type(window) is not int or window < 1):
-        raise ConfigError("not a window", expected="1 position or more", got=repr(window), where=f"{_WHERE}, window=")
+        raise ConfigError(
+            "the window is not valid", expected="1 position or more", got=repr(window), where=f"{_WHERE}, window="
+        )
     if softcap is not None and not softcap > 0:
-        raise ConfigError("not a soft cap", expected="above 0", got=repr(softcap), where=f"{_WHERE}, softcap=")
+        raise ConfigError(
+            "the soft cap is not valid", expected="above 0", got=repr(softcap), where=f"{_WHERE}, softcap="
+        )
     if sinks is not None and sinks.shape != (q.shape[1],):
         got = str(list(sinks.shape))
-        raise ConfigError("not the sinks of the heads", expected=f"[{q.shape[1]}]", got=got, where=f"{_WHERE}, sinks=")
+        raise ConfigError(
+            "the sinks do not fit the heads", expected=f"[{q.shape[1]}]", got=got, where=f"{_WHERE}, sinks="
+        )
     _check_documents(q, k, terms, size)
     ignored = terms.ignored
     if ignored is not None and (ignored.shape != (k.shape[0], k.shape[2]) or ignored.dtype != torch.bool):
         raise ConfigError(
-            "not a mask of these keys",
+            "the mask does not fit the keys",
             expected=f"torch.bool of shape {[k.shape[0], k.shape[2]]}, True for a key to ignore",
             got=_said(ignored),
             where=f"{_WHERE}, key_padding_mask=",
@@ -73,7 +79,7 @@ def _check_documents(q: Tensor, k: Tensor, terms: Terms, size: int) -> None:
     documents = terms.documents
     if documents is not None and (documents.shape != (q.shape[0], q.shape[2]) or documents.is_floating_point()):
         raise ConfigError(
-            "not the documents of these positions",
+            "the documents do not fit the positions",
             expected=f"integers of shape {[q.shape[0], q.shape[2]]}",
             got=_said(documents),
             where=f"{_WHERE}, documents=",
@@ -98,7 +104,7 @@ def _check_mask(q: Tensor, k: Tensor, mask: Tensor | None, size: int) -> None:
     pairs = zip(reversed(mask.shape), reversed(shape), strict=False)
     if not has_shape or not all(have in (1, want) for have, want in pairs):
         raise ConfigError(
-            "not a mask of the own queries and all keys",
+            "the mask does not fit this rank's queries and all keys",
             expected=f"a shape that expands to {list(shape)}",
             got=_said(mask),
             where=f"{_WHERE}, attn_mask=",
@@ -107,7 +113,7 @@ def _check_mask(q: Tensor, k: Tensor, mask: Tensor | None, size: int) -> None:
         )
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ConfigError(
-            "not a mask",
+            "the mask is not valid",
             expected="torch.bool, True where a query sees a key, or scores to add",
             got=_said(mask),
             where=f"{_WHERE}, attn_mask=",

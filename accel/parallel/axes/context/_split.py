@@ -267,7 +267,7 @@ def split_sequence(
         >>> part["labels"], part["position_ids"]
         (tensor([[   6,    7, -100]]), tensor([[0, 1, 2]]))
     """
-    check_count(multiple_of, "not a divisor", where="split_sequence, multiple_of=")
+    check_count(multiple_of, "the divisor is not valid", where="split_sequence, multiple_of=")
     length = _check(batch, dim, shift, pad)
     rank, size = ctx.axis("cp")
     multiple = size * math.lcm(2, multiple_of) if size > 1 else multiple_of
@@ -329,7 +329,12 @@ def sequence_positions(ctx: DistContext, length: int) -> Tensor:
 def _check(batch: Mapping[str, Tensor], dim: int, shift: Sequence[str], pad: Mapping[str, float] | None) -> int:
     """Return the length of the sequences; raise for names and shapes that do not fit."""
     if not isinstance(batch, Mapping) or not batch:  # pyright: ignore[reportUnnecessaryIsInstance] - users pass tensors
-        raise ConfigError("not a batch", expected="tensors by name", got=type(batch).__name__, where="split_sequence")
+        raise ConfigError(
+            "the batch does not map names to tensors",
+            expected="tensors by name",
+            got=type(batch).__name__,
+            where="split_sequence",
+        )
     lengths: dict[str, int] = {}
     for name, each in batch.items():
         if not isinstance(each, Tensor) or not -each.ndim <= dim < each.ndim:  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -210,7 +210,7 @@ def _listed(counts: Tensor) -> tuple[int, ...]:
 def _check(tokens: Tensor, indices: Tensor, experts: int, ranks: int) -> None:
     if indices.ndim != 2 or indices.shape[0] != tokens.shape[0] or indices.is_floating_point():
         raise ConfigError(
-            "not the experts of these tokens",
+            "the experts do not fit the tokens",
             expected=f"integers of shape [{tokens.shape[0]}, k]",
             got=f"{indices.dtype} of shape {list(indices.shape)}",
             where="dispatch_tokens",

@@ -85,7 +85,7 @@ def expert_counts(indices: Tensor, experts: int, *, mask: Tensor | None = None) 
     marks = 1 if mask is None else mask.numel()
     if indices.is_floating_point() or (mask is not None and (tokens % marks if marks else tokens)):
         raise ConfigError(
-            "not the experts of these tokens",
+            "the experts do not fit the tokens",
             expected=f"integers of shape [tokens, k]{'' if mask is None else f', and {tokens} tokens in the mask'}",
             got=f"{indices.dtype} of shape {list(indices.shape)}" + ("" if mask is None else f", and {marks} entries"),
             where="expert_counts",
@@ -120,7 +120,7 @@ def balanced_bias(bias: Tensor, counts: Tensor, speed: float) -> Tensor:
     """
     if bias.numel() != counts.numel() or bias.element_size() < 4 or not bias.is_floating_point():
         raise ConfigError(
-            "not the bias of these experts",
+            "the bias does not fit the experts",
             expected=f"{counts.numel()} entries in float32 or float64",
             got=f"{bias.numel()} in {bias.dtype}",
             where="balanced_bias",
@@ -164,7 +164,7 @@ def balance_loss(ctx: DistContext, probabilities: Tensor, indices: Tensor, *, ma
     tokens = probabilities.shape[0]
     if probabilities.ndim != 2 or indices.shape[:1] != (tokens,) or (mask is not None and mask.numel() != tokens):
         raise ConfigError(
-            "not the probabilities and experts of the same tokens",
+            "the probabilities and the experts do not fit each other",
             expected="shapes [tokens, experts] and [tokens, k], and [tokens] of a mask",
             got=", ".join(str(list(each.shape)) for each in (probabilities, indices, mask) if each is not None),
             where="balance_loss",

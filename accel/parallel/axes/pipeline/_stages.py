@@ -324,7 +324,7 @@ def stage_plan(
         >>> accel.parallel.stage_plan(model, 2)
         (('0',), ('2',))
     """
-    check_count(stages, "not a number of stages", where="stages=")
+    check_count(stages, "the number of stages is not valid", where="stages=")
     return planned(*_ghost(model, example), stages, (), balance, costs).own
 
 

@@ -48,7 +48,7 @@ class LocalSgd(msgspec.Struct, frozen=True):
     averages: int = 0
 
     def __post_init__(self) -> None:
-        check_count(self.every, "not a number of steps", where="LocalSgd")
+        check_count(self.every, "the number of steps is not valid", where="LocalSgd")
 
     def check_saveable(self) -> None:
         """Raise `ConfigError` between two averages, where ranks hold different models and a checkpoint only one."""

@@ -28,7 +28,7 @@ from accel.topology import HeadStyle, TensorStyle
 def with_head(model: nn.Module, styles: Mapping[str, TensorStyle], head: HeadStyle) -> dict[str, TensorStyle]:
     """Return styles with one for the head, and for an embedding tied to it the one that divides its rows;
     `PrepareError` for no head, or several."""
-    check_choice(head, get_args(HeadStyle), "not a style of a head", where="tensor_plan(head=)")
+    check_choice(head, get_args(HeadStyle), "the style of the head is unknown", where="tensor_plan(head=)")
     modules = dict(named_modules(model))
     # one of another stage is a linear layer without parameters
     heads = word_layers(model).heads.items()

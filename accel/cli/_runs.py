@@ -34,13 +34,12 @@ from accel.report import (
     exit_status,
     find_runs,
     name_runs,
-    read_data,
     report_page,
     state_of,
     status_line,
 )
 from accel.report.traces import describe_profile, read_traces
-from accel.run_folder import PROFILE, RUN, noted
+from accel.run_folder import PROFILE, RUN
 from accel.storage import as_place
 from accel.terminal import show_size, show_text
 
@@ -53,11 +52,7 @@ _MOST_UNPACKED = 640_000_000  # bytes of the same, unpacked
 def read_run_folder(name: str, folder: Path, *, may_be_empty: bool = False) -> RunData:
     """Read a run's folder with its checkpoints; raise `ConfigError` if it is missing, unreadable, or not a run's."""
     check_folder(folder, fix="Pass the folder that the script passes to save_state or tracking.")
-    problems: list[str] = []
-    checkpoints: Sequence[StoredCheckpoint] = ()
-    with noted(problems, "checkpoints"):
-        checkpoints = list_checkpoints(folder)
-    data = read_data(name, folder, checkpoints, _profile(folder), problems)
+    data = FollowedRun(name, folder, list_checkpoints, _profile).look()
     if data.is_empty and not may_be_empty:
         if data.problems:
             raise ConfigError("; ".join(data.problems), where=str(folder))

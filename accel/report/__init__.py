@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Views of runs from the files in their folders. Nothing here loads torch or talks to other ranks.
 
-Begin with `_run_data.py`, which reads a folder once. `_page.py` makes one HTML page of it: `_summary.py` its first
-screen, `_series.py` the curves for the script in `assets/`, `_media.py` images and other media, checked and made inert,
-`_tables.py` the markup, tables and sections on launches. `_compare.py` finds the differences between two runs,
-`_followed.py` reads a run again and again, which `_watch_app.py` shows and `_served.py` turns into a page that stays
-fresh, and `traces` reads profiles.
+Begin with `_followed.py`, which reads a folder, once or again and again, as the curves and records of `_run_data.py`.
+`_page.py` makes one HTML page of it: `_summary.py` its first screen, `_series.py` the curves for the script in
+`assets/`, `_media.py` images and other media, checked and made inert, `_tables.py` the markup, tables and sections on
+launches. `_compare.py` finds the differences between two runs, `_watch_app.py` shows a run in a terminal, `_served.py`
+keeps its page fresh, and `traces` reads profiles.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         StoredCheckpoint as StoredCheckpoint,
         find_runs as find_runs,
         name_runs as name_runs,
-        read_data as read_data,
         thin as thin,
     )
     from accel.report._run_state import RunState as RunState, state_of as state_of

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's folder, read again and again: its state as one line, and rows of ranks."""
+"""A run's folder, read once or again and again: its state as one line, and rows of ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from accel.terminal import show_clock, show_text
 
 
 class FollowedRun:
-    """A run that is followed.
+    """A run that is followed; one look reads it once.
 
     Args:
         name: name of the run.
@@ -59,7 +59,7 @@ class FollowedRun:
         self._listed = 0  # change of the folder at the last listing
         self._read_profile = read_profile
         self._profile = ""
-        self._profiled: Stamps = ()
+        self._profiled: Stamps | None = None
         self._machine = MachineSamples()
         self._media = MediaFolder()
         self._was_folder = False  # a folder that is one, and not a link, stays so

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contents of a run's folder, read once: curves of metrics, and the state of the run."""
+"""The contents of a run's folder: curves of metrics, samples of its hosts, media, and runs in a folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from accel.alerts import Alert, read_alerts
+from accel.alerts import Alert
 from accel.run_folder import (
     MEDIA,
     METRICS,
@@ -30,7 +30,6 @@ from accel.run_folder import (
     noted,
     parse_media,
     read_new,
-    read_records,
 )
 from accel.terminal import natural_key
 
@@ -215,40 +214,6 @@ class RunData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.curves.last_step is None and not (self.run or self.launches or self.checkpoints or self.profile)
 
 
-def read_data(
-    name: str,
-    folder: Path,
-    checkpoints: Sequence[StoredCheckpoint] = (),
-    profile: str = "",
-    problems: Iterable[str] = (),
-) -> RunData:
-    """Read a run's folder; files that cannot be read are its `problems`, behind those that are passed."""
-    curves = Curves()
-    if reason := why_closed(folder):
-        return RunData(name=name, folder=folder, curves=curves, problems=[reason])
-    found = [*problems]
-    with noted(found, METRICS):
-        for lines, restarted in _read_lines(folder / METRICS, folder):
-            if restarted:
-                curves = Curves()
-            curves.add(lines)
-    records = read_records(folder)
-    found += records.problems
-    return RunData(
-        name=name,
-        folder=folder,
-        curves=curves,
-        run=records.run,
-        launches=records.launches,
-        checkpoints=checkpoints,
-        profile=profile,
-        machine=MachineSamples().look(folder, curves.time.get(AT, MetricCurve()), found),
-        alerts=read_alerts(folder, problems=found),
-        media=MediaFolder().look(folder, found),
-        problems=found,
-    )
-
-
 def why_closed(folder: Path) -> str:
     """Return why nothing in a folder can be read; empty if it can, or if there is no folder."""
     problems: list[str] = []
@@ -256,14 +221,6 @@ def why_closed(folder: Path) -> str:
         _ = os.listdir(folder)
         _ = os.lstat(folder / RUN)  # who may list a folder need not be let into it
     return "".join(problems)
-
-
-def _read_lines(path: Path, folder: Path) -> Iterator[tuple[list[MetricsLine | None], bool]]:
-    """Yield lines of a file, and whether it was cut back between two reads, so that earlier ones no longer count."""
-    position = Position()
-    while (new := read_new(path, position, within=folder)).lines:
-        yield [decode_line(line) for line in new.lines], new.restarted
-        position = new.position
 
 
 class MachineSamples:

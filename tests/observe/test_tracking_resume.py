@@ -26,7 +26,7 @@ from processes import patience, same_path
 from profiles import share
 
 import accel
-from accel.report import read_data, report_page
+from accel.report import FollowedRun, report_page
 from accel.run_folder import read_run
 from accel.testing import Simulator
 from accel.trackers import _writer
@@ -265,7 +265,7 @@ def test_lines_that_are_gone_are_told_once_and_saving_goes_on(
     assert "missing steps" in told[0]
     assert not [each for each in caplog.records if "tracker run.json" in each.getMessage()]
     assert read_run(tmp_path).lost == lost
-    assert lost in report_page([read_data("a", tmp_path)])
+    assert lost in report_page([FollowedRun("a", tmp_path, lambda _: [], lambda _: "").look()])
 
 
 def test_a_disk_that_stays_full_holds_the_end_up_for_a_moment_only(full: threading.Event, tmp_path: Path) -> None:

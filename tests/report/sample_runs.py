@@ -7,10 +7,12 @@ import math
 import random
 import struct
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from accel.report import FollowedRun, RunData, StoredCheckpoint
 from accel.run_folder import (
     Attempt,
     AttemptLine,
@@ -36,6 +38,11 @@ TRACEBACK = """Traceback (most recent call last):
     loss = step(batch)
 {error}
 """
+
+
+def look_at(name: str, folder: Path, checkpoints: Sequence[StoredCheckpoint] = (), profile: str = "") -> RunData:
+    """The run in a folder, with these checkpoints and this profile."""
+    return FollowedRun(name, folder, lambda _: checkpoints, lambda _: profile).look()
 
 
 def write_metrics(folder: Path, steps: int, *, seed: int = 0, rate: float = 0.02, bad: int | None = None) -> None:

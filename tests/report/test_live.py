@@ -28,7 +28,7 @@ import accel.report
 from accel.cli import main
 from accel.cli._runs import _token, run_report
 from accel.errors import ConfigError
-from accel.report import FollowedRun, FoundRuns, LiveReport, ReportServer, _followed, _media, _served, read_data
+from accel.report import FollowedRun, FoundRuns, LiveReport, ReportServer, _followed, _media, _served
 from accel.report._served import change_of
 from accel.run_folder import encode_line
 
@@ -360,13 +360,13 @@ def test_a_followed_page_shows_what_the_written_one_shows(tmp_path: Path, clock:
         _ = file.write(encode_line(20, {"gpu0/use": 9.0}, {"at": 1.795e9 + 20}))
     clock.now_s = 10
     found = msgspec.json.decode(report.snapshot().data)
-    expected = _served.page_of([read_data("demo", folder)])
+    expected = _served.page_of([follow(folder).look()])
     assert found["main"] == str(expected.main)
     assert found["data"] == msgspec.json.decode(msgspec.json.encode(expected.data))
     (folder / "system-b.jsonl").write_bytes(b"")  # a resume cuts the samples back
     clock.now_s = 20
     found = msgspec.json.decode(report.snapshot().data)
-    assert found["data"] == msgspec.json.decode(msgspec.json.encode(_served.page_of([read_data("demo", folder)]).data))
+    assert found["data"] == msgspec.json.decode(msgspec.json.encode(_served.page_of([follow(folder).look()]).data))
 
 
 def test_media_are_read_once_and_given_to_readers_that_ask_for_their_keys(

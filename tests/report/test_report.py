@@ -21,12 +21,12 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 from profiles import share
-from sample_runs import START_S, write_everything, write_launch, write_metrics, write_run
+from sample_runs import START_S, look_at, write_everything, write_launch, write_metrics, write_run
 
 import accel
 from accel.alerts import Alert
 from accel.cli import main
-from accel.report import Curves, StoredCheckpoint, find_runs, name_runs, read_data, report_page, state_of, thin
+from accel.report import Curves, StoredCheckpoint, find_runs, name_runs, report_page, state_of, thin
 from accel.report._run_data import RunData
 from accel.report._series import better_of, charts_of, condense, encode_numbers, ranked_metrics
 from accel.report._tables import _launch_facts, element, settings as settings_of, table
@@ -142,7 +142,7 @@ def test_every_text_in_markup_is_a_text(text: str, name: str) -> None:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     folders = write_everything(tmp_path_factory.mktemp("runs"))
-    return report_page([read_data(name, each) for name, each in zip(name_runs(folders), folders, strict=True)])
+    return report_page([look_at(name, each) for name, each in zip(name_runs(folders), folders, strict=True)])
 
 
 def test_a_page_says_what_happened(page: str) -> None:
@@ -177,7 +177,7 @@ def test_names_and_errors_of_a_run_are_no_markup(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_text(f'{{"step":0,"{bad}":1,"time":{{"{bad}":1}}}}\n')
     write_run(folder, config={bad: {bad: bad}}, status="failed", error=bad)
     write_launch(folder, failed=f"{bad}: {bad}")
-    shown = report_page([read_data(folder.name, folder)])
+    shown = report_page([look_at(folder.name, folder)])
     found = Texts(shown)
     assert found.text.count(bad) >= 6
     assert found.tags.count("script") == shown.count("</script>") == len(found.scripts) + 1
@@ -237,7 +237,7 @@ def test_a_long_run_keeps_its_spikes_in_a_small_page(tmp_path: Path) -> None:
     lines = [encode_line(step, {"loss": 1.0 + step % 7}, {"at": START_S + step}) for step in range(20_000)]
     lines[12_345] = encode_line(12_345, {"loss": 99.0})
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
-    page = report_page([read_data("run", tmp_path)])
+    page = report_page([look_at("run", tmp_path)])
     curve = msgspec.json.decode(Texts(page).data)["metrics"][0]["curves"]["0"]
     assert max(numbers_of(curve["high"])) == 99.0
     assert len(numbers_of(curve["y"])) == 4000
@@ -294,7 +294,7 @@ def test_the_first_screen_says_in_words_what_a_reader_should_know(tmp_path: Path
             for step in (200, 300, 450, 500)
         ),
     ]
-    page = report_page([read_data("run", tmp_path, checkpoints, "slowest: rank 3, 43.00 ms a step\n")])
+    page = report_page([look_at("run", tmp_path, checkpoints, "slowest: rank 3, 43.00 ms a step\n")])
     found = Texts(page).text
     for text in (
         *("2 h 38 min", "step 1990", "eval/accuracy0.95best 0.95 at step 1900", "tokens/s41k", "step-0000040010.0 kB"),
@@ -322,7 +322,7 @@ def test_samples_of_all_hosts_are_one_curve_each_where_the_clock_has_them(tmp_pa
             values = {"cpu/percent": 20.0 + node, "gpu0/power_w": 100.0 * node, "gpu1/power_w": 300.0 + at}
             samples.append(encode_line(at // 100 * 10, values, {"at": START_S + at + node}))
         (tmp_path / f"system-{node}.jsonl").write_bytes(b"".join(samples))
-    page = Texts(report_page([read_data("run", tmp_path)]))
+    page = Texts(report_page([look_at("run", tmp_path)]))
     data = msgspec.json.decode(page.data)
     found = {metric["name"]: metric["curves"]["0"] for metric in data["metrics"]}
     power = found["system/gpu/power_w"]
@@ -342,7 +342,7 @@ def test_alerts_are_among_the_warnings(tmp_path: Path) -> None:
         Alert(time_s=START_S + at, level="warning", title=f"<b>{at}", text="12 left", count=at) for at in range(1, 8)
     )
     (tmp_path / "alerts" / "a.jsonl").write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in made))
-    found = Texts(report_page([read_data("run", tmp_path)]))
+    found = Texts(report_page([look_at("run", tmp_path)]))
     assert "warning, 2026-11-18 11:06:47 UTC, 7 times: <b>7: 12 left" in found.text
     assert "2 earlier alerts" in found.text
     assert "<b>2" not in found.text
@@ -357,7 +357,7 @@ def test_many_runs_are_a_row_each_and_say_what_they_share(tmp_path: Path) -> Non
             tmp_path / f"run-{at}", config=config, status="failed" if at == 4 else "finished", error="<i>" * (at == 4)
         )
     folders = sorted(tmp_path.iterdir())
-    page = report_page([read_data(name, each) for name, each in zip(name_runs(folders), folders, strict=True)])
+    page = report_page([look_at(name, each) for name, each in zip(name_runs(folders), folders, strict=True)])
     found = Texts(page)
     for text in (
         "9 runs",
@@ -390,7 +390,7 @@ def test_a_page_grows_with_runs_and_metrics_no_faster_than_they_do(axis: str) ->
 
 def test_a_run_without_metrics_has_no_script(tmp_path: Path) -> None:
     write_launch(tmp_path, failed="OSError: disk")
-    run = read_data("run", tmp_path)
+    run = look_at("run", tmp_path)
     found = Texts(report_page([run]))
     assert "No metrics have been logged." in found.text
     assert found.text.lstrip().startswith("run")
@@ -529,7 +529,7 @@ def test_a_counter_stays_one_where_a_resumed_run_counts_from_the_start(tmp_path:
         (tmp_path / name).mkdir()
         lines = [encode_line(step, {"samples": value, "loss": 1 / step}) for step, value in enumerate(values, 1)]
         (tmp_path / name / "metrics.jsonl").write_bytes(b"".join(lines))
-        kinds = {chart.title: chart.kind for chart in charts_of([read_data(name, tmp_path / name)])}
+        kinds = {chart.title: chart.kind for chart in charts_of([look_at(name, tmp_path / name)])}
         assert kinds == {"samples": "folded" if name == "resumed" else "curve", "loss": "curve"}
 
 
@@ -581,21 +581,21 @@ def test_files_that_cannot_be_read_are_named_and_the_others_are_shown(
         write_metrics(folder, 50)
         write_run(folder, config={"lr": 1e-3})
         write_launch(folder)
-    assert read_data("good", good).problems == []
+    assert look_at("good", good).problems == []
     (broken / "run.json").write_text('{"id": "x"')
     for name in ("system-0.jsonl", "alerts/a.jsonl", "launches/b.jsonl"):
         (broken / name).mkdir(parents=True)  # a read of it fails, for root too
     (broken / "launches" / "c.jsonl").write_text('{"kind": "event"}\n')
     (broken / "launches" / "d.jsonl").write_text('{"kind": "laun')  # begins to be written
-    data = read_data("broken", broken)
+    data = look_at("broken", broken)
     assert data.curves.last_step == 40
     assert len(data.launches) == 1
     expected = [
         "run.json cannot be read: DecodeError: Input data was truncated",
         "launches/b.jsonl cannot be read: Is a directory",
         "launches/c.jsonl is no log of a launch",
-        "system-0.jsonl cannot be read: Is a directory",
         "alerts/a.jsonl cannot be read: Is a directory",
+        "system-0.jsonl cannot be read: Is a directory",
     ]
     assert data.problems == expected
     assert main(["report", str(tmp_path / "runs")]) == 0
@@ -622,7 +622,7 @@ def test_what_counts_is_no_metric_that_matters_also_where_it_begins_anew_with_ea
     values = [{"samples": float(step % 8), "lap/epoch": float(step % 3), "norm": 1 / (1 + step)} for step in range(99)]
     lines = [encode_line(step, each) for step, each in enumerate(values)]
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
-    charts = charts_of([read_data("run", tmp_path)])
+    charts = charts_of([look_at("run", tmp_path)])
     assert [chart.title for chart in charts if chart.kind == "curve"] == ["samples", "lap/epoch", "norm"]
     assert [chart.title for chart in ranked_metrics(charts)] == ["norm"]
 
@@ -659,7 +659,7 @@ def test_the_reason_why_code_is_not_stored_is_on_the_page(tmp_path: Path) -> Non
     write_run(tmp_path, config={})
     record = json.loads((tmp_path / "run.json").read_text())
     (tmp_path / "run.json").write_text(json.dumps(record | {"code": "not stored: git is not there"}))
-    assert "not stored: git is not there" in Texts(report_page([read_data("run", tmp_path)])).text
+    assert "not stored: git is not there" in Texts(report_page([look_at("run", tmp_path)])).text
 
 
 @pytest.mark.slow
@@ -687,7 +687,7 @@ def test_groups_beyond_six_are_folded_and_small_curves_have_the_colour_of_their_
         values = {f"{group}{at}/loss_{part}": 0.5 + at for group in "xy" for at in range(4) for part in "pq"}
         lines = [encode_line(step, {key: value / step for key, value in values.items()}) for step in (1, 2)]
         (folder / "metrics.jsonl").write_bytes(b"".join(lines))
-    page = report_page([read_data(name, tmp_path / name) for name in ("a", "b")])
+    page = report_page([look_at(name, tmp_path / name) for name in ("a", "b")])
     groups = re.findall(r'<details [^>]*class="group"[^>]*>', page) or re.findall(r"<details[^>]*group[^>]*>", page)
     assert [("open" in each) for each in groups] == [True] * 6 + [False] * 2
     assert set(re.findall(r'class="spark"[^>]*data-run="(\d)"', page)) == {"0", "1"}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from sample_runs import (
     PNG_DEPTHS,
+    look_at,
     make_picture,
     png_of_form,
     write_everything,
@@ -22,7 +23,7 @@ from sample_runs import (
     write_run,
 )
 
-from accel.report import FollowedRun, FoundRuns, LiveReport, ReportServer, name_runs, read_data, report_page
+from accel.report import FollowedRun, FoundRuns, LiveReport, ReportServer, name_runs, report_page
 from accel.run_folder import encode_line
 
 pytestmark = pytest.mark.slow
@@ -103,7 +104,7 @@ class Opened:
 
 
 def save_page(folder: Path, folders: list[Path]) -> Path:
-    runs = [read_data(name, each) for name, each in zip(name_runs(folders), folders, strict=True)]
+    runs = [look_at(name, each) for name, each in zip(name_runs(folders), folders, strict=True)]
     path = folder / "report.html"
     path.write_text(report_page(runs))
     return path

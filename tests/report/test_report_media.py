@@ -14,10 +14,20 @@ from typing import Any
 import msgspec
 import pytest
 from hypothesis import given, strategies as st
-from sample_runs import PNG_DEPTHS, make_picture, make_png, png_chunk, png_head, png_of_form, png_rows, write_media
+from sample_runs import (
+    PNG_DEPTHS,
+    look_at,
+    make_picture,
+    make_png,
+    png_chunk,
+    png_head,
+    png_of_form,
+    png_rows,
+    write_media,
+)
 
 from accel.cli import main
-from accel.report import read_data, report_page
+from accel.report import report_page
 from accel.report._media import Picture, clean_png
 from accel.report._tables import NONE
 from accel.run_folder import encode_line
@@ -94,7 +104,7 @@ def page_of(folder: Path, room: int = 20_000_000) -> tuple[str, list[dict[str, A
     """The page of a run, and the series and contents in it."""
     if not (folder / "metrics.jsonl").exists():
         (folder / "metrics.jsonl").write_bytes(encode_line(0, {"loss": 1.0}))
-    page = report_page([read_data("run", folder)], room)
+    page = report_page([look_at("run", folder)], room)
     stored = dict(re.findall(r'<script id="(data|contents)" type="application/json">(.*?)</script>', page, re.DOTALL))
     return page, json.loads(stored["data"])["media"], json.loads(stored.get("contents", "{}"))
 
@@ -246,7 +256,7 @@ def test_media_of_many_runs_share_the_room(tmp_path: Path) -> None:
         for step in range(50):
             write_media(tmp_path / f"run-{run}", "text", "said", step, f"{run} at {step} " + "x" * 900)
         (tmp_path / f"run-{run}" / "metrics.jsonl").write_bytes(encode_line(0, {"loss": 1.0}))
-    page = report_page([read_data(f"run-{run}", tmp_path / f"run-{run}") for run in range(9)], 100_000)
+    page = report_page([look_at(f"run-{run}", tmp_path / f"run-{run}") for run in range(9)], 100_000)
     found = re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
     assert found
     [series] = json.loads(found[1])["media"]

@@ -30,9 +30,9 @@ REPLAYED = {"pp": {"operators": 6, "kernels": 2}, "pp last": {"operators": 14, "
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def count() -> dict[str, Any]:
+def count(*words: str) -> dict[str, Any]:
     """Return the work and the orders; a device type stays registered, so a process of its own finds out."""
-    command = [sys.executable, "-W", "ignore", str(SCRIPT)]
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), *words]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=patience(600), check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -52,8 +52,17 @@ def counts() -> dict[str, Any]:
 
 
 def test_a_step_does_no_more_than_the_loop_by_hand(counts: dict[str, Any]) -> None:
+    assert_no_more_work(counts["work"], 36)
+
+
+@pytest.mark.nightly
+def test_a_step_of_any_options_does_no_more_than_the_loop_by_hand() -> None:
+    assert_no_more_work(count("--all")["work"], 72)
+
+
+def assert_no_more_work(work: dict[str, Any], cases: int) -> None:
     over = list[str]()
-    for case, found in counts["work"].items():
+    for case, found in work.items():
         layout, kind, _, steps = case.split(", ")
         hand, ours = found["by_hand"], found["by_accel"]
         for what in ("kernels", "operators", "messages"):
@@ -64,7 +73,7 @@ def test_a_step_does_no_more_than_the_loop_by_hand(counts: dict[str, Any]) -> No
             if ours[what] > most:
                 over.append(f"{case}: {ours[what]} {what}, by hand {hand[what]}")
     assert not over, "\n".join(over)
-    assert len(counts["work"]) == 72
+    assert len(work) == cases
 
 
 def test_collectives_stand_in_the_order_that_lets_them_overlap(counts: dict[str, Any]) -> None:

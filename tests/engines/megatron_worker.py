@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank of the tests with Megatron-core: `megatron_worker.py PART FOLDER`."""
+"""A rank of the tests with Megatron-core: `megatron_worker.py PART FOLDER LAYOUT`."""
 
 from __future__ import annotations
 
@@ -59,40 +59,37 @@ def run_sgd(ctx: accel.DistContext, example: ModuleType, folder: Path) -> None:
         run(ctx, example, "--out", str(folder / out), "--steps", str(steps))
 
 
-def main(part: str, folder: Path) -> None:
+def main(part: str, folder: Path, name: str) -> None:
     example = load_example()
     torch.use_deterministic_algorithms(True)
     with on_cpu(), accel.session() as ctx:
-        if part in LAYOUTS:
+        if part == "killed":
             die_in_last_step(ctx, example)
-            run(ctx, example, *LAYOUTS[part], "--out", str(folder / part), "--steps", str(STEPS))
+        if part in ("killed", "resumed"):
+            run(ctx, example, *LAYOUTS[name], "--out", str(folder / name), "--steps", str(STEPS))
         if part == "resumed":
-            for name, layout in LAYOUTS.items():
-                run(ctx, example, *layout, "--out", str(folder / name), "--steps", str(STEPS))
-                run(ctx, example, *layout, "--out", str(folder / f"{name}-whole"), "--steps", str(STEPS))
+            run(ctx, example, *LAYOUTS[name], "--out", str(folder / f"{name}-whole"), "--steps", str(STEPS))
         if part == "sgd":
             run_sgd(ctx, example, folder)
-        names = {"resumed": ["pp", "dp"], "sgd": []}.get(part, ["one"])
-        for name in names:
-            relay(ctx, example, folder, name)
+        for at in {"resumed": ["pp", "dp"], "one": ["one"]}.get(part, []):
+            relay(ctx, example, folder, name, at)
 
 
-def relay(ctx: accel.DistContext, example: ModuleType, folder: Path, name: str) -> None:
-    """Load what each layout saved in this one, and save it again."""
-    given = example.arguments([*SMALL, *LAYOUTS.get(name, []), "--steps", "0"])
+def relay(ctx: accel.DistContext, example: ModuleType, folder: Path, name: str, at: str) -> None:
+    """Load what a layout saved in another one, and save it again."""
+    given = example.arguments([*SMALL, *LAYOUTS.get(at, []), "--steps", "0"])
     ctx, model, optimizer = example.main(ctx, given)
     adopted = from_megatron()
     assert (adopted.world_size, adopted.data_parallel) == (ctx.world_size, ctx.data_parallel)
     items = example.megatron_items(adopted, model, optimizer)
-    for source in LAYOUTS:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(7.0)  # nothing that a load forgets looks like a weight
-        state = accel.resume(ctx, folder / source, items, accel.train_state(ctx, seed=0))
-        accel.save_state(ctx, folder / f"{source}-at-{name}", {**items, "state": state}, step=STEPS)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)  # nothing that a load forgets looks like a weight
+    state = accel.resume(ctx, folder / name, items, accel.train_state(ctx, seed=0))
+    accel.save_state(ctx, folder / f"{name}-at-{at}", {**items, "state": state}, step=STEPS)
     example.parallel_state.destroy_model_parallel()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

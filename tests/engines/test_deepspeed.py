@@ -140,7 +140,7 @@ def test_the_trainable_part_alone_goes_on_at_every_stage(tmp_path: Path) -> None
 
 
 @pytest.mark.engine
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 def test_whole_weights_are_the_live_ones_however_deepspeed_arranges_them(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")

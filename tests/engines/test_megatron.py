@@ -6,7 +6,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,24 +25,13 @@ pytestmark = [
 ]
 
 WORKER = Path(__file__).parent / "megatron_worker.py"
-LAYOUTS = ("tp", "pp", "dp")  # two ranks each; dp with the distributed optimizer
 
 
-def launch(part: str, folder: Path, count: int) -> subprocess.CompletedProcess[str]:
+def launch(part: str, folder: Path, count: int, layout: str = "") -> subprocess.CompletedProcess[str]:
     """Run a part of the worker on so many processes."""
-    command = [
-        sys.executable,
-        "-m",
-        "accel.cli",
-        "launch",
-        "--nproc-per-node",
-        str(count),
-        str(WORKER),
-        part,
-        str(folder),
-    ]
+    command = [sys.executable, "-m", "accel.cli", "launch", "--nproc-per-node", str(count)]
     return subprocess.run(
-        command,
+        [*command, str(WORKER), part, str(folder), layout],
         env={**same_path(), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -58,25 +46,29 @@ def saved(folder: Path) -> tuple[dict[str, torch.Tensor], Mapping[str, Item]]:
         return {name: found.read(name) for name in found.entries}, found.manifest.items
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of runs: killed in their third step and resumed, uninterrupted, and saved again at other layouts."""
-    folder = tmp_path_factory.mktemp("megatron")
-    with ThreadPoolExecutor(len(LAYOUTS)) as pool:
-        for killed in pool.map(lambda layout: launch(layout, folder, 2), LAYOUTS):
-            assert "rank 1 failed" in killed.stderr, killed.stderr
-            assert "step-00000002" in killed.stderr, killed.stderr
+LAYOUTS = ["tp", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("pp", "dp"))]
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A layout and its runs: killed in its third step and resumed, uninterrupted, and saved again at other layouts.
+
+    Two ranks each; dp with the distributed optimizer."""
+    layout, folder = request.param, tmp_path_factory.mktemp("megatron")
+    killed = launch("killed", folder, 2, layout)
+    assert "rank 1 failed" in killed.stderr, killed.stderr
+    assert "step-00000002" in killed.stderr, killed.stderr
     assert not list(folder.glob("*/step-00000003"))
     for part, count in (("resumed", 2), ("one", 1)):
-        done = launch(part, folder, count)
+        done = launch(part, folder, count, layout)
         assert done.returncode == 0, done.stderr
-    return folder
+    return layout, folder
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_killed_run_goes_on_as_if_it_had_not_been_killed(runs: Path, layout: str) -> None:
-    one, items = saved(runs / layout)
-    other, expected = saved(runs / f"{layout}-whole")
+def test_a_killed_run_goes_on_as_if_it_had_not_been_killed(runs: tuple[str, Path]) -> None:
+    layout, folder = runs
+    one, items = saved(folder / layout)
+    other, expected = saved(folder / f"{layout}-whole")
     assert items == expected
     assert one.keys() == other.keys()
     for name, tensor in one.items():
@@ -94,11 +86,12 @@ def test_momentum_goes_on(tmp_path: Path) -> None:
         assert torch.equal(tensor, other[name]), name
 
 
+@pytest.mark.kept("slow")
 @pytest.mark.parametrize("at", ["pp", "dp", "one"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_weights_and_optimizer_state_load_at_another_layout(runs: Path, layout: str, at: str) -> None:
-    one, items = saved(runs / layout)
-    other, expected = saved(runs / f"{layout}-at-{at}")
+def test_weights_and_optimizer_state_load_at_another_layout(runs: tuple[str, Path], at: str) -> None:
+    layout, folder = runs
+    one, items = saved(folder / layout)
+    other, expected = saved(folder / f"{layout}-at-{at}")
     assert items["optimizer"] == expected["optimizer"]
     names = [name for name in one if name.startswith(("model[", "optimizer["))]
     assert names == [name for name in other if name.startswith(("model[", "optimizer["))]

@@ -219,7 +219,7 @@ def test_weights_of_code_are_those_of_its_device_map(monkeypatch: pytest.MonkeyP
     assert said("estimate", "described_nets:Net")["weights"]["stored"] == sum(each.nbytes for each in tensors.values())
 
 
-@settings(max_examples=share(0.3), deadline=None)
+@settings(max_examples=share(0.1), deadline=None)
 @given(st.sampled_from(list(STRATEGIES)), formats, st.sampled_from([1, 2, 8]))
 def test_a_model_without_sizes_has_meshes_of_data_parallelism_alone(strategy: str, precision: Any, nproc: int) -> None:
     model = measure(Net, "Net")

@@ -344,7 +344,7 @@ def peak_with_images(
     return peak_of_second_step(ctx, model, optimizer, batch, ids, sent)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", STAGES)
 def test_stages_with_an_encoder_are_as_estimated(ranks: Simulator, sent: Counter[Any], name: str) -> None:
     axes, strategy, again = STAGES[name]

@@ -70,7 +70,7 @@ def _all_of(net: Net) -> dict[str, Any]:
     return {"tensors": tensors, "values": values, "modules": modules, "grads": grads, "seen": net.seen, "at": net.cache}
 
 
-@settings(deadline=None, max_examples=share(0.3))
+@settings(deadline=None, max_examples=share(0.1))
 @given(net=nets(), rows=st.integers(2, 4), depth=st.none() | st.integers(0, 3))
 def test_it_counts_each_tensor_once_and_changes_nothing(net: Net, rows: int, depth: int | None) -> None:
     called: list[str] = []
@@ -95,7 +95,7 @@ def test_it_counts_each_tensor_once_and_changes_nothing(net: Net, rows: int, dep
     assert random.getstate() == streams[1]
 
 
-@settings(deadline=None, max_examples=share(0.2))
+@settings(deadline=None, max_examples=share(0.1))
 @given(net=nets(), rows=st.integers(2, 4))
 def test_activations_are_those_of_the_estimate_and_add_up(net: Net, rows: int) -> None:
     ids = Input((rows, 7), "int64")

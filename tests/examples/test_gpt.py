@@ -170,7 +170,7 @@ def test_a_step_has_the_same_rows_however_many_fit(
     assert set(taken) == {8 // world, 4 // world, 2 // world}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "pp=2"])
 def test_it_learns_on_real_processes(mesh: str, tmp_path: Path) -> None:

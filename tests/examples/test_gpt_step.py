@@ -56,6 +56,7 @@ def test_compiled_blocks_are_one_graph_and_train_as_by_hand(counts: dict[str, An
     assert counts["graphs"][WHOLE]["losses"] == pytest.approx(hand, rel=1e-6)
 
 
+@pytest.mark.nightly
 def test_the_program_for_a_gpu_runs_at_a_tiny_size() -> None:
     lines = output("--tiny", "--rounds", "1", "--steps", "1").splitlines()
     assert lines[0] == "tiny: throughput"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators and messages of training steps on a device type of its own: accel's, and those of loops written by hand.
 
-Run in a process of its own; prints JSON.
+Run in a process of its own, as `counted_work.py [--all] [LAYOUT ...]`; prints JSON.
 """
 
 from __future__ import annotations
@@ -342,13 +342,13 @@ def work_of(make: Callable[[], Step]) -> Work:
         return Work(list(work.operators), work.messages)
 
 
-def compare(layout: str, options: Options) -> dict[str, list[Work]]:
-    """Return the ranks' work by hand and by accel."""
+def ranks_work(make: Callable[..., Step], layout: str, options: Options) -> list[Work]:
+    """Return the work of each of two ranks, by hand or by accel."""
 
-    def on_rank(make: Callable[..., Step]) -> Callable[[Any], Work]:
-        return lambda group: work_of(lambda: make(layout, accel.from_group(group, device=str(DEVICE)), options))
+    def rank(group: Any) -> Work:
+        return work_of(lambda: make(layout, accel.from_group(group, device=str(DEVICE)), options))
 
-    return {make.__name__: simulate_groups(on_rank(make), 2, default_group=True) for make in (by_hand, by_accel)}
+    return simulate_groups(rank, 2, default_group=True)
 
 
 def kernels(work: Work) -> int:
@@ -379,7 +379,7 @@ def order(layout: str, steps: int) -> list[str]:
     """Return the order of blocks and messages in a step of accel: a block begins its forward with a norm, and ends
     its backward with it."""
     cap = BLOCK_MB if layout == "ddp" else None
-    work = compare(layout, Options(steps, looks=True, bucket_cap_mb=cap))["by_accel"][0]
+    work = ranks_work(by_accel, layout, Options(steps, looks=True, bucket_cap_mb=cap))[0]
     return [MARKS.get(name, name) for name in work.operators if name in MARKS or name.startswith("message")]
 
 
@@ -390,15 +390,20 @@ KINDS: dict[str, dict[str, bool]] = {
     "scales": {"scales": True},
 }
 LEFT_OUT = {("pp", "counts")}  # the count of units along pp is the batch's
+WAYS = ((False, 1), (True, 3))  # whether it clips, and micro-batches; with --all their product
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     watch_messages()
     found: dict[str, Any] = {}
-    for layout, kind, clips, steps in itertools.product(SETTINGS, KINDS, (False, True), (1, 3)):
-        if (layout, kind) in LEFT_OUT or (sys.argv[1:] and layout not in sys.argv[1:]):
+    words = sys.argv[1:]
+    ways = [*itertools.product(*zip(*WAYS, strict=True))] if "--all" in words else WAYS
+    layouts = [layout for layout in SETTINGS if layout in words] or [*SETTINGS]
+    for layout, kind, (clips, steps) in itertools.product(layouts, KINDS, ways):
+        if (layout, kind) in LEFT_OUT:
             continue
-        both = compare(layout, Options(steps, clips, **KINDS[kind]))
+        options = Options(steps, clips, **KINDS[kind])
+        both = {make.__name__: ranks_work(make, layout, options) for make in (by_hand, by_accel)}
         # the stages of a pipeline differ, and the last one has the loss
         for rank, name in enumerate(("pp", "pp last") if layout == "pp" else (layout,)):
             found[f"{name}, {kind}, {'clipped' if clips else 'whole'}, {steps}"] = {

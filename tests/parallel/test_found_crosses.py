@@ -151,7 +151,7 @@ def test_a_found_plan_trains_as_one_process(
     assert cell(ranks, "own", mesh, accumulations=(3,)) <= TOLERANCE
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "how"),
     [("BERT", "stages"), ("DeepSeek-V2", "stages"), ("BART", "recomputed"), ("Falcon, multi-query", "compiled")],

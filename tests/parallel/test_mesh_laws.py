@@ -100,7 +100,7 @@ def test_training_on_any_mesh_is_training_on_one_process(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=share(0.06))
+@settings(deadline=None, max_examples=share(0.04))
 @given(axes=meshes(8), **LAW)
 def test_training_on_any_larger_mesh(ranks: Simulator, axes: accel.parallel.Axes, **case: Any) -> None:
     _law(ranks, axes, **case)

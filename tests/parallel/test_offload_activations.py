@@ -293,7 +293,7 @@ def test_compiled_blocks_train_as_without_and_recomputation_saves(expected: list
     assert held[True, True] <= held[True, False] < held[False, True] / 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_recomputation_saves_in_compiled_blocks_under_fsdp(ranks: Simulator) -> None:
     def held(ctx: accel.DistContext, *, recompute: bool) -> int:
         ctx = accel.replace(ctx, mesh="dp=2", strategy="fsdp")

@@ -141,7 +141,7 @@ MASK = torch.ones_like(PROMPTS)
 MASK[1, :3] = MASK[3, :1] = 0  # padding in front
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("make", [_llama, _gpt2])
 @pytest.mark.parametrize("eos", [None, 5])
 def test_generation_with_a_cache_is_that_of_transformers(ranks: Simulator, make: Any, eos: int | None) -> None:

@@ -47,7 +47,7 @@ def test_a_model_takes_the_steps_of_one_process(ranks: Simulator, monkeypatch: p
     assert_law(ranks, name, "pp=2", 2, accumulation=3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(("mesh", "world", "accumulation"), [("pp=2", 2, 3), ("pp=4", 4, 1), ("dp=2,pp=2", 4, 3)])
 def test_families_take_the_steps_of_one_process(
@@ -65,8 +65,8 @@ TURNS = accel.parallel.Plan(schedule="Interleaved1F1B", stages_per_rank=2, micro
 @pytest.mark.parametrize(
     ("name", "mesh", "accumulation"),
     [
-        pytest.param("bert", "dp=2,pp=2", 3, marks=pytest.mark.slow),
         pytest.param("bert", "dp_replicate=2,pp=2", 1, marks=pytest.mark.slow),
+        pytest.param("bert", "dp=2,pp=2", 3, marks=pytest.mark.slow),
         pytest.param("granite", "dp=2,pp=2", 1, marks=pytest.mark.slow),
         pytest.param("vit", "dp=2,pp=2", 3, marks=pytest.mark.slow),
         pytest.param("t5", "pp=2", 1, marks=pytest.mark.slow),

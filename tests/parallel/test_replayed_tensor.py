@@ -125,7 +125,7 @@ TURNS = {"schedule": "Interleaved1F1B", "stages_per_rank": 2, "micro_batches": 4
 @pytest.mark.parametrize(
     ("mesh", "world", "options"),
     [
-        ("pp=2,tp=2", 4, {"stages": BLOCKS}),
+        pytest.param("pp=2,tp=2", 4, {"stages": BLOCKS}, marks=pytest.mark.slow),
         pytest.param("pp=2,tp=2", 4, {"tensor": "model"}, marks=pytest.mark.slow),  # found by the example
         pytest.param("dp=2,pp=2,tp=2", 8, {}, marks=pytest.mark.slow),
         pytest.param("pp=2,tp=2", 4, TURNS, marks=pytest.mark.slow),
@@ -146,7 +146,7 @@ def test_divided_stages_take_the_steps_of_one_process(ranks: Simulator, mesh: st
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # OPT's blocks return views
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("mesh", ["", "tp=2", "dp=2,pp=2", "pp=2,tp=2"])
 def test_a_run_of_divided_stages_goes_on_on_another_mesh(ranks: Simulator, tmp_path: Path, mesh: str) -> None:
     """Names in checkpoints are the model's own."""

@@ -82,14 +82,14 @@ def test_deferred_logits_give_the_same_scores(temperature: float, entropy: bool)
 @pytest.mark.slow
 @pytest.mark.parametrize("entropy", [False, True])
 def test_deferred_logits_of_many_words_take_two_chunks_and_the_gradient_of_the_head(entropy: bool) -> None:
-    words, tokens, width = 131_072, 2_048, 256
+    words, tokens, width = 131_072, 2_048, 32
     head = accel.defer_logits(torch.nn.Sequential(torch.nn.Embedding(words, width), torch.nn.Linear(width, words)))[1]
     hidden = torch.randn(1, tokens, width, requires_grad=True)
     with LiveBytes() as live:
         found: Any = post.token_logprobs(ONE, head(hidden), torch.zeros(1, tokens, dtype=torch.int64), entropy=entropy)
         (found[0] + found[1] if entropy else found).sum().backward()
     assert head.weight.grad is not None
-    assert live.peak < 450e6 < words * tokens * 4
+    assert live.peak < 330e6 < words * tokens * 4
 
 
 @settings(max_examples=30)

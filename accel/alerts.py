@@ -30,7 +30,7 @@ from accel.errors import ConfigError
 from accel.errors._checks import check_choice, check_count, nearest_metrics
 from accel.run_folder import append_rest, bounded, hide_in_text, read_files
 from accel.system import Helpers, run_helper
-from accel.terminal import show_seconds
+from accel.terminal import show_limit, show_seconds
 
 FOLDER = "alerts"  # of a run's folder, with a file for each process that has alerts
 AlertLevel = Literal["info", "warning", "error"]
@@ -247,12 +247,11 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.title}: {' '.join(self.text.split())}" if self.text else self.title
 
 
-def read_alerts(folder: Path, since_s: float = 0.0, problems: list[str] | None = None) -> list[Alert]:
+def read_alerts(folder: Path, problems: list[str] | None = None) -> list[Alert]:
     """Return the last 10,000 alerts in a run's folder in order of time; lines that cannot be read are left out.
 
     Args:
         folder: the run's folder.
-        since_s: earliest time, such as the start of the run.
         problems: gets a line for each file that cannot be read.
     """
     found: dict[tuple[str, float, str, str], Alert] = {}
@@ -263,7 +262,7 @@ def read_alerts(folder: Path, since_s: float = 0.0, problems: list[str] | None =
                 found[(path.name, alert.time_s, alert.title, alert.text)] = alert  # a later line has the newer count
             if len(found) > _MOST_READ:
                 del found[next(iter(found))]
-    return sorted((each for each in found.values() if each.time_s >= since_s), key=lambda each: each.time_s)
+    return sorted(found.values(), key=lambda each: each.time_s)
 
 
 _MOST_TITLE, _MOST_TEXT = 200, 2_000  # characters
@@ -488,7 +487,7 @@ def run_command(words: Sequence[str], alert: Alert, body: bytes, helpers: Helper
     except (OSError, ValueError) as error:
         return _plain(str(error), _MOST_TITLE)
     if ended.status is None:
-        return f"no end in {_PATIENCE_S:g} s"
+        return f"no end in {show_limit(_PATIENCE_S)}"
     return _plain(f"exit status {ended.status} {ended.last_line()}".strip(), _MOST_TITLE) if ended.status else ""
 
 

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from accel.terminal import show_limit
+
 NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH)
 _FIRST_PROBE_S = 1.0
 _PROBE_S = 5.0
@@ -135,9 +137,9 @@ def _within(
         for connection in opened:  # the thread waits for its next byte
             with contextlib.suppress(OSError, AttributeError):
                 connection.sock.shutdown(socket.SHUT_RDWR)
-        raise TimeoutError(f"no answer in {patience_s:g} s")
+        raise TimeoutError(f"no answer in {show_limit(patience_s)}")
     if errors and isinstance(errors[0], TimeoutError):  # the socket's, a moment before the thread's
-        raise TimeoutError(f"no answer in {patience_s:g} s") from errors[0]
+        raise TimeoutError(f"no answer in {show_limit(patience_s)}") from errors[0]
     if errors:
         raise errors[0]
     return found[0]

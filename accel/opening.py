@@ -7,6 +7,8 @@ import errno
 import os
 import stat
 
+from accel.terminal import show_size
+
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # opening a pipe must not wait for its writer
 MOST_BYTES = 16_000_000  # of a file that is decoded as a whole
 
@@ -64,11 +66,10 @@ def read_regular(
     most: int = MOST_BYTES,
     *,
     within: str | os.PathLike[str] | None = None,
-    follow: bool = True,
 ) -> bytes:
     """Return the bytes of a regular file of at most `most` bytes; raise `OSError` as `open_regular`, or for a larger
     one."""
-    with open(open_regular(path, within=within, follow=follow), "rb") as file:
+    with open(open_regular(path, within=within), "rb") as file:
         _check_size(os.fstat(file.fileno()).st_size, most, path)
         content = file.read(most + 1)
     _check_size(len(content), most, path)  # it may have grown since
@@ -85,4 +86,4 @@ def read_named(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
 
 def _check_size(size: int, most: int, path: str | os.PathLike[str]) -> None:
     if size > most:
-        raise OSError(errno.EFBIG, f"larger than {most / 1e6:g} MB", os.fspath(path))
+        raise OSError(errno.EFBIG, f"larger than {show_size(most)}", os.fspath(path))

@@ -64,6 +64,11 @@ def show_seconds(seconds: float) -> str:
     return "0 s" if not seconds else f"{seconds / 1e-9:.3g} ns"
 
 
+def show_limit(seconds: float) -> str:
+    """Return the seconds of a setting, as it gives them: "30 s", "0.5 s"."""
+    return f"{seconds:g} s"
+
+
 def show_value(value: float) -> str:
     """Return a number as people write it: 200k, 0.4312, 5e-4."""
     if not math.isfinite(value):
@@ -125,14 +130,9 @@ def is_notebook_stream(stream: object) -> bool:
 
 
 class LastStates:
-    """Lines of a stream without a cursor: of a bar's redraws the newest now and then, and the last.
+    """Lines of a stream without a cursor: of a bar's redraws the newest now and then, and the last."""
 
-    Args:
-        every_s: seconds between two states of a bar.
-    """
-
-    def __init__(self, every_s: float = _LOG_S) -> None:
-        self._every_s = every_s
+    def __init__(self) -> None:
         self._held = b""
         self._shown_s: float | None = None  # when this bar was last shown, or first seen
 
@@ -154,7 +154,7 @@ class LastStates:
         now_s = time.monotonic()
         if self._shown_s is None:
             self._shown_s = now_s if self._held else None
-        elif self._held and now_s >= self._shown_s + self._every_s:
+        elif self._held and now_s >= self._shown_s + _LOG_S:
             self._shown_s = now_s
             return self.end()
         return []

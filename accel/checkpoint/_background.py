@@ -28,6 +28,7 @@ from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.errors._base import ErrorRecord, describe, rebuild
 from accel.storage import Place, RemotePath
+from accel.terminal import show_limit
 
 _LARGEST = 1 << 20
 
@@ -68,7 +69,9 @@ def collect_notes(
             seen, since = written, time.monotonic()
         if waiting and (given_up.wait(stage.place.pause_s) or time.monotonic() - since > timeout_s):
             raise CheckpointError(
-                "the checkpoint was abandoned" if given_up.is_set() else f"nothing was written for {timeout_s:g} s",
+                "the checkpoint was abandoned"
+                if given_up.is_set()
+                else f"nothing was written for {show_limit(timeout_s)}",
                 expected="the shares of all ranks",
                 got=f"none of rank {', '.join(map(str, sorted(waiting)))}",
                 where=str(stage.place),

@@ -3,7 +3,7 @@
 
 Each host gets, as a checkpoint of its own, every box that a rank of it reads again at the same layout: so it writes its
 own copy of what all ranks hold, and receives what only other hosts have. Its manifest names the files of other hosts
-where a tensor goes on, so that the folders of all hosts, copied together, are a whole checkpoint.
+where a tensor continues, so that the folders of all hosts, copied together, are a whole checkpoint.
 """
 
 from __future__ import annotations

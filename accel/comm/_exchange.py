@@ -151,13 +151,13 @@ def broadcast_bytes(comm: Comm, call: Call, payload: torch.Tensor, *, source: in
     return received
 
 
-def broadcast_value(comm: Comm, call: Call, value: T, kind: type[T], *, source: int = 0) -> T:
-    """Broadcast one rank's value as JSON; other ranks' is ignored. A collective; `call` must compare `source`."""
+def broadcast_value(comm: Comm, call: Call, value: T, kind: type[T]) -> T:
+    """Broadcast rank 0's value as JSON; other ranks' is ignored. A collective."""
     if comm.size == 1:
         comm.check_open()
         return value
-    payload = as_tensor(msgspec.json.encode(value) if comm.rank == source else b"")
-    return msgspec.json.decode(as_bytes(broadcast_bytes(comm, call, payload, source=source)), type=kind)
+    payload = as_tensor(msgspec.json.encode(value) if comm.rank == 0 else b"")
+    return msgspec.json.decode(as_bytes(broadcast_bytes(comm, call, payload, source=0)), type=kind)
 
 
 def _greatest(lower: torch.Tensor, upper: torch.Tensor) -> None:

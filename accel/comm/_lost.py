@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 from accel.comm._call import public_call
 from accel.comm._units import RankPlace, UnitLog, described, read_place, way_out
 from accel.errors import PeerError
+from accel.terminal import show_limit
 
 T = TypeVar("T")
 
@@ -217,7 +218,7 @@ def _problem(notes: Notes, size: int, waited_s: float, *, known: bool) -> str:
     if not absent:
         return "the connection between ranks broke, though all of them came"
     if waited_s:
-        return f"{_names(absent)} did not reach the collective within {waited_s:.0f} s"
+        return f"{_names(absent)} did not reach the collective within {show_limit(round(waited_s))}"
     # ranks without a connection to the lost one notice when their neighbours raise
     return f"{'one of ' * (len(absent) > 1)}{_names(absent)} left: the connection is gone"
 

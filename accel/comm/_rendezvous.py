@@ -19,6 +19,7 @@ from accel.env import LaunchEnv, meeting_file
 from accel.errors import EnvError, PeerError
 from accel.errors._base import ErrorRecord, describe, rebuild
 from accel.system import write_error
+from accel.terminal import show_limit
 
 _RETRY_S = 10.0
 _LOOK_S = 0.1
@@ -94,7 +95,7 @@ def _meet(env: LaunchEnv, timeout_s: float) -> Store:
     except dist.DistStoreError as error:
         absent = _absent(store, env.world_size) if store is not None else []
         raise PeerError(
-            f"{', '.join(absent) or 'a rank'} did not reach the collective within {timeout_s:g} s",
+            f"{', '.join(absent) or 'a rank'} did not reach the collective within {show_limit(timeout_s)}",
             expected=f"{env.world_size} ranks at {meeting_of(env)}",
             got=str(error).splitlines()[0],
             where="from_env",
@@ -159,7 +160,7 @@ def _await_server(env: LaunchEnv, timeout_s: float) -> None:
         silent_s = _STARTING_S if isinstance(error, ConnectionRefusedError) else _SILENT_S
         if env.local_rank or waited_s < silent_s:
             return False
-        where = f"{env.master_addr}:{env.master_port}, up to {timeout_s:g} s"
+        where = f"{env.master_addr}:{env.master_port}, up to {show_limit(timeout_s)}"
         write_error(f"accel: rank {env.rank} waits for rank 0 at {where}: {error}\n")
         return True
 
@@ -209,7 +210,7 @@ def _await(store: Store, env: LaunchEnv, timeout_s: float) -> None:
         store.set(_SETTLED, "")
     while not store.check([_SETTLED]):
         if time.monotonic() > deadline:
-            raise dist.DistStoreError(f"{store.add('here', 0)} of them after {timeout_s:g} s")
+            raise dist.DistStoreError(f"{store.add('here', 0)} of them after {show_limit(timeout_s)}")
         time.sleep(pause_s)
         # ranks of one host come within milliseconds, those of a cluster within minutes
         pause_s = min(2 * pause_s, longest_s)

@@ -242,7 +242,7 @@ class _MetricsPart(msgspec.Struct, frozen=True):
 def running_metrics(*, by_rank: Sequence[str] = (), **kinds: Kind) -> Metrics:
     """Return an empty record of running metrics. No communication.
 
-    Kinds: "mean", weighted; "sum"; "count", a sum of whole numbers or truths, read as an int; "min"; "max"; "last", the
+    Kinds: "mean", weighted; "sum"; "count", a sum of integers or booleans, read as an int; "min"; "max"; "last", the
     lowest rank's that has one.
 
     Args:

@@ -9,7 +9,7 @@ from typing import cast
 import libcst as cst
 from typing_extensions import override
 
-from accel.migrate._script import Script
+from accel.migrate._script import Script, ScriptPass
 from accel.migrate._tree import (
     Lines,
     Remarks,
@@ -17,6 +17,7 @@ from accel.migrate._tree import (
     block,
     called,
     calls,
+    changed_at,
     changed_by,
     comments,
     expression,
@@ -33,13 +34,11 @@ from accel.migrate._tree import (
 )
 
 
-class Imports(cst.CSTTransformer):
+class Imports(ScriptPass):
     """`import accel` in place of the first import of Accelerate; loggers where there is a context."""
 
     def __init__(self, script: Script, notes: Remarks) -> None:
-        super().__init__()
-        self._script = script
-        self._notes = notes
+        super().__init__(script, notes)
         self._loggers: dict[str, cst.Call] = {}
 
     @override
@@ -81,8 +80,8 @@ class Imports(cst.CSTTransformer):
 
     @override
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        used = loads(changed_by(updated_node, _WithoutImports()))
-        updated_node = changed_by(updated_node, _InnerImports(lambda node: self._import(node, used)))
+        used = loads(_without_imports(updated_node))
+        updated_node = _with_inner_imports(updated_node, lambda node: self._import(node, used))
         lines = Lines()
         written = _imports(updated_node, "accel")
         for node in cast("Sequence[cst.BaseStatement]", updated_node.body):
@@ -99,14 +98,14 @@ class Imports(cst.CSTTransformer):
             for each in made:
                 lines.add(each)
         module = updated_node.with_changes(body=lines.body, footer=[*lines.rest(), *updated_node.footer])
-        if not written and "accel" in loads(changed_by(module, _WithoutImports())):
+        if not written and "accel" in loads(_without_imports(module)):
             module = _with_import(module)
         body = list(cast("Sequence[cst.BaseStatement]", module.body))
         mine = [node for node in body if _key(node) == (False, "accel")]
         if mine:
             module = module.with_changes(body=_sorted(body, mine[0]))
         module = self._without_loggers(module)
-        code = changed_by(module, _WithoutImports())
+        code = _without_imports(module)
         used = {full_name(each).partition(".")[0] for each in walk(code) if isinstance(each, cst.Attribute)}
         for name in ("contextlib", "functools", "torch"):
             if name in used and name not in bound_names(module):
@@ -278,34 +277,29 @@ def _after_docstring(body: list[cst.BaseStatement], made: list[cst.BaseStatement
     return [*body[:at], *made, *body[at:]]
 
 
-class _WithoutImports(cst.CSTTransformer):
+def _without_imports(module: cst.Module) -> cst.Module:
     """Leave out the lines that import, to read the other names."""
 
-    @override
-    def leave_SimpleStatementLine(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> cst.SimpleStatementLine | cst.RemovalSentinel:
-        imports = isinstance(small(updated_node), (cst.Import, cst.ImportFrom))
-        return cst.RemoveFromParent() if imports else updated_node
+    def change(original: cst.CSTNode, line: cst.CSTNode) -> cst.CSTNode | cst.RemovalSentinel:
+        return cst.RemoveFromParent() if isinstance(small(line), (cst.Import, cst.ImportFrom)) else line
+
+    return changed_at(module, cst.SimpleStatementLine, change)
 
 
-class _InnerImports(cst.CSTTransformer):
+def _with_inner_imports(
+    module: cst.Module, change: Callable[[cst.BaseStatement], list[cst.BaseStatement] | None]
+) -> cst.Module:
     """Rewrite the imports within blocks; `import accel` is above them."""
 
-    def __init__(self, change: Callable[[cst.BaseStatement], list[cst.BaseStatement] | None]) -> None:
-        super().__init__()
-        self._change = change
-
-    @override
-    def leave_IndentedBlock(
-        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
-    ) -> cst.IndentedBlock:
+    def changed(original: cst.IndentedBlock, inner: cst.IndentedBlock) -> cst.IndentedBlock:
         lines = Lines()
-        for node in updated_node.body:
-            made = self._change(node)
+        for node in inner.body:
+            made = change(node)
             if made == []:
                 lines.drop(node)
             for each in [node] if made is None else made:
                 lines.add(each)
         body = lines.body or [cst.SimpleStatementLine([cst.Pass()])]
-        return updated_node.with_changes(body=body, footer=[*lines.rest(), *updated_node.footer])
+        return inner.with_changes(body=body, footer=[*lines.rest(), *inner.footer])
+
+    return changed_at(module, cst.IndentedBlock, changed)

@@ -14,9 +14,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import libcst as cst
-from typing_extensions import override
 
-from accel.migrate._tree import PRAGMA, text_of
+from accel.migrate._tree import PRAGMA, changed_at, text_of
 
 _WIDTHS = (79, 88, 100, 120)  # that formatters know
 _MOST_LONGER = 0.01  # of the lines with code, as a long text may be
@@ -187,30 +186,32 @@ def _inserted(new: _Source, added: dict[int, list[str]]) -> str:
     return "".join(written)
 
 
-class Unannotated(cst.CSTTransformer):
-    """Drops the annotation of a variable whose class goes: `accelerator: Accelerator = Accelerator()`."""
+def unannotated(module: cst.Module) -> cst.Module:
+    """Drop the annotation of a variable whose class goes: `accelerator: Accelerator = Accelerator()`."""
+    return changed_at(module, cst.AnnAssign, _unannotated)
 
-    @override
-    def leave_AnnAssign(self, original_node: cst.AnnAssign, updated_node: cst.AnnAssign) -> cst.AnnAssign | cst.Assign:
-        if updated_node.value is None or "Accelerator" not in text_of(updated_node.annotation):
-            return updated_node
-        return cst.Assign([cst.AssignTarget(updated_node.target)], updated_node.value)
+
+def _unannotated(original: cst.AnnAssign, node: cst.AnnAssign) -> cst.AnnAssign | cst.Assign:
+    if node.value is None or "Accelerator" not in text_of(node.annotation):
+        return node
+    return cst.Assign([cst.AssignTarget(node.target)], node.value)
 
 
 _JOINED = re.compile(r"\b(accelerator|Accelerator|backward|step|zero_grad)\b")
 
 
-class Unjoined(cst.CSTTransformer):
-    """Give each statement of `loss = f(x); accelerator.backward(loss)` a line of its own."""
+def unjoined(module: cst.Module) -> cst.Module:
+    """Give each statement of `loss = f(x); accelerator.backward(loss)` a separate line."""
+    return changed_at(module, cst.SimpleStatementLine, _unjoined)
 
-    @override
-    def leave_SimpleStatementLine(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.SimpleStatementLine]:
-        if len(updated_node.body) < 2 or not _JOINED.search(text_of(updated_node)):
-            return updated_node
-        parts = [each.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for each in updated_node.body]
-        lines = [cst.SimpleStatementLine([each]) for each in parts]
-        lines[0] = lines[0].with_changes(leading_lines=updated_node.leading_lines)
-        lines[-1] = lines[-1].with_changes(trailing_whitespace=updated_node.trailing_whitespace)
-        return cst.FlattenSentinel(lines)
+
+def _unjoined(
+    original: cst.SimpleStatementLine, node: cst.SimpleStatementLine
+) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.SimpleStatementLine]:
+    if len(node.body) < 2 or not _JOINED.search(text_of(node)):
+        return node
+    parts = [each.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for each in node.body]
+    lines = [cst.SimpleStatementLine([each]) for each in parts]
+    lines[0] = lines[0].with_changes(leading_lines=node.leading_lines)
+    lines[-1] = lines[-1].with_changes(trailing_whitespace=node.trailing_whitespace)
+    return cst.FlattenSentinel(lines)

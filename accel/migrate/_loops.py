@@ -20,6 +20,7 @@ from accel.migrate._tree import (
     block,
     called,
     calls,
+    changed_at,
     changed_by,
     children,
     expression,
@@ -103,7 +104,7 @@ class Training(ScopePass):
         together = len({id(chain[0]) for chain in chains}) < len(chains)
         if len(chains) > 1 and (together or methods & {"save_state", "load_state"}):
             note = self._notes.decide("which state each of several training loops in one function carries", "parts")
-            return _Mark([chain[0] for chain in chains], note).applied(node)
+            return _noted(node, [chain[0] for chain in chains], note)
         return self._one_by_one(node)
 
     def _calling(self, node: cst.FunctionDef | cst.Module) -> cst.CSTNode:
@@ -147,20 +148,13 @@ def _holds_backward(script: Script, chain: tuple[cst.CSTNode, ...]) -> bool:
     return any(call not in inner and call not in nested for call in _backwards(script, loop))
 
 
-class _Mark(cst.CSTTransformer):
-    def __init__(self, nodes: Sequence[cst.CSTNode], note: cst.EmptyLine) -> None:
-        super().__init__()
-        self._nodes = nodes
-        self._note = note
+def _noted(scope: cst.CSTNode, nodes: Sequence[cst.CSTNode], note: cst.EmptyLine) -> cst.CSTNode:
+    """Return a scope with a note before some of its statements."""
 
-    def applied(self, node: cst.CSTNode) -> cst.CSTNode:
-        return changed_by(node, self)
+    def change(original: cst.BaseStatement, node: cst.BaseStatement) -> cst.BaseStatement:
+        return marked(node, note) if any(original is each for each in nodes) else node
 
-    @override
-    def on_leave(self, original_node: cst.CSTNodeT, updated_node: cst.CSTNodeT) -> cst.CSTNodeT:
-        if any(original_node is each for each in self._nodes):
-            return cast(cst.CSTNodeT, marked(cast(cst.BaseStatement, updated_node), self._note))
-        return updated_node
+    return changed_at(scope, cst.BaseStatement, change)
 
 
 class _Loop(cst.CSTTransformer):
@@ -193,7 +187,7 @@ class _Loop(cst.CSTTransformer):
     def applied(self) -> cst.CSTNode:
         """Return the scope with the loop rewritten, or with one note where it could not be."""
         if self.failed is not None:
-            return _Mark([self._chain[-1]], self.failed).applied(self._scope)
+            return _noted(self._scope, [self._chain[-1]], self.failed)
         anchors = restores(self._script, self._scope, self._chain[0])
         self._anchor = anchors[0] if anchors else self._chain[0]
         return changed_by(self._scope, self)
@@ -282,8 +276,9 @@ class _Loop(cst.CSTTransformer):
         if at < 0 or not step.optimizers:
             _ = self._give_up(self._chain[-1], "where the optimizer takes its step", "step")  # type: ignore[arg-type]
             return []
-        behind = _Synced(script)
-        rest = [*rest[:at], *(changed_by(each, behind) for each in rest[at:])]
+        behind = [_with_synced(script, each) for each in rest[at:]]
+        asks = any(one is not other for one, other in zip(behind, rest[at:], strict=True))
+        rest = [*rest[:at], *behind]
         script.windows = script.windows or step.by_hand
         call = cast(cst.Call, called(backward))
         inside, begin, several = self._whole(early.body, begin, call)
@@ -311,7 +306,7 @@ class _Loop(cst.CSTTransformer):
         if step.clips & trained and trained - step.clips:
             rest[at] = led_by(rest[at], [*leading(rest[at]), self._notes.change(_CLIPPED)])
         head = [*body.head, statement(f"{script.state} = {script.state}.next({body.batch})")]
-        if behind.found:
+        if asks:
             head.append(statement(f"{script.synced} = {script.state}.sync"))
         every = (*inside.body, *rest)
         if any(script.method(call) == "set_trigger" for each in every for call in calls(each)):
@@ -399,20 +394,13 @@ class _Loop(cst.CSTTransformer):
         return led_by(with_block(outer, lines), blanks)
 
 
-class _Synced(cst.CSTTransformer):
-    """`accelerator.sync_gradients` behind the step, after which the state waits for the next window."""
+def _with_synced(script: Script, node: cst.BaseStatement) -> cst.BaseStatement:
+    """Write `accelerator.sync_gradients` behind the step, after which the state waits for the next window."""
 
-    def __init__(self, script: Script) -> None:
-        super().__init__()
-        self._script = script
-        self.found = False
+    def change(original: cst.Attribute, changed: cst.Attribute) -> cst.BaseExpression:
+        return cst.Name(script.synced) if script.is_attribute(original, "sync_gradients") else changed
 
-    @override
-    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
-        if not self._script.is_attribute(original_node, "sync_gradients"):
-            return updated_node
-        self.found = True
-        return cst.Name(self._script.synced)
+    return changed_at(node, cst.Attribute, change)
 
 
 class _Leave(cst.CSTTransformer):

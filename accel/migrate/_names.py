@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from accel.migrate._backward import callers_of
 from accel.migrate._calls import as_value, is_method_value, launched, placed
-from accel.migrate._script import Script
+from accel.migrate._script import Script, ScriptPass
 from accel.migrate._signatures import signatures
 from accel.migrate._trackers import Tracking
 from accel.migrate._tree import (
@@ -51,13 +51,11 @@ _STEPS = (
 )
 
 
-class Names(cst.CSTTransformer):
+class Names(ScriptPass):
     """The last pass over expressions: the remaining names of Accelerate."""
 
     def __init__(self, script: Script, notes: Remarks) -> None:
-        super().__init__()
-        self._script = script
-        self._notes = notes
+        super().__init__(script, notes)
         self._pending: list[list[cst.EmptyLine]] = []
         self._scopes: list[cst.CSTNode] = []
         self._opened: list[bool] = []  # whether a line above opens the context, by scope

@@ -10,7 +10,7 @@ import libcst as cst
 from typing_extensions import override
 
 from accel.migrate._backward import stepping_in
-from accel.migrate._script import Script, is_rate
+from accel.migrate._script import Script, ScriptPass, is_rate
 from accel.migrate._tree import (
     Lines,
     Remarks,
@@ -18,6 +18,7 @@ from accel.migrate._tree import (
     block,
     called,
     calls,
+    changed_at,
     changed_by,
     expression,
     full_name,
@@ -128,8 +129,7 @@ class Body:
         stored = {name for node in lines.body for each in walk(node) for name in targets(each)}
         keeps = plain and names[0] not in stored and names[0] != "_"
         self.batch = names[0] if keeps else self._free(lines.body)
-        strip = _Strip(script, moved)
-        stripped = [changed_by(node, strip) for node in lines.body]
+        stripped = [_without_moves(script, node, moved) for node in lines.body]
         self.head: list[cst.BaseStatement] = []
         if keeps:
             data = expression(f"{self.batch}.data")
@@ -189,25 +189,19 @@ def root(node: cst.CSTNode | None) -> str:
     return node.value if isinstance(node, cst.Name) else ""
 
 
-class _Strip(cst.CSTTransformer):
+def _without_moves(script: Script, node: cst.BaseStatement, names: set[str]) -> cst.BaseStatement:
     """Leave `.to(device)` out of expressions that begin with the batch."""
 
-    def __init__(self, script: Script, names: set[str]) -> None:
-        super().__init__()
-        self._script = script
-        self._names = names
+    def change(original: cst.Call, changed: cst.Call) -> cst.BaseExpression:
+        owner, name = method_of(original)
+        if name != "to" or root(owner) not in names or not original.args:
+            return changed
+        if original.args[0].keyword is not None or not script.is_device(original.args[0].value):
+            return changed
+        rest = [arg for arg in changed.args[1:] if arg.keyword is None or arg.keyword.value != "non_blocking"]
+        return changed.with_changes(args=rest) if rest else cast(cst.Attribute, changed.func).value
 
-    @override
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
-        owner, name = method_of(original_node)
-        if name != "to" or root(owner) not in self._names or not original_node.args:
-            return updated_node
-        if original_node.args[0].keyword is not None or not self._script.is_device(original_node.args[0].value):
-            return updated_node
-        rest = [arg for arg in updated_node.args[1:] if arg.keyword is None or arg.keyword.value != "non_blocking"]
-        if rest:
-            return updated_node.with_changes(args=rest)
-        return cast(cst.Attribute, updated_node.func).value
+    return changed_at(node, cst.Call, change)
 
 
 class Gathers(cst.CSTTransformer):
@@ -242,13 +236,11 @@ class Gathers(cst.CSTTransformer):
         return built.with_changes(args=[*built.args, *extra])
 
 
-class Evaluation(cst.CSTTransformer):
+class Evaluation(ScriptPass):
     """Loops over loaders without a backward: one pass from the start."""
 
     def __init__(self, script: Script, notes: Remarks) -> None:
-        super().__init__()
-        self._script = script
-        self._notes = notes
+        super().__init__(script, notes)
         self._aliases: list[dict[str, cst.BaseExpression]] = [{}]
 
     @override
@@ -264,8 +256,7 @@ class Evaluation(cst.CSTTransformer):
         body = Body(script, self._notes, reading, block(updated_node))
         gathers = Gathers(script, body.batch, evaluating=True)
         lines = [changed_by(node, gathers) for node in body.statements]
-        models = _Forward(script, script.models)
-        lines = [changed_by(node, models) for node in lines]
+        lines = [_with_autocast(script, node) for node in lines]
         iterator = reading.wrap(expression(f"accel.batches({script.ctx}, {{loader}})", loader=reading.loader))
         built = with_block(retarget(updated_node, reading, body.batch), [*body.head, *lines])
         built = built.with_changes(iter=iterator)
@@ -287,26 +278,22 @@ def retarget(node: cst.For, reading: Reading, batch: str) -> cst.For:
     )
 
 
-class _Forward(cst.CSTTransformer):
-    """Autocast beside `torch.no_grad()`, where Accelerate has it inside of the prepared model's forward."""
+def _with_autocast(script: Script, node: cst.BaseStatement) -> cst.BaseStatement:
+    """Write autocast beside `torch.no_grad()`, where Accelerate has it inside of the prepared model's forward."""
 
-    def __init__(self, script: Script, models: set[str]) -> None:
-        super().__init__()
-        self._script = script
-        self._models = models
-
-    @override
-    def leave_With(self, original_node: cst.With, updated_node: cst.With) -> cst.With:
-        names = [full_name(each.item.func) for each in original_node.items if isinstance(each.item, cst.Call)]
+    def change(original: cst.With, changed: cst.With) -> cst.With:
+        names = [full_name(each.item.func) for each in original.items if isinstance(each.item, cst.Call)]
         if not any(name.endswith(("no_grad", "inference_mode")) for name in names):
-            return updated_node
-        if any(self._script.method(each.item) == "autocast" for each in original_node.items):
-            return updated_node
-        if not any(full_name(call.func) in self._models for call in calls(original_node.body)):
-            return updated_node
-        item = cst.WithItem(expression(f"accel.autocast({self._script.ctx})"))
-        items = [each.with_changes(comma=cst.MaybeSentinel.DEFAULT) for each in updated_node.items]
-        return updated_node.with_changes(items=[*items, item])
+            return changed
+        if any(script.method(each.item) == "autocast" for each in original.items):
+            return changed
+        if not any(full_name(call.func) in script.models for call in calls(original.body)):
+            return changed
+        item = cst.WithItem(expression(f"accel.autocast({script.ctx})"))
+        items = [each.with_changes(comma=cst.MaybeSentinel.DEFAULT) for each in changed.items]
+        return changed.with_changes(items=[*items, item])
+
+    return changed_at(node, cst.With, change)
 
 
 def marked(node: cst.BaseStatement, *lines: cst.EmptyLine) -> cst.BaseStatement:
@@ -314,13 +301,8 @@ def marked(node: cst.BaseStatement, *lines: cst.EmptyLine) -> cst.BaseStatement:
     return led_by(node, [*leading(node), *lines])
 
 
-class Lengths(cst.CSTTransformer):
+class Lengths(ScriptPass):
     """`len(loader)` before `prepare` to steps on this number of ranks; factors of processes in schedules left out."""
-
-    def __init__(self, script: Script, notes: Remarks) -> None:
-        super().__init__()
-        self._script = script
-        self._notes = notes
 
     @override
     def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:

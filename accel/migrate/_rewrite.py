@@ -17,12 +17,12 @@ from accel.migrate._checkpoints import Checkpoints
 from accel.migrate._classes import Flattened, Restored, find_kept
 from accel.migrate._guards import asks_main, calls_all, opened
 from accel.migrate._imports import Imports, bound_names
-from accel.migrate._layout import Unannotated, Unjoined, fitted, with_comments
+from accel.migrate._layout import fitted, unannotated, unjoined, with_comments
 from accel.migrate._loops import Training
 from accel.migrate._names import Names
 from accel.migrate._nested import TOO_DEEP, Asked, in_child, is_deep
 from accel.migrate._reading import Evaluation, Lengths
-from accel.migrate._script import Script
+from accel.migrate._script import Script, ScriptPass
 from accel.migrate._session import Sessions
 from accel.migrate._shared import Shared, shared_in
 from accel.migrate._trackers import HandedTrackers
@@ -51,13 +51,8 @@ from accel.migrate._tree import (
 _STAND_INS = ("DummyOptim", "DummyScheduler")
 
 
-class Before(cst.CSTTransformer):
+class Before(ScriptPass):
     """Bring a script into the form that the other passes read."""
-
-    def __init__(self, script: Script, notes: Remarks) -> None:
-        super().__init__()
-        self._script = script
-        self._notes = notes
 
     @override
     def leave_With(
@@ -150,25 +145,6 @@ def _asks_version(test: cst.BaseExpression) -> bool | None:
     return False if isinstance(operator, (cst.LessThan, cst.LessThanEqual)) else None
 
 
-class _Scaffold(cst.CSTTransformer):
-    def __init__(self, notes: Remarks) -> None:
-        super().__init__()
-        self._notes = notes
-        self.found = False
-
-    @override
-    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        lines = Lines()
-        for node in cast("Sequence[cst.BaseStatement]", updated_node.body):
-            if isinstance(node, cst.If) and node.orelse is None and _imports_tests(node):
-                lines.hold([self._notes.change("data of accelerate.test_utils is left out")])
-                self._notes.leave_out(node)
-                self.found = True
-            else:
-                lines.add(node)
-        return updated_node.with_changes(body=lines.body, footer=[*lines.rest(), *updated_node.footer])
-
-
 def _imports_tests(node: cst.If) -> bool:
     return any(
         isinstance(each, cst.ImportFrom)
@@ -178,18 +154,20 @@ def _imports_tests(node: cst.If) -> bool:
     )
 
 
-def drop_scaffolds(module: cst.Module, script: Script, notes: Remarks) -> cst.Module:
+def drop_scaffolds(module: cst.Module, notes: Remarks) -> cst.Module:
     """Leave out what takes the place of data in Accelerate's own tests."""
-    return changed_by(module, _Scaffold(notes))
+    lines = Lines()
+    for node in cast("Sequence[cst.BaseStatement]", module.body):
+        if isinstance(node, cst.If) and node.orelse is None and _imports_tests(node):
+            lines.hold([notes.change("data of accelerate.test_utils is left out")])
+            notes.leave_out(node)
+        else:
+            lines.add(node)
+    return module.with_changes(body=lines.body, footer=[*lines.rest(), *module.footer])
 
 
-class Dropped(cst.CSTTransformer):
+class Dropped(ScriptPass):
     """Leave out statements that nothing takes the place of, with their comments."""
-
-    def __init__(self, script: Script, notes: Remarks) -> None:
-        super().__init__()
-        self._script = script
-        self._notes = notes
 
     @override
     def leave_IndentedBlock(
@@ -307,7 +285,7 @@ def rewrite_here(text: str, where: str, *, cells: bool, shared: Shared) -> Migra
         place = f"{where}, cell {int(above[-1]) + 1}" if cells and above else f"{where}:{error.raw_line}"
         raise ConfigError("the file is not valid Python", got=problem, where=place) from None
     try:
-        module = changed_by(changed_by(module, Unannotated()), Unjoined())
+        module = unjoined(unannotated(module))
         if "accel" in loads(module) - bound_names(module, imported=True):  # a variable of this name
             module = changed_by(module, _Renamed("accel", "accelerator"))
         return _passed(text, module, shared.joined(shared_in([text])), cells=cells)
@@ -342,7 +320,7 @@ def _passed(text: str, module: cst.Module, shared: Shared, *, cells: bool) -> Mi
         Imports(script, notes),
         Restored(script, kept),
     ]
-    module = drop_scaffolds(module, script, notes)
+    module = drop_scaffolds(module, notes)
     for each in passes:
         module = changed_by(module, each)
     written = fitted(text, module.code, module.default_indent)

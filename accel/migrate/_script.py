@@ -475,13 +475,17 @@ def is_rate(arg: cst.Arg) -> bool:
     return arg.keyword is not None and "lr" in arg.keyword.value.split("_")
 
 
-class ScopePass(cst.CSTTransformer):
-    """A pass that rewrites each function, and the module, as one scope."""
+class ScriptPass(cst.CSTTransformer):
+    """A pass over a script, which leaves notes."""
 
     def __init__(self, script: Script, notes: Remarks) -> None:
         super().__init__()
         self._script = script
         self._notes = notes
+
+
+class ScopePass(ScriptPass):
+    """A pass that rewrites each function, and the module, as one scope."""
 
     @abstractmethod
     def rewritten(self, node: cst.FunctionDef | cst.Module) -> cst.CSTNode:

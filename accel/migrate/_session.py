@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from accel.migrate._lifted import lifted
 from accel.migrate._options import Made, Options, merged
-from accel.migrate._script import Script
+from accel.migrate._script import Script, ScriptPass
 from accel.migrate._tree import (
     Remarks,
     block,
@@ -35,13 +35,11 @@ from accel.migrate._tree import (
 _OPEN = "who closes this context: accel.close({ctx}), or the accel.session of a caller that passes it"
 
 
-class Sessions(cst.CSTTransformer):
+class Sessions(ScriptPass):
     """Put a session around what used an Accelerator."""
 
     def __init__(self, script: Script, notes: Remarks, module: cst.Module, *, cells: bool = False) -> None:
-        super().__init__()
-        self._script = script
-        self._notes = notes
+        super().__init__(script, notes)
         self._module = module
         self._cells = cells
         self._options = Options(script, notes)

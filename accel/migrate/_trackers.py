@@ -9,7 +9,7 @@ from typing import cast
 import libcst as cst
 from typing_extensions import override
 
-from accel.migrate._script import Script
+from accel.migrate._script import Script, ScriptPass
 from accel.migrate._signatures import is_tracker
 from accel.migrate._tree import (
     Remarks,
@@ -168,13 +168,11 @@ _USES = ("log", "log_images", "get_tracker", "end_training")
 _RUNS = ("tracker", "writer", "run")  # attributes of Accelerate's trackers that are the package's own object
 
 
-class HandedTrackers(cst.CSTTransformer):
+class HandedTrackers(ScriptPass):
     """Hand the trackers to functions that take the context and log; write loops over all trackers by their names."""
 
     def __init__(self, script: Script, notes: Remarks, module: cst.Module) -> None:
-        super().__init__()
-        self._script = script
-        self._notes = notes
+        super().__init__(script, notes)
         self._needing = _needing(script, module)
 
     @override

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node, parse_template_expression, parse_template_statement
@@ -15,6 +15,7 @@ from typing_extensions import override
 Statement = cst.BaseStatement | cst.BaseSmallStatement
 Compound = cst.If | cst.For | cst.While | cst.With | cst.Try | cst.FunctionDef | cst.ClassDef
 N = TypeVar("N", bound=cst.CSTNode)
+K = TypeVar("K", bound=cst.CSTNode)
 _NODES = frozenset(kind for kind in vars(cst).values() if isinstance(kind, type) and issubclass(kind, cst.CSTNode))
 # fields of nodes that hold whitespace, comments and punctuation alone
 _LAYOUT = frozenset(
@@ -86,6 +87,25 @@ def changed_by(node: N, change: cst.CSTTransformer) -> N:
     A statement may become several, as with `visit`: the result is then a sentinel, which the caller's list takes.
     """
     return cast("N", _changed(node, change))
+
+
+def changed_at(node: N, kind: type[K], change: Callable[[K, K], object]) -> N:
+    """Return a node with those of a kind in it as a function makes them; see `changed_by`.
+
+    The function gets a node before and after the changes inside of it.
+    """
+    return changed_by(node, _At(kind, change))
+
+
+class _At(cst.CSTTransformer):
+    def __init__(self, kind: type[cst.CSTNode], change: Callable[[Any, Any], object]) -> None:
+        super().__init__()
+        self._kind = kind
+        self._change = change
+
+    @override
+    def on_leave(self, original_node: cst.CSTNodeT, updated_node: cst.CSTNodeT) -> Any:
+        return self._change(original_node, updated_node) if isinstance(original_node, self._kind) else updated_node
 
 
 def _changed(node: cst.CSTNode, change: cst.CSTTransformer) -> object:

@@ -236,7 +236,7 @@ def compile_model(
 
     A region is compiled for its class, not for each block, so that a deep model starts as fast as a shallow one. Before
     or after `prepare_model` is the same: the model inside of DDP is compiled, and when DDP calls it, torch cuts the
-    graph where DDP's buckets end, so that gradients travel while others are computed (for a `bucket_cap_mb` from 1).
+    graph where DDP's buckets end, so that gradients are sent while others are computed (for a `bucket_cap_mb` from 1).
     Blocks that are recomputed, and whose graph breaks, are compiled between the breaks.
 
     Args:

@@ -133,7 +133,7 @@ class StandIn(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function of torch; views stay stand-ins."""
+        """Run a function of torch; views stay placeholders."""
         if not all(issubclass(each, StandIn) or each in (torch.Tensor, nn.Parameter) for each in types):
             return NotImplemented  # a subclass that computes with plain tensors decides
         with without_subclasses():

@@ -131,7 +131,7 @@ def prepare_model(
         broadcast_buffers: whether rank 0's buffers replace the others' before each forward.
         bucket_cap_mb, static_graph, gradient_as_bucket_view: as in DistributedDataParallel, under `ddp` only; the
             bucket's unit is MiB.
-        comm_hook: format of travelling gradients, under `ddp` only: "fp16" or "bf16" sends them in that dtype,
+        comm_hook: dtype in which gradients are sent, under `ddp` only: "fp16" or "bf16" sends them in that dtype,
             a `PowerSgd` as thin matrices; or a function for DDP's register_comm_hook, with the process group as its
             state. None sends them as they are.
         plan: styles, stages and units for the mesh's axes of several ranks; None for `ctx.plan`, else `Plan()`.
@@ -174,16 +174,27 @@ def prepare_model(
     keywords.check()
     if comm_hook is not None:
         check_hook(comm_hook)
-    plan = ctx.plan if plan is None else plan
-    engine = engine_of(ctx)
     if not allocate:
         check_unallocated(ctx)
-    view = ModelView(model, example)
+    return prepare_view(ctx, ModelView(model, example), ctx.plan if plan is None else plan, keywords, allocate=allocate)
+
+
+def prepare_view(
+    ctx: DistContext,
+    view: ModelView,
+    plan: Plan | None,
+    keywords: ReplicateOptions | None = None,
+    *,
+    allocate: bool = True,
+) -> nn.Module:
+    """Prepare a model that is described already, as `prepare_model`. A collective."""
+    keywords = keywords or ReplicateOptions()
+    engine = engine_of(ctx)
     report(refused(PrepareCall(ctx, view), [HOOKED]), "prepare_model")
     if engine is not None:
         _check_for_engine(ctx, view, plan, keywords)
-        compile_as_set(ctx, model)
-        return engine.prepare(ctx, [model])[0]
+        compile_as_set(ctx, view.model)
+        return engine.prepare(ctx, [view.model])[0]
     with _deferral(ctx, view, plan, keywords):
         prepared = _spread_alike(ctx, view, plan, keywords, allocate=allocate)
     compile_as_set(ctx, prepared)

@@ -26,6 +26,7 @@ from accel.errors._base import ErrorRecord, describe
 from accel.post_training._local import Check, Layout, LocalServer
 from accel.post_training._sample import DrawnTokens, Place, SampleOptions, SampleRequest, check_finite, samples_of
 from accel.post_training._samples import Samples, Version
+from accel.terminal import show_limit
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -131,7 +132,7 @@ def request(url: str, body: bytes, timeout_s: float, token: str) -> tuple[int, b
     except OSError as error:
         raise ServerError(
             "a server does not answer",
-            expected=f"an answer within {timeout_s:g} s",
+            expected=f"an answer within {show_limit(timeout_s)}",
             got=f"{type(error).__name__}: {error}",
             where=url,
             fix="Start it again, and publish the weights to it.",

@@ -18,6 +18,7 @@ from accel.errors._checks import check_count
 from accel.post_training._samples import FinishReason, SampleRow, Samples, Version
 from accel.random import Key
 from accel.tensors import integers
+from accel.terminal import show_limit
 from accel.training._decoding import Sampling
 
 Place = Literal["rank", "ranks", "remote"]
@@ -198,7 +199,7 @@ class PendingSamples:
             except FutureTimeout as error:
                 raise ServerError(
                     "the samples have not come in time",
-                    expected="samples" if timeout_s is None else f"samples within {timeout_s:g} s",
+                    expected="samples" if timeout_s is None else f"samples within {show_limit(timeout_s)}",
                     got=str(error) or "none",
                     where="PendingSamples.result",
                 ) from error

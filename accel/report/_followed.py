@@ -26,7 +26,7 @@ from accel.report._run_state import RunState
 from accel.report._series import charts_of, ranked_metrics
 from accel.report._tables import rank_text, show_number
 from accel.run_folder import METRICS, PROFILE, LaunchRecord, Position, decode_line, noted, read_new, read_records
-from accel.terminal import show_clock, show_text
+from accel.terminal import show_clock, show_text, show_value
 
 
 class FollowedRun:
@@ -86,7 +86,7 @@ class FollowedRun:
             self._look_at_checkpoints()
         records = read_records(self._folder)
         problems += records.problems
-        alerts = read_alerts(self._folder, problems=problems)
+        alerts = read_alerts(self._folder, problems)
         began_s = 0.0 if records.run is None else records.run.started_s
         self.alerts = [each for each in alerts if each.time_s >= began_s]
         is_page = self._read_profile is not None
@@ -220,7 +220,7 @@ def ordered_names(run: RunData) -> list[str]:
 def _speeds(run: RunData) -> list[str]:
     """Return steps per second by the clock, and the run's own rates."""
     speed = run.curves.speed()
-    rates = [] if speed is None else [f"{speed:.3g} steps/s"]
+    rates = [] if speed is None else [f"{show_value(speed)} steps/s"]
     curves = run.curves.time
     ends = {name: curves[name].last for name in _RATES if name in curves}
     return rates + [f"{name} {end[1]:.4g}" for name, end in ends.items() if end is not None]

@@ -246,7 +246,7 @@ class _Choice:
         if not left:
             return ""
         kept = ": the newest of each name, and evenly spaced ones before" if left < count else ""
-        room = f"{self._room / 1e6:g} MB (--media MB), and {_MOST_STEPS} steps of a name, {_MOST_DRAWN} of a histogram"
+        room = f"{show_size(self._room)} (--media MB), and {_MOST_STEPS} steps of a name, {_MOST_DRAWN} of a histogram"
         return f"{count - left} of {count} records are on the page{kept}. It has room for {room}."
 
 

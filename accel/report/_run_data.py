@@ -114,7 +114,7 @@ class Curves:
         self.damaged = 0
 
     def add(self, lines: Iterable[MetricsLine | None]) -> None:
-        """Add lines; None counts as damaged. One of an earlier step drops those behind it: the run went on from
+        """Add lines; None counts as damaged. One of an earlier step drops those behind it: the run resumed
         there."""
         for line in lines:
             if line is None:

@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from accel.run_folder import LaunchRecord, RunRecord
+from accel.terminal import show_age
 
 
 class RunState(msgspec.Struct, frozen=True):
@@ -88,7 +89,7 @@ def state_of(
         return found
     if time.time() - _written_s(folder) < _SILENT_S:
         return found
-    text = f"unknown: nothing written for {_SILENT_S / 60:.0f} min, and {record.host or 'its host'} cannot be asked"
+    text = f"unknown: nothing written for {show_age(_SILENT_S)}, and {record.host or 'its host'} cannot be asked"
     return RunState("unknown", text, found.started_s)
 
 
@@ -114,9 +115,9 @@ def _of_records(
             return RunState(kind, text, started_s, launch.ended_s)
         if alive(launch):
             return RunState("running", "running", started_s)
-        return RunState("lost", "the launcher ended without a word, as after SIGKILL or a loss of power", started_s)
+        return RunState("lost", "the launcher ended without a record, as after SIGKILL or a loss of power", started_s)
     if run is not None and run.status == "running" and not alive(run):
-        return RunState("lost", "rank 0 ended without a word, as after SIGKILL or a loss of power", started_s)
+        return RunState("lost", "rank 0 ended without a record, as after SIGKILL or a loss of power", started_s)
     if run is not None:
         text = f"failed: {run.error}" if run.status == "failed" and run.error else run.status
         return RunState(run.status, text, started_s, run.ended_s)

@@ -17,7 +17,7 @@ import msgspec
 from accel.report._run_data import AT, RunData
 from accel.report._run_state import RunState
 from accel.run_folder import Attempt, LaunchRecord, RankError, RankState, Setting, SourceState
-from accel.terminal import show_clock, show_size
+from accel.terminal import show_clock, show_size, show_value
 
 _ALONE = ("br", "input", "meta")
 # controls, turns of the direction of writing, halves of characters
@@ -191,7 +191,7 @@ def _facts(run: RunData, state: RunState) -> dict[str, str]:
         "started": show_time(state.started_s),
         "duration": show_clock(end_s - state.started_s) if end_s and state.started_s else NONE,
         "last step": NONE if run.curves.last_step is None else str(run.curves.last_step),
-        "steps/s at the end": NONE if speed is None else f"{speed:.3g}",
+        "steps/s at the end": NONE if speed is None else show_value(speed),
         "ranks": NONE if ranks is None else str(ranks),
         "launches": str(len(run.launches)) if run.launches else NONE,
         "restarts": str(sum(each.restarts for each in run.launches)) if run.launches else NONE,

@@ -19,6 +19,7 @@ import accel
 from accel.run_folder._files import LAUNCHES, RUN, problem_of_json, read_files, read_json
 from accel.run_folder._secrets import hide_in_diff
 from accel.system import HelperEnd, Helpers, run_helper
+from accel.terminal import show_limit, show_size
 
 _DISTRIBUTION = "accel-torch"  # of this package; `accel` on the index is a stranger's
 _PACKAGES = ("torch", "numpy", "safetensors", "transformers", "datasets", "torchao", "torchdata")
@@ -107,7 +108,7 @@ def read_diff(folder: str, source: SourceState) -> str:
     command = [*_DIFF.split(), source.commit or _EMPTY_TREE, "--"]
     ended = _run_git(folder, command, limit_s=_DIFF_PATIENCE_S, most_out=_MOST_READ)
     if ended.status is None:
-        raise OSError(f"git diff has not ended after {_DIFF_PATIENCE_S:g} s")
+        raise OSError(f"git diff has not ended after {show_limit(_DIFF_PATIENCE_S)}")
     if ended.status != 0 and not ended.is_cut:
         raise OSError(f"git diff ended with status {ended.status}")
     files = re.split(r"(?m)^(?=diff --git )", ended.out.decode(errors="replace"))
@@ -127,7 +128,7 @@ def _bounded_diff(files: Sequence[str], *, is_cut: bool) -> str:
     left_out = len(files) - len(kept)
     if left_out:
         more = " or more" if is_cut else ""
-        kept.append(f"# left out: {left_out}{more} changed files, beyond {_MOST_DIFF / 1e6:g} MB\n")
+        kept.append(f"# left out: {left_out}{more} changed files, beyond {show_size(_MOST_DIFF)}\n")
     return "".join(kept)
 
 
@@ -410,7 +411,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
         project: project of the run.
         name: its name for people; empty for none.
         started_s: time of the first start, in seconds since the epoch.
-        resumed_s: times at which the run went on.
+        resumed_s: times at which the run resumed.
         world_size: number of ranks at the last start.
         host: name of the host of rank 0 at the last start; empty in records of older versions.
         pid: process of rank 0 there; 0 likewise.
@@ -487,7 +488,7 @@ def _with_error(run: RunRecord, launches: Sequence[LaunchRecord]) -> RunRecord:
         for attempt in launch.attempts:
             first, ended_s = attempt.error, attempt.ended_s
             if first is None or not first.text or ended_s is None or not attempt.started_s <= last_s <= ended_s:
-                continue  # the run went on in another attempt
+                continue  # the run continued in another attempt
             has_own = run.status == "failed" and first.rank == 0
             if not has_own and any(each.rank == 0 for each in attempt.ranks):
                 text = f"rank {first.rank} {first.text}"

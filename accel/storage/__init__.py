@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files without ranks: durable writing, distrustful reading, safetensors, and folders that appear by one rename.
 
-Begin with `_place.py`: a `Place` is a folder on disk (`_files.py`, `_reading.py`) or in a store (`_objects.py`,
+Begin with `_place.py`: a `Place` is a folder on disk (`_files.py`) or in a store (`_objects.py`,
 `_store.py`), with one writer at a time (`_lock.py`). Checkpoints write and read through it. Ranges of large files are
 planned in `_ranges.py` and read past the page cache by `_local_ranges.py`. `_safetensors.py` has the format,
 `_weight_files.py` the layout of other libraries.
@@ -11,9 +11,11 @@ from accel.storage._files import (
     AFTER_WRITE as AFTER_WRITE,
     Digest as Digest,
     FileEntry as FileEntry,
+    OpenDirectory as OpenDirectory,
     Span as Span,
     disk_errors as disk_errors,
     is_file_name as is_file_name,
+    open_directory as open_directory,
     write_file as write_file,
 )
 from accel.storage._local_ranges import LocalRanges as LocalRanges
@@ -40,7 +42,6 @@ from accel.storage._ranges import (
     Passed as Passed,
     Wanted as Wanted,
 )
-from accel.storage._reading import OpenDirectory as OpenDirectory, open_directory as open_directory
 from accel.storage._safetensors import (
     DTYPE_NAMES as DTYPE_NAMES,
     FLOATS as FLOATS,

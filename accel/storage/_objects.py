@@ -21,6 +21,7 @@ import msgspec
 from accel.errors import AccelError, CheckpointError, ConfigError, MissingExtraError
 from accel.storage._files import SPAN_BYTES, Bytes, FileEntry, cut
 from accel.storage._ranges import Passed, Request, Wanted, WantedBytes, carry_out, memory_at, plan_requests
+from accel.terminal import show_limit
 
 _MOST_PARTS = 9_000  # of an object; S3 takes 10,000
 _THREADS = 4
@@ -94,10 +95,10 @@ def remote_errors(place: RemotePath) -> Generator[None]:
 def telling_silence(place: RemotePath) -> Generator[Callable[[], None]]:
     """Warn if the store takes 20 s for a request of the block; yields a function to call between two requests."""
     log = logging.getLogger("accel.checkpoint")
-    text = "%s: the store has not answered for %g s; its client may try again for minutes"
+    text = "%s: the store has not answered for %s; its client may try again for minutes"
 
     def start() -> threading.Timer:
-        timer = threading.Timer(_SILENT_S, log.warning, (text, place, _SILENT_S))
+        timer = threading.Timer(_SILENT_S, log.warning, (text, place, show_limit(_SILENT_S)))
         timer.daemon = True
         timer.start()
         return timer

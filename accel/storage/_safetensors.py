@@ -22,7 +22,7 @@ from accel.storage._files import Bytes, FileEntry, write_file
 if TYPE_CHECKING:
     import torch
 
-    from accel.storage._reading import OpenDirectory
+    from accel.storage._files import OpenDirectory
 
 MOST_TENSORS = 2**18  # of a file without a manifest
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from accel.errors import CheckpointError
-from accel.storage._files import SPAN_BYTES, Bytes, FileEntry, Span
+from accel.storage._files import SPAN_BYTES, Bytes, FileEntry, OpenDirectory, Span
 from accel.storage._lock import Beat, RemoteLock, take_remote_lock
 from accel.storage._objects import (
     LAG,
@@ -32,7 +32,6 @@ from accel.storage._objects import (
     remove_objects,
     upload,
 )
-from accel.storage._reading import OpenDirectory
 
 _BLOCK = SPAN_BYTES  # in memory, of each object that is read
 _THREADS = 4

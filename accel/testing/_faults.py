@@ -56,7 +56,7 @@ class WriteFault(msgspec.Struct, frozen=True, repr_omit_defaults=True):
         action: "drop" leaves no file; "cut" leaves the first half; "corrupt" changes one byte; "full" leaves the first
             half and fails with `OSError(ENOSPC)`, no space left on device.
         byte: the one that "corrupt" changes, from the file's start, or from its end if negative; past the other end,
-            counting goes on round the file.
+            counting continues at the start of the file.
     """
 
     rank: int

@@ -20,7 +20,7 @@ from accel.testing._threads import RankStreams, no_thread
 _SLICE_S = 1.0  # Python handles a signal that comes just before a wait only after it
 _SHORTEST_S = 0.02  # of a slice: where CPU seconds count, the rest of the time is used up only in part
 _IDLE = 0.01  # part of a CPU that a process uses which only waits
-_MEETING = 10  # times as long for a run whose ranks go on meeting
+_MEETING = 10  # times as long for a run with ranks that keep meeting
 
 
 class Stopped(BaseException):
@@ -39,7 +39,7 @@ class Allowance:
 
     A busy machine lets a process run seldom: time counts as the process's CPU seconds, and by the clock only while it
     uses hardly any. What looks for something in a loop with pauses uses little for ever, so that a tenth of the clock
-    counts at least. A run that goes on meeting has ten times as much, in all.
+    counts at least. A run that keeps meeting has ten times as much, in all.
 
     Args:
         most_s: seconds since the last meeting.

@@ -134,7 +134,7 @@ def simulate(
         seed: fixes a random schedule, one for each seed; None lets ranks go in turn, from rank 0.
         timeout_s: CPU seconds of the process since a rank last met others, began or ended; by the clock while the
             process uses no CPU. Only code that the simulation cannot see, such as an endless loop, takes them. A run
-            that goes on meeting may take ten times as many in all.
+            that keeps meeting may take ten times as many in all.
         faults: `Fault`s of ranks and `WriteFault`s of their disks to inject; each must come to pass.
         default_group: whether each rank has a separate c10d world with the simulated group as its default group. Then
             code that asks torch.distributed for its default group runs too: `dist.get_rank()`, `new_group`, DeviceMesh,

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from accel.errors import ConfigError
+from accel.terminal import show_limit
 from accel.trackers._packages import load, needs, picture
 from accel.trackers._tracker import (
     Artifact,
@@ -163,7 +164,7 @@ def _find(client: Any, project: str, run_id: str, patience_s: float) -> str:
             break
         time.sleep(_POLL_S)
     if patience_s:
-        raise TimeoutError(f"rank 0 has made no run in {patience_s:g} s")
+        raise TimeoutError(f"rank 0 has made no run in {show_limit(patience_s)}")
     return ""
 
 

@@ -32,6 +32,7 @@ from accel.run_folder import (
     read_json,
     write_json,
 )
+from accel.terminal import show_limit
 from accel.trackers._tracker import Config, Ending, Media, Run, Tracker
 from accel.trackers._writer import LostRecords, Write, Writer
 
@@ -392,8 +393,8 @@ def _end_writers(writers: Sequence[Writer], ending: Ending, patience_s: float) -
     if late and patience_s > _SILENT_S:
         reason = f"{ending.error}; " if ending.error else ""
         # Among the launcher's lines, if logging is not configured.
-        text = "accel: %swaiting up to %g s for %s to finish"
-        logging.getLogger("accel.trackers").warning(text, reason, patience_s - _SILENT_S, ", ".join(late))
+        text = "accel: %swaiting up to %s for %s to finish"
+        logging.getLogger("accel.trackers").warning(text, reason, show_limit(patience_s - _SILENT_S), ", ".join(late))
     for writer in writers:
         _ = writer.has_ended(began + patience_s)
     return [lost for writer in writers if (lost := writer.losses())]

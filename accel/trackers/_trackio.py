@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from accel.terminal import show_limit
 from accel.trackers._packages import array, load, needs, own_name, picture, verbatim
 from accel.trackers._tracker import Artifact, Config, Figure, Histogram, Images, Media, Run, Table, TextRecord, Tracker
 
@@ -85,8 +86,8 @@ class _StoredRows:
         while not self._is_late and self._count() < self._before + self.logged:
             if time.monotonic() >= until:
                 self._is_late = True
-                text = "trackio did not store its rows in %g s, and checkpoints wait for it no longer"
-                logging.getLogger("accel.trackers").warning(text, _PATIENCE_S)
+                text = "trackio did not store its rows in %s, and checkpoints wait for it no longer"
+                logging.getLogger("accel.trackers").warning(text, show_limit(_PATIENCE_S))
             time.sleep(_POLL_S)
 
     def _count(self) -> int:

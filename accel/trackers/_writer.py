@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from accel.errors import CheckpointError, ConfigError
+from accel.terminal import show_limit
 from accel.trackers._tracker import Ending, Run, Tracker
 
 Write = Callable[[Any], object]
@@ -106,7 +107,7 @@ class Writer:
             began = self._changed.wait_for(lambda: self._is_live or self._error or self._done, patience_s)
             if self._is_live:
                 return self._live
-            got = self._error if began else f"no answer in {patience_s:g} s"
+            got = self._error if began else f"no answer in {show_limit(patience_s)}"
         raise ConfigError(f"the tracker {self.tracker.name} did not start", got=got, where="get_tracker")
 
     def flush(self, patience_s: float) -> None:
@@ -129,7 +130,7 @@ class Writer:
             _ = self._changed.wait_for(lambda: self._is_through(number) or self._tries >= enough, max(0.0, patience_s))
             if ready.is_set() or (self._is_through(number) and not self._is_live):
                 return  # of a tracker that never began, all records are lost
-            lost = self._lost(f"not written within {patience_s:g} s")
+            lost = self._lost(f"not written within {show_limit(patience_s)}")
         raise CheckpointError(
             "log files are missing steps that the checkpoint already counted",
             got=self._held or str(lost),

@@ -122,12 +122,12 @@ def _nonfinite(step: int, blamed: str, named: str) -> NonFiniteError:
         got="inf or NaN" + blamed,
         where=named or "the norm of all gradients, optimizer_step, nonfinite='defer'",
         fix="Parameters and optimizer state are as before that step; load the last checkpoint, as schedulers and"
-        " counts have gone on.",
+        " counts have advanced.",
     )
 
 
 def check_deferrable(ctx: DistContext, optimizers: Sequence[Optimizer], scaler: LossScale, *, engine: bool) -> None:
-    """Raise `ConfigError` where a step cannot be left out after the host has gone on."""
+    """Raise `ConfigError` where a step cannot be left out after the host has continued."""
     if engine:
         raise _refused("an engine decides over its steps itself", "a strategy without an engine", ctx.strategy)
     if scaler.dynamic:

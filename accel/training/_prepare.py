@@ -25,7 +25,7 @@ from accel.optim import guard_closures, note_complex, note_elsewhere, parameters
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import current_parameter, has_state_on_host, heir_of, is_dropped, name_of
 from accel.parallel._modules import unwrap_model
-from accel.parallel._prepare_model import check_model, compile_as_set, prepare_model, refuse_plan, replaces_parameters
+from accel.parallel._prepare_model import check_model, compile_as_set, prepare_view, refuse_plan, replaces_parameters
 from accel.parallel._refused import check_sparse
 from accel.parallel._spread import ModelView
 from accel.precision import apply_precision
@@ -220,6 +220,7 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None, exampl
     """
     plan = ctx.plan if plan is None else plan
     engine = engine_of(ctx)
+    views: dict[int, ModelView] = {}
     with agreed(ctx.comm, Call("prepare", ordered=False)):  # else a rank that refuses leaves the others waiting
         # All checks of all objects before the first change, so that an error leaves every one of them as it was.
         objects = tuple(map(unwrapped_loader, objects))
@@ -227,7 +228,7 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None, exampl
         _check_optimizers(objects)
         _check_schedulers(objects)
         if engine is None:
-            _convert_models(ctx, objects, plan, example)
+            views = _convert_models(ctx, objects, plan, example)
         else:
             refuse_plan(ctx, plan)
             for each in objects:
@@ -241,8 +242,7 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None, exampl
     else:
         # Models before optimizers, which then take the parameters that the models have now.
         models = [
-            prepare_model(ctx, each, plan=plan, example=example) if isinstance(each, nn.Module) else each
-            for each in loaded
+            prepare_view(ctx, views[id(each)].after(), plan) if isinstance(each, nn.Module) else each for each in loaded
         ]
         prepared = [_prepare_stepped(ctx, each) for each in models]
     return prepared[0] if len(prepared) == 1 else tuple(prepared)
@@ -307,8 +307,10 @@ def prepare_scheduler(ctx: DistContext, scheduler: S) -> S:
     return scheduler
 
 
-def _convert_models(ctx: DistContext, objects: tuple[Any, ...], plan: Plan | None, example: Any) -> None:
-    """Check that models can be prepared, then give them the context's precision."""
+def _convert_models(
+    ctx: DistContext, objects: tuple[Any, ...], plan: Plan | None, example: Any
+) -> dict[int, ModelView]:
+    """Check that models can be prepared, then give them the context's precision; return their views by `id`."""
     views = [ModelView(each, example) for each in objects if isinstance(each, nn.Module)]
     models = [each.model for each in views]
     for each in views:
@@ -318,6 +320,9 @@ def _convert_models(ctx: DistContext, objects: tuple[Any, ...], plan: Plan | Non
     for each in models:
         apply_precision(ctx, unwrap_model(each))
     _check_optimizers(objects)  # fp8 may have put other parameters into a model
+    if ctx.precision.fp8 is not None or ctx.precision.qat is not None:  # layers were replaced
+        views = [ModelView(each, example) for each in models]
+    return {id(each.model): each for each in views}
 
 
 def _check_narrow(ctx: DistContext, optimizers: Sequence[Optimizer], models: Sequence[nn.Module] = ()) -> None:

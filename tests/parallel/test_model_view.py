@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import accel
+from accel.parallel import _spread
 from accel.parallel._blocks import blocks_of
-from accel.parallel._modules import note_module
+from accel.parallel._modules import named_modules, note_module
 from accel.parallel._spread import ModelView
 from accel.testing import Simulator
 
@@ -142,3 +143,24 @@ def test_a_view_after_a_change_has_the_tensors_of_now_and_the_modules_of_then(wa
     assert wrapped.inner.model is model
     assert next(iter(wrapped.parameters)) == "wrapped.0.weight"
     assert sum(each is model for each in walks) == 3  # one a view
+
+
+@pytest.mark.parametrize(("strategy", "precision"), [("ddp", "fp32"), ("ddp", "pure-bf16"), ("fsdp", "fp32")])
+def test_prepare_describes_a_model_once(
+    ranks: Simulator, monkeypatch: pytest.MonkeyPatch, strategy: str, precision: str
+) -> None:
+    described: list[nn.Module] = []
+
+    def counted(model: nn.Module, **options: bool) -> Any:
+        described.append(model)
+        return named_modules(model, **options)
+
+    def rank(ctx: accel.DistContext) -> nn.Module:
+        ctx = accel.replace(ctx, strategy=strategy, precision=precision)
+        model = nn.Sequential(blocks(), nn.Linear(4, 4))
+        _ = accel.prepare(ctx, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return model
+
+    monkeypatch.setattr(_spread, "named_modules", counted)
+    models = ranks.run(rank, 2, default_group=True)
+    assert [sum(each is model for each in described) for model in models] == [1, 1]

@@ -181,7 +181,7 @@ def test_no_more_than_the_room_is_on_the_page_and_the_rest_is_counted(
     assert len(steps["said"]) >= len(steps["in"])
     assert f"{len(steps['in'])} of 100 on the page" in page
     assert f"{len(steps['in']) + len(steps['said'])} of 200 records are on the page: the newest" in page
-    assert "It has room for 0.1 MB" in page
+    assert "It has room for 100 kB" in page
     page, series, contents = page_of(tmp_path, 0)
     assert contents == {}
     assert "0 of 200 records are on the page" in page

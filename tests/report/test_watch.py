@@ -110,7 +110,7 @@ def test_a_run_that_lost_its_rank_0_is_followed_until_its_launcher_has_started_i
     record = RunRecord(id="a", project="p", started_s=START_S, host=socket.gethostname(), pid=gone.pid)
     write_json(tmp_path / "run.json", record)
     assert main(["watch", str(tmp_path), "--once"]) == 1
-    assert capsys.readouterr().out.endswith("rank 0 ended without a word, as after SIGKILL or a loss of power\n")
+    assert capsys.readouterr().out.endswith("rank 0 ended without a record, as after SIGKILL or a loss of power\n")
     monkeypatch.setattr("accel.cli._runs.time.sleep", lambda _: write_run(tmp_path, config={}))
     assert main(["watch", str(tmp_path), "--plain"]) == 0
     assert capsys.readouterr().out.endswith("finished\n")

@@ -211,7 +211,7 @@ def test_differences_from_the_commit_are_those_of_tracked_files_without_credenti
     _ = subprocess.run(config, check=True)
     diff = read_diff(str(tmp_path), state)
     assert '-lr = 1\n+lr = 2\n+api_key = "***"\n' in diff
-    assert "+last = 1\n# left out: 1 changed files, beyond 1 MB\n" in diff
+    assert "+last = 1\n# left out: 1 changed files, beyond 1.0 MB\n" in diff
     assert "untracked" not in diff
     assert not marker.exists()
     with pytest.raises(OSError, match="git diff ended with status"):

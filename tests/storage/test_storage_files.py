@@ -128,7 +128,7 @@ def test_every_part_of_a_file_has_a_digest_that_finds_damage(
     path, data = tmp_path_factory.mktemp("t"), b"".join(chunks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("accel.storage._files.SPAN_BYTES", 16)
-        patch.setattr("accel.storage._reading._HASH_BYTES", 5)
+        patch.setattr("accel.storage._files._HASH_BYTES", 5)
         entry = write_file(path, "f", chunks)
         spans = [("f", span) for span in entry.spans()]
     assert [data[span.start : span.stop] for _, span in spans] == [data[i : i + 16] for i in range(0, len(data), 16)]

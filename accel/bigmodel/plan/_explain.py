@@ -36,7 +36,7 @@ def pass_seconds(
     """
     check_compute(device_map, compute)
     segments = device_map.skeleton.segments
-    travel = {segment.name: travel_seconds(device_map, segment, bandwidth) for segment in segments}
+    transfer = {segment.name: transfer_seconds(device_map, segment, bandwidth) for segment in segments}
     streamed = frozenset(device_map.order)
     link = dict.fromkeys(device_map.devices, 0.0)
     free = {device: [0.0] * device_map.slots for device in link}
@@ -48,11 +48,11 @@ def pass_seconds(
             name = segment.name
             device = device_map.runs[name]
             if name not in streamed:
-                clock += compute.get(name, 0.0) + travel[name]
+                clock += compute.get(name, 0.0) + transfer[name]
                 continue
             slot = turn[device]
             start = max(link[device], free[device][slot], 0.0 if overlap else clock)
-            link[device] = start + travel[name]
+            link[device] = start + transfer[name]
             clock = max(clock, link[device]) + compute.get(name, 0.0)
             free[device][slot] = clock
             turn[device] = (slot + 1) % device_map.slots
@@ -66,7 +66,7 @@ def pass_limit(device_map: DeviceMap, compute: Mapping[str, float], bandwidth: B
     busy = dict.fromkeys(device_map.devices, 0.0)
     working = 0.0
     for segment in device_map.skeleton.segments:
-        seconds = travel_seconds(device_map, segment, bandwidth)
+        seconds = transfer_seconds(device_map, segment, bandwidth)
         working += compute.get(segment.name, 0.0)
         if segment.name in streamed:
             busy[device_map.runs[segment.name]] += seconds
@@ -75,7 +75,7 @@ def pass_limit(device_map: DeviceMap, compute: Mapping[str, float], bandwidth: B
     return max(working, *busy.values(), 0.0)
 
 
-def travel_seconds(device_map: DeviceMap, segment: Segment, bandwidth: Bandwidth) -> float:
+def transfer_seconds(device_map: DeviceMap, segment: Segment, bandwidth: Bandwidth) -> float:
     """Return the seconds in which a segment reaches its device; 0 if it is there, or if only rows of it move."""
     home = device_map.home[segment.name]
     if home == device_map.runs[segment.name] or segment.rows or not segment.home_memory:
@@ -174,8 +174,8 @@ def _segments(device_map: DeviceMap, compute: Mapping[str, float] | None, bandwi
         way = "rows" if segment.rows else "streams" if name in streamed else "in place"
         if home == runs:
             way = "casts" if segment.casting else ""
-        travel = () if bandwidth is None else (travel_seconds(device_map, segment, bandwidth),)
-        seconds = (*travel, *(() if compute is None else (compute.get(name, 0.0),)))
+        transfer = () if bandwidth is None else (transfer_seconds(device_map, segment, bandwidth),)
+        seconds = (*transfer, *(() if compute is None else (compute.get(name, 0.0),)))
         path, number = _numbered(name)
         size = segment.fixed + (segment.resident_memory if home == runs else segment.home_memory)
         kinds.setdefault(_Kind(path, home, runs, way, size, seconds), []).append(number)

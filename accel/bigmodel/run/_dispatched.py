@@ -16,7 +16,7 @@ from accel.bigmodel.plan import DeviceMap
 from accel.bigmodel.run._install import Fetches
 from accel.bigmodel.run._slots import Block
 from accel.tensors import is_absent, state_tensors, stored_values
-from accel.terminal import show_size
+from accel.terminal import show_seconds, show_size
 
 
 class SegmentStats(msgspec.Struct, frozen=True):
@@ -118,7 +118,7 @@ class RunStats(msgspec.Struct, frozen=True):
 def _line(each: SegmentStats) -> str:
     name = each.name if len(each.name) <= 32 else f"...{each.name[-29:]}"
     moved = f"{show_size(each.moved_bytes):>10} {show_size(each.fetched_bytes):>10} {each.rows:8}"
-    return f"{name:32} {each.home:5} {each.hits:7} {each.waits:7} {each.waited_s:7.3f} s {moved}"
+    return f"{name:32} {each.home:5} {each.hits:7} {each.waits:7} {show_seconds(each.waited_s):>9} {moved}"
 
 
 def _less(each: SegmentStats, before: SegmentStats) -> SegmentStats:
@@ -128,7 +128,7 @@ def _less(each: SegmentStats, before: SegmentStats) -> SegmentStats:
 
 def _advice(stats: RunStats) -> list[str]:
     """Return the sentences on what to change."""
-    found = [f"waited {stats.waited_s:.3f} s of {stats.seconds:.3f} s"]
+    found = [f"waited {show_seconds(stats.waited_s)} of {show_seconds(stats.seconds)}"]
     if stats.seconds and stats.waited_s > 0.1 * stats.seconds:
         found.append(
             "Computation waits for weights: more memory keeps more of them, or a nearer home sends them faster."

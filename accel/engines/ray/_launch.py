@@ -25,6 +25,7 @@ from accel.launching._launch import PlacedRank, RankNews, RankPosition
 from accel.launching.local._children import Children, Relay, open_logs, start_relay
 from accel.launching.local._launch_plan import LaunchPlan
 from accel.launching.reports._failure import Failure, FailureRecord, read_failure
+from accel.terminal import show_limit
 
 _LOOK_S = 0.2
 _SIGNAL_S = 5.0
@@ -330,7 +331,7 @@ def _await_room(ray: Any, group: Any, bundle: Mapping[str, float], nproc: int, t
         names = ("CPU", "GPU", *(name for name in bundle if name not in ("CPU", "GPU")))
         held = ", ".join(f"{free.get(name, 0.0):g} of {total.get(name, 0.0):g} {name} free" for name in names)
         raise LaunchError(
-            f"the Ray cluster has no room for {nproc} ranks within {timeout_s:g} s",
+            f"the Ray cluster has no room for {nproc} ranks within {show_limit(timeout_s)}",
             expected=f"{nproc} times {', '.join(f'{amount:g} {name}' for name, amount in bundle.items())}",
             got=f"{held}, on {len([node for node in ray.nodes() if node['Alive']])} hosts",
             where="accel.engines.ray.launch",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import Any, Literal, cast
 
 import msgspec
 import torch
@@ -23,6 +23,7 @@ from accel.data._progress import skip_first_batches
 from accel.engines.torchft._group import ReplicaGroup
 from accel.errors import AccelError, ConfigError, PeerError, StepError
 from accel.items._kinds import refuse_replaced_items
+from accel.items._stateful import Stateful
 from accel.optim import Accumulation, check_latest, parameters_of
 from accel.precision._amp import LossScale
 from accel.tensors import is_dtensor
@@ -32,22 +33,9 @@ from accel.training._train_state import TrainState
 _STATE = "state"
 
 
-@runtime_checkable
-class LiveStateful(Protocol):
-    """An object with a state, such as a module, an optimizer or a scheduler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return its state."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Take a state up."""
-        ...
-
-
 def check_items(items: Mapping[str, object]) -> None:
     """Raise `ConfigError` unless a group that joins can adopt all of these."""
-    wrong = [f"{name}: {type(item).__name__}" for name, item in items.items() if not isinstance(item, LiveStateful)]
+    wrong = [f"{name}: {type(item).__name__}" for name, item in items.items() if not isinstance(item, Stateful)]
     if wrong or _STATE in items:
         raise ConfigError(
             "items that a joining group cannot adopt",
@@ -61,7 +49,7 @@ def capture(items: Mapping[str, object], state: TrainState) -> dict[str, Any]:
     """Return all items and the state as tensors and values; a sharded model is refused. No communication."""
     tensors: dict[str, torch.Tensor] = {}
     values = {
-        name: encode(item.state_dict(), name, tensors) for name, item in items.items() if isinstance(item, LiveStateful)
+        name: encode(item.state_dict(), name, tensors) for name, item in items.items() if isinstance(item, Stateful)
     }
     parts = {"cursor": state.cursor, "accum": state.accum, "scaler": state.scaler}
     values[_STATE] = {name: msgspec.to_builtins(part) for name, part in parts.items()}
@@ -87,7 +75,7 @@ def restore(items: Mapping[str, object], taken: Mapping[str, Any]) -> TrainState
             where="begin_step, items",
         )
     for name, item in items.items():
-        assert isinstance(item, LiveStateful)
+        assert isinstance(item, Stateful)
         live: dict[str, torch.Tensor] = {}
         _ = encode(item.state_dict(), name, live)
         mine = {key: part for key, part in tensors.items() if _belongs(key, name)}

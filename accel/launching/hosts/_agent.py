@@ -45,6 +45,7 @@ from accel.launching.local._worker import die_with
 from accel.launching.reports._journal import Journal, open_journal
 from accel.launching.reports._report import notify, stop_report
 from accel.system import Helpers
+from accel.terminal import show_limit
 
 _JOB = "accel"
 _RUNNING = "accel/running"  # terms of the hosts that run; a later host must fit them, or all would end
@@ -113,7 +114,9 @@ class Rendezvous:
                 return LaunchEnd(128 + stopped, stop_report(stopped, [], []), stopped=stopped)
             if not is_logged and time.monotonic() - began_s >= _SILENT_S:
                 is_logged = True
-                notify(f"accel: waiting for other hosts at {endpoint}, up to {patience_s:g} s (--rdzv-timeout-s)\n")
+                notify(
+                    f"accel: waiting for other hosts at {endpoint}, up to {show_limit(patience_s)} (--rdzv-timeout-s)\n"
+                )
         try:
             self._round, address, port = joined.result()
         except RendezvousGracefulExitError:  # there were enough hosts without this one

@@ -28,6 +28,7 @@ from accel.launching.local._signals import LOOK_S, Signals
 from accel.launching.reports._report import notify
 from accel.run_folder import LaunchRecord
 from accel.system import NOTICES, STOPPING
+from accel.terminal import show_limit
 
 ALERTS = next(field for field in FIELDS if field.name == "alerts")
 _AGENT = str(Path(__file__).with_name("_agent.py"))
@@ -194,7 +195,9 @@ def _await(
     def notice(error: OSError, waited_s: float) -> bool:
         is_due = waited_s >= _SILENT_S
         if is_due:
-            notify(f"accel: waiting for {awaited}, up to {config.rdzv_timeout_s:g} s (--rdzv-timeout-s): {error}\n")
+            notify(
+                f"accel: waiting for {awaited}, up to {show_limit(config.rdzv_timeout_s)} (--rdzv-timeout-s): {error}\n"
+            )
         return is_due
 
     return retry(attempt, config.rdzv_timeout_s, notice=notice, pause=lambda _: signals.stop(_RETRY_S))

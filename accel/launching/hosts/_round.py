@@ -20,6 +20,7 @@ from accel.errors import LaunchError
 from accel.launching.local._hang import Whereabouts
 from accel.launching.local._supervisor import Exchange, Peers
 from accel.launching.reports._failure import Failure, repeats
+from accel.terminal import show_limit
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -155,7 +156,7 @@ class HostRound(Peers):
                 raise LaunchError(
                     "another host does not answer, after the ranks of this host have finished",
                     expected="the end of its ranks",
-                    got=f"nothing from {names} for {SILENT_S:g} s",
+                    got=f"nothing from {names} for {show_limit(SILENT_S)}",
                     fix="See what the launcher there printed; its ranks may not have ended.",
                 )
             return False

@@ -21,6 +21,7 @@ from accel.launching._target import LaunchTarget
 from accel.launching.local._launch_plan import HostPosition, check_mesh, idle_gpus, plan_launch
 from accel.launching.local._machine import Gpu, Machine
 from accel.system import run_helper
+from accel.terminal import show_limit
 
 _SHORT = {"-N": "nodes", "-G": "gpus"}
 _GPU_ITEM = re.compile(r"(?:gres[/:])?gpu(?:[:=](.*))?")
@@ -209,7 +210,7 @@ def submit(script: str, environ: Mapping[str, str]) -> str:
     if ended.status is None:
         raise LaunchError(
             "Slurm does not answer",
-            expected=f"an answer of `sbatch` within {_SUBMIT_S:g} s",
+            expected=f"an answer of `sbatch` within {show_limit(_SUBMIT_S)}",
             got=ended.last_line(),
             fix="See with `squeue --me` whether the job was submitted.",
         )

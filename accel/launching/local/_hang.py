@@ -19,6 +19,7 @@ from accel.errors._checks import is_users
 from accel.launching.local._children import Children, Relay
 from accel.launching.reports._failure import DECORATOR, STACK_SIGNAL, WORKER, EnteredCollective, file_beside
 from accel.run_folder import read_json
+from accel.terminal import show_limit
 
 _ANSWER_S = 1.0
 _PAUSE_S = 0.02
@@ -135,7 +136,7 @@ def hang_report(heard: Mapping[int, RankAnswer], after_s: float) -> str:
     places: dict[str, list[int]] = {}
     for rank, each in heard.items():
         places.setdefault(_place(each), []).append(rank)
-    lines = [f"accel: no output for {after_s:g} s", *map("accel: {}".format, _waits(heard)[:_MOST_PLACES])]
+    lines = [f"accel: no output for {show_limit(after_s)}", *map("accel: {}".format, _waits(heard)[:_MOST_PLACES])]
     shown = [f"accel: {_subject(ranks)}: {place}" for place, ranks in places.items()]
     lines += shown[:_MOST_LINES] + [f"accel: and {len(shown) - _MOST_LINES} more places"] * (len(shown) > _MOST_LINES)
     for ranks in list(places.values())[:_MOST_PLACES]:

@@ -32,6 +32,7 @@ from typing import Self
 from accel.errors import LaunchError
 from accel.run_folder import hide_in_words
 from accel.system import NOTICES, REPEATED, SAME_REQUEST_S, STOPPING, Helpers, not_ignored, open_streams
+from accel.terminal import show_limit
 
 LOOK_S = 5.0  # the longest wait between two looks at the children, as a signal may be lost
 _DEAF_S = 3.5  # a launcher that has not read a request to stop for so long, or does not continue after it, is stuck
@@ -214,7 +215,8 @@ class Orphans:
                 _signal(pid, signal.SIGTERM)
             named |= found
             if not is_logged and time.monotonic() > asked_s + _SILENT_S:
-                notify(f"accel: waiting up to {self._grace_s:g} s for what ranks have left behind: {_listed(found)}\n")
+                limit = show_limit(self._grace_s)
+                notify(f"accel: waiting up to {limit} for what ranks have left behind: {_listed(found)}\n")
                 is_logged = True
             hurry = wait(_POLL_S)
         killed = found

@@ -49,7 +49,7 @@ from accel.run_folder import (
     read_new,
 )
 from accel.system import Helpers, absolute, current_folder
-from accel.terminal import show_size
+from accel.terminal import show_limit, show_size
 
 _REFUSED = 2
 _PATIENCE_S = 1.0  # at the end, for the answer of git in a large tree
@@ -148,7 +148,7 @@ class LaunchAlerts:
         while self._log.has_work() and time.monotonic() < until:
             time.sleep(0.01)
         if self._log.has_work():
-            notify(f"accel: waiting up to {_END_S:g} s for alerts to be delivered\n")
+            notify(f"accel: waiting up to {show_limit(_END_S)} for alerts to be delivered\n")
         self._log.end(_END_S)
 
     def look(self) -> None:

@@ -15,6 +15,7 @@ import msgspec
 
 from accel.errors import ConfigError
 from accel.opening import open_regular
+from accel.terminal import show_size
 
 Span = tuple[float, float]
 
@@ -307,4 +308,4 @@ def _content(path: Path, within: Path | None, most: int) -> bytes:
 
 def _too_large(path: Path, most: int) -> ConfigError:
     fix = "Profile fewer steps, or fewer ranks."
-    return ConfigError("a trace is too large", expected=f"{most / 1e6:g} MB or less", where=str(path), fix=fix)
+    return ConfigError("a trace is too large", expected=f"{show_size(most)} or less", where=str(path), fix=fix)

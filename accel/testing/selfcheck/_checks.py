@@ -28,6 +28,7 @@ from accel.items._loading import load_state
 from accel.items._saving import save_state
 from accel.precision._amp import autocast
 from accel.process import any_rank, wait_for_everyone
+from accel.terminal import show_seconds, show_size
 from accel.training._backward import accumulate, backward
 from accel.training._prepare import prepare
 from accel.training._step import optimizer_step
@@ -76,7 +77,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         if self.state == "skipped":
             return f"{'skip':6}  {self.name:11}  {self.detail}"
         if self.state != "failed":
-            return f"{self.state:6}  {self.name:11}  {self.detail} ({self.seconds:.1f} s)"
+            return f"{self.state:6}  {self.name:11}  {self.detail} ({show_seconds(self.seconds)})"
         lines = [*self.detail.splitlines(), f"likely: {self.cause}"]
         return "\n".join([f"FAILED  {self.name}", *(f"        {line}" for line in lines)])
 
@@ -195,7 +196,7 @@ def checkpoint(ctx: DistContext, folder: Path) -> Judged:
             shutil.rmtree(out, ignore_errors=True)
     same = torch.equal(_flat(straight.model), _flat(resumed.model))
     problems = [] if same else ["the resumed run ends with other parameters"]
-    return f"resumed with the same bits, saved in {1000 * seconds:.0f} ms to {folder}", problems
+    return f"resumed with the same bits, saved in {show_seconds(seconds)} to {folder}", problems
 
 
 def bandwidth(ctx: DistContext, _folder: Path) -> Judged:
@@ -204,7 +205,7 @@ def bandwidth(ctx: DistContext, _folder: Path) -> Judged:
     small = torch.ones(1, device=ctx.device)
     large_s = _seconds(ctx, large, _ROUNDS)
     small_s = _seconds(ctx, small, 20 * _ROUNDS)
-    seen = f"reduce: {_LARGE / large_s / 1e9:.2f} GB/s of 32 MB, {1e6 * small_s:.0f} us of 4 B"
+    seen = f"reduce: {show_size(_LARGE / large_s)}/s of {show_size(_LARGE)}, {show_seconds(small_s)} of 4 B"
     return seen, [] if large_s > 0 else ["the clock does not move"]
 
 

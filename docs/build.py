@@ -155,6 +155,16 @@ def problems(site: Path) -> Iterator[str]:
         yield from (f"{module}.{name} has no entry" for name in names if f"{module}.{name}" not in anchors)
 
 
+_NARROW = re.compile(r'<td[ >].*?</td>|<span class="doc doc-object-name[^>]*>[^<]*', flags=re.S)
+_NAME = re.compile(r"(?<=<code>)[^<]+|(?<=-name\">)[^<]+")
+_SEAM = re.compile(r"(?<=\w)([_.(=])(?=[A-Za-z])")
+
+
+def with_breaks(page: str) -> str:
+    """Return a page whose names in cells and headings break after `_`, `.`, `(` and `=` before they break a word."""
+    return _NARROW.sub(lambda cell: _NAME.sub(lambda name: _SEAM.sub(r"\1<wbr>", name[0]), cell[0]), page)
+
+
 def list_version(folder: Path, version: str) -> None:
     """Add a version to the list that the chooser of each version reads, the newest first."""
     file = folder / "versions.json"
@@ -189,6 +199,8 @@ def build(builder: str, folder: Path) -> int:
         if found := [*problems(built)]:
             print("\n".join(found), file=sys.stderr)
             return 1
+        for page in built.rglob("*.html"):
+            _ = page.write_text(with_breaks(page.read_text()))
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(folder / version, ignore_errors=True)
         _ = shutil.move(built, folder / version)

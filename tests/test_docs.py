@@ -136,6 +136,17 @@ def test_a_block_in_a_comment_or_below_a_heading_begins_no_page(text: str, begin
     assert (opening(text) is not None) == begins
 
 
+MOST_COLUMNS = 121  # of code, at which nothing scrolls in a window of 1,400 pixels: see docs/stylesheets/extra.css
+
+
+@rows("page", [*PAGES, *sorted((ROOT / "examples").glob("*.py"))])
+def test_code_fits_the_width_of_a_page(page: Path) -> None:
+    text = re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.S)
+    code = re.findall(r"^```(?:python|py|bash|diff|yaml|toml)\b.*?\n(.*?)^```", text, flags=re.M | re.S)
+    lines = "".join(code if page.suffix == ".md" else [text]).splitlines()
+    assert not [line for line in lines if len(line) > MOST_COLUMNS]
+
+
 _PARTS = re.compile(  # a record made, or a name under which loops carry one; not `state.cursor`, `scaler=`, `scaler.pt`
     r"\b(?:Accumulation|Cursor|LossScale)\(|(?<![.\w])(?:accum|cursor|scaler)\b(?!=|\.pt)|\bstep\.(?:accum|scaler)\b"
 )

@@ -66,6 +66,24 @@ def test_a_resource_of_another_host_is_found(tmp_path: Path, file: str, text: st
     assert bool(found) == foreign
 
 
+_HEADING = '<span class="doc doc-object-name doc-class-name">'
+
+
+@pytest.mark.parametrize(
+    ("page", "broken"),
+    [
+        ("<td><code>no_sync_in_backward</code></td>", "<td><code>no_<wbr>sync_<wbr>in_<wbr>backward</code></td>"),
+        ("<td>\n<code>accel.save(path=out)</code></td>", "<td>\n<code>accel.<wbr>save(<wbr>path=<wbr>out)</code></td>"),
+        (f"{_HEADING}accel.Ema</span>", f"{_HEADING}accel.<wbr>Ema</span>"),
+        ("<td>1.09x of a_b</td><td><code>1.09x</code></td>", "<td>1.09x of a_b</td><td><code>1.09x</code></td>"),
+        ("<p><code>a_b</code></p><table><thead>", "<p><code>a_b</code></p><table><thead>"),
+        ('<td><a href="train_step.html">a_b</a></td>', '<td><a href="train_step.html">a_b</a></td>'),
+    ],
+)
+def test_long_names_break_between_words(page: str, broken: str) -> None:
+    assert BUILD["with_breaks"](page) == broken
+
+
 def test_the_chooser_lists_versions_the_newest_first(tmp_path: Path) -> None:
     for version in ("0.9.1", "0.10.0", "0.2.0", "0.10.0"):
         BUILD["list_version"](tmp_path, version)

@@ -90,3 +90,14 @@ def test_a_page_on_a_phone_asks_no_other_host_and_is_small(browser: Any, address
     assert (sum(map(int, background[4:-1].split(",")[:3])) > 380) == (scheme == "light")
     assert wider == 0
     assert sum(size for url, size in sent.items() if not url.endswith(INDEX)) <= MOST_BYTES
+
+
+@pytest.mark.parametrize("page", ["tutorial/", "launch/", "collectives/", "recipes/dpo/", "api/accel-training/"])
+def test_code_does_not_scroll_in_a_window_of_1400_pixels(browser: Any, address: str, page: str) -> None:
+    context = browser.new_context(viewport={"width": 1400, "height": 900})
+    opened = context.new_page()
+    opened.goto(address + page, wait_until="domcontentloaded")
+    rooms = opened.evaluate("[...document.querySelectorAll('pre code')].map((e) => [e.scrollWidth, e.clientWidth])")
+    context.close()
+    assert rooms
+    assert [each for each in rooms if each[0] > each[1] + 1] == []

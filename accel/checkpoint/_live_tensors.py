@@ -44,7 +44,7 @@ def held_box(tensor: torch.Tensor, path: str) -> Box | None:
     local = local_part(tensor)
     if box is None or ((box.size or local.numel()) and box.shape != tuple(local.shape)):
         raise CheckpointError(
-            "a DTensor whose local part does not fit its placements",
+            "the local part of a DTensor does not fit its placements",
             expected=f"this rank's part of {list(tensor.shape)} on a mesh of {tuple(mesh.shape)} by {placements}",
             got=f"a part of {list(local.shape)}",
             where=path,

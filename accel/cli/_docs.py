@@ -14,7 +14,7 @@ import inspect
 import re
 import textwrap
 import webbrowser
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
@@ -134,10 +134,10 @@ def _found(folder: Path, asked: str) -> list[DocsEntry]:
     return [*exact, *(each for each in entries if each not in exact and _short(each.name) == asked)]
 
 
-def _near(folder: Path, asked: str) -> str:
-    """Return the question for the nearest names of entries; empty if none is near."""
+def _near(folder: Path, asked: str, others: Iterable[str] = ()) -> str:
+    """Return the question for the nearest names of entries, and of other words; empty if none is near."""
     entries = [*_entries(folder)]
-    known = {each.name for each in entries} | {_short(each.name) for each in entries}
+    known = {each.name for each in entries} | {_short(each.name) for each in entries} | {*others}
     low = {each.lower(): each for each in sorted(known)}
     near = [low[each] for each in difflib.get_close_matches(asked.lower(), low, n=5, cutoff=0.6)]
     return f"Did you mean {', '.join(f'`{each}`' for each in near)}?" if near else ""
@@ -148,17 +148,19 @@ def _search(folder: Path, asked: str) -> str:
     words = [re.compile(rf"(?<![a-z0-9]){re.escape(word)}", re.I) for word in re.split(r"[\s_-]+", asked) if word]
     scores: dict[str, int] = {}
     headings: dict[str, list[str]] = {}
+    titles: set[str] = set()
     for page in _page_files(folder):
         name = page.relative_to(folder).as_posix()
         for heading, text in _sections(page.read_text()):
+            titles.update(re.findall(r"[a-z]{4,}", heading.lower()))
             counts = [len(word.findall(text)) + _TITLE * len(word.findall(heading)) for word in words]
             if all(counts):
                 scores[name] = scores.get(name, 0) + sum(counts)
                 headings.setdefault(name, []).append(heading)
-    near = _near(folder, asked)
     if not scores:
-        advice = near or "`accel docs modules` lists the names."
+        advice = _near(folder, asked, titles) or "`accel docs modules` lists the names."
         raise ConfigError("no entry and no page has this word", got=repr(asked), where="accel docs", fix=advice)
+    near = _near(folder, asked)
     best = sorted(scores, key=lambda name: (_short(name) in _LISTS, -scores[name]))[:_HITS]
     typed = {name: _short(name) if len(_found(folder, _short(name))) == 1 else name for name in best}
     width = max(map(len, typed.values()))

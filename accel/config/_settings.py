@@ -332,7 +332,7 @@ def refuse_clash(values: Mapping[str, Any], places: Mapping[str, str]) -> None:
         (
             chosen and count != "auto" and count > len(ids),
             ("nproc_per_node", "gpu_ids"),
-            "more processes than GPUs",
+            "there are more processes than GPUs",
             f"Start at most {len(ids)}, or name more GPUs.",
         ),
         (

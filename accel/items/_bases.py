@@ -168,7 +168,7 @@ def _joined(name: str, ranks: Sequence[Sums]) -> str:
     dtype, shape = ranks[0].facts
     if sum(box.size for box in pieces) != math.prod(shape):
         raise CheckpointError(
-            "a sharded frozen parameter with shards on other ranks too",
+            "a frozen parameter has shards on other ranks too",
             where=name,
             fix="Shard it over a mesh of ranks of this context only.",
         )

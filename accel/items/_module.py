@@ -75,7 +75,7 @@ def _checked(found: object, kind: type[T], caller: str) -> dict[str, T]:
 
 def _refusal(caller: str, got: str) -> ConfigError:
     return ConfigError(
-        "a transform with an invalid result",
+        "the transform returned an invalid result",
         expected="some of what it was given, by names that begin with an item's",
         got=got,
         where=f"{caller}, transform=",

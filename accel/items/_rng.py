@@ -173,7 +173,9 @@ def _rehearse(state: RngState, device: torch.device) -> None:
 
 def _to_bytes(name: str, tensor: torch.Tensor) -> _Tensor:
     if is_dtensor(tensor):
-        raise CheckpointError("a DTensor in what each rank keeps for itself", where=name, fix="Keep its to_local().")
+        raise CheckpointError(
+            "a value that each rank keeps for itself holds a DTensor", where=name, fix="Keep its to_local()."
+        )
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return _Tensor(dtype_name(tensor.dtype), tuple(tensor.shape), bytes(flat.numpy()))
 

@@ -154,7 +154,7 @@ class Ema(nn.Module):
             return
         if (step is not None and step.stepped is None) or _is_deferred(model):
             raise ConfigError(
-                "an average of weights whose latest step may have been left out",
+                "the average cannot take a step with an unknown outcome",
                 expected="an optimizer step with a known outcome",
                 got="nonfinite='defer'",
                 where="Ema.update_",

@@ -100,6 +100,8 @@ def test_a_search_of_the_pages_finds_the_right_one_first() -> None:
 def test_a_word_that_is_no_name_is_searched_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["docs", "gradient", "acumulation"]) == 2  # on no page
     assert "Did you mean `Accumulation`" in capsys.readouterr().err
+    assert main(["docs", "graddient"]) == 2  # no entry, but a word of headings, is near
+    assert "Did you mean `gradient" in capsys.readouterr().err
     assert main(["docs", "gradient", "accumulation"]) == 0
     assert "  accel docs train " in capsys.readouterr().out
 

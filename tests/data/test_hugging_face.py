@@ -63,7 +63,7 @@ def test_every_sample_once_and_the_rest_after_a_resume(ranks, mode, workers, shu
 def test_fewer_sources_than_ranks_are_refused(ranks):
     def rank(ctx):
         with assert_raises(
-            DataError, problem="fewer source shards than ranks", expected="at least 3", got="num_shards=2"
+            DataError, problem="there are fewer source shards than ranks", expected="at least 3", got="num_shards=2"
         ):
             accel.prepare_loader(ctx, DataLoader(_stream(2)), stream="shards")
         return True

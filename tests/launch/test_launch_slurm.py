@@ -197,7 +197,7 @@ def test_a_job_that_can_run_is_written(submits: Submits, words: list[str], optio
         (["--nnodes", "2", "--mesh", "dp=3,tp=4"], "--gres=gpu:8", "the mesh does not fit the ranks"),
         (["--nnodes", "2", "--mesh", "tp=3,dp=-1"], "--gres=gpu:8", "the mesh does not fit the ranks"),
         (["--nnodes", "2:3", "--mesh", "tp=16,dp=-1"], "--gres=gpu:8", "the mesh does not fit the ranks"),
-        (["--nproc-per-node", "9"], "--gres=gpu:8", "more processes than GPUs: expected at most 8"),
+        (["--nproc-per-node", "9"], "--gres=gpu:8", "there are more processes than GPUs: expected at most 8"),
         (["--gpu-ids", "7,9"], "--gres=gpu:8", "there is no such GPU"),
         ([], "--ntasks-per-node=8 --gpus-per-task=1", "Leave it out, and write `--nproc-per-node 8`"),
         (["--nproc-per-node", "2"], "--comment='a", "the options of sbatch cannot be read"),

@@ -158,7 +158,7 @@ def _node_parts(node: Any, path: str) -> tuple[str, list[Any], Sequence[Any]]:
     where = f"{kind.__module__}:{kind.__qualname__}"
     if "<locals>" in where or _find(where) is not kind:
         raise TreeError(
-            "a class that other ranks cannot import by its name",
+            "other ranks cannot import the class by its name",
             expected="a class at the top of a module",
             got=where,
             where=path,

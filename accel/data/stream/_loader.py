@@ -219,7 +219,7 @@ def _source(place: tuple[int, int], dataset: Any, mode: StreamMode) -> Iterable[
         shards = getattr(dataset, name, None)
         if isinstance(shards, int) and shards < place[1]:
             raise DataError(
-                "fewer source shards than ranks",
+                "there are fewer source shards than ranks",
                 expected=f"at least {place[1]}",
                 got=f"{name}={shards}",
                 where="prepare_loader",

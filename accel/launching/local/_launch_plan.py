@@ -219,7 +219,7 @@ def _count(config: LaunchConfig, gpus: tuple[str, ...]) -> int:
         return max(1, len(gpus))
     if gpus and config.nproc_per_node > len(gpus):
         raise LaunchError(
-            "more processes than GPUs",
+            "there are more processes than GPUs",
             expected=f"at most {len(gpus)}",
             got=f"nproc_per_node={config.nproc_per_node}",
             fix=f"Start {len(gpus)}, or compute on the CPU with --cpu.",

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, cast
 
+import numpy
 import pytest
 import torch
 from handwritten import Batch, Handwritten, tensors_of
@@ -539,6 +541,53 @@ class LateList(Late):
         self.memory[:] = [out.detach().mean()]
 
 
+class LateStream(Late):
+    """Draws from a generator that it holds, behind each block."""
+
+    stream: Any
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x) * (1 + self.drawn())
+        return self.head(self.norm(x))
+
+
+class LateTorchStream(LateStream):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = torch.Generator().manual_seed(3)
+
+    def drawn(self) -> Any:
+        return torch.rand((), generator=self.stream, dtype=torch.float64)
+
+
+class LatePythonStream(LateStream):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = random.Random(3)
+
+    def drawn(self) -> Any:
+        return self.stream.random()
+
+
+class LateNumpyStream(LatePythonStream):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = numpy.random.default_rng(3)
+
+
+class EarlyStream(LateTorchStream):
+    """Draws before the first module is called."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scale = 1 + self.drawn() if self.training else 1.0
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x) * scale
+        return self.head(self.norm(x)) * scale
+
+
 class Early(Late):
     """Counts before the first module is called: each stage counts."""
 
@@ -572,6 +621,16 @@ class Fresh(Late):
         return super().scaled(ids)
 
 
+@pytest.mark.parametrize("kind", [LateTorchStream, LatePythonStream, LateNumpyStream])
+def test_a_generator_of_which_stages_would_draw_different_numbers_of_times_is_refused(
+    ranks: Simulator, kind: type[nn.Module]
+) -> None:
+    with pytest.raises(StageError, match="a value that the next one reads, in a stage that ends before") as caught:
+        _ = _run(ranks, kind)
+    assert "got stream, behind the call of blocks." in str(caught.value)
+    assert "Change it before the first module is called" in str(caught.value)  # by which EarlyStream runs
+
+
 @pytest.mark.parametrize("kind", [Late, LateBuffer, LateInPlace, LateValue, LateList])
 def test_a_value_that_reaches_the_next_forward_of_some_stages_only_is_refused(
     ranks: Simulator, kind: type[nn.Module]
@@ -583,7 +642,7 @@ def test_a_value_that_reaches_the_next_forward_of_some_stages_only_is_refused(
     assert "Change it before the first module is called" in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", [Early, EarlyBuffer, Unread, Fresh])
+@pytest.mark.parametrize("kind", [Early, EarlyBuffer, EarlyStream, Unread, Fresh])
 def test_a_value_that_each_stage_sees_changes_as_in_one_process(ranks: Simulator, kind: type[nn.Module]) -> None:
     assert _run(ranks, kind) == []
 

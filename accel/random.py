@@ -17,7 +17,7 @@ import operator
 import random as python_random
 import sys
 from collections.abc import Generator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -87,6 +87,32 @@ def capture_rng(*devices: torch.device) -> RngState:
         devices=tuple((device.type, _to_bytes(get_random_state(device))) for device in _own(devices)),
         numpy=_capture_numpy(),
     )
+
+
+def host_streams() -> tuple[object, object]:
+    """Return the states of python's and numpy's global streams, to compare."""
+    return python_random.getstate(), _capture_numpy()
+
+
+def stream_state(value: object) -> object:
+    """Return the state of a generator of torch, python or numpy that somebody holds; None for another value."""
+    if isinstance(value, torch.Generator):
+        return _to_bytes(value.get_state())
+    if isinstance(value, python_random.Random):
+        return value.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    is_numpy = numpy is not None and isinstance(value, numpy.random.Generator)
+    return cast(Any, value).bit_generator.state if is_numpy else None
+
+
+def set_stream_state(generator: object, state: object) -> None:
+    """Put a generator back into a state of `stream_state`. Mutates it."""
+    if isinstance(generator, torch.Generator):
+        _ = generator.set_state(_from_bytes(cast(bytes, state)))
+    elif isinstance(generator, python_random.Random):
+        generator.setstate(cast(Any, state))
+    else:
+        cast(Any, generator).bit_generator.state = state
 
 
 def restore_rng(state: RngState, *devices: torch.device) -> None:

@@ -17,6 +17,7 @@ from accel.mixins import Mixin, add_mixin, remove_mixin
 from accel.parallel._blocks import block_groups, is_called
 from accel.parallel._modules import NOTES, forget, named_modules, note_module, notes_of
 from accel.parallel._private import forward_hooks, forward_pre_hooks, written_arguments
+from accel.random import set_stream_state, stream_state
 from accel.tensors import is_absent
 from accel.tree._walk import Container, Containers
 
@@ -218,9 +219,9 @@ _OF_EACH = frozenset(vars(nn.Module())) - {"training"}
 
 
 def _items(value: object) -> object:
-    """The identities of a container's items."""
+    """The identities of a container's items; the state of a generator."""
     if not isinstance(value, list | tuple | dict):
-        return None
+        return repr(stream_state(value))
     items = cast("dict[Any, Any]", value).values() if isinstance(value, dict) else cast("Sequence[Any]", value)
     return [id(each) for each in items]
 
@@ -266,6 +267,8 @@ def unchanged(model: nn.Module) -> Generator[None]:
     hooked = _hooks_of(model)
     attributes_too = [value for _, held, _ in modules for value in held.values() if isinstance(value, torch.Tensor)]
     present = [each for each in (*model.parameters(), *model.buffers(), *attributes_too) if not is_absent(each)]
+    generators = [value for _, held, _ in modules for value in held.values() if stream_state(value) is not None]
+    streams = list(map(stream_state, generators))
     kept = _KeptValues(present)
     try:
         with kept:
@@ -281,6 +284,8 @@ def unchanged(model: nn.Module) -> Generator[None]:
             for name, buffer in buffers.items():
                 if each.get_buffer(name) is not buffer:
                     setattr(each, name, buffer)
+        for generator, state in zip(generators, streams, strict=True):
+            set_stream_state(generator, state)
         with torch.no_grad():
             for tensor, before in kept.before:
                 _ = tensor.copy_(before)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
@@ -156,6 +157,11 @@ def hook_count(tensor: torch.Tensor) -> int:
 def forward_hooks(module: nn.Module) -> Mapping[int, object]:
     """Return the hooks that see a module's inputs and outputs, of this module alone."""
     return cast(Any, module)._forward_hooks
+
+
+def drop_forward_hooks(module: nn.Module) -> None:
+    """Let a copy of a module have no hooks that see its output; the module whose table it shares keeps them."""
+    cast(Any, module)._forward_hooks = OrderedDict[int, object]()
 
 
 def hooks_with_keywords(module: nn.Module) -> Collection[int]:

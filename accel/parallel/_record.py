@@ -258,7 +258,8 @@ class ForwardRecord(msgspec.Struct, frozen=True):
         between: FLOPs of the code before each call, and of that behind the last one.
         outside: FLOPs of the code between calls by the names of the parameters that it reads.
         units: paths of the units.
-        draws: whether it draws random numbers.
+        draws: whether it draws random numbers of torch.
+        draws_on_host: whether it draws from the global streams of python or numpy.
         branches: whether Python reads values between calls that no call has made, such as those of the inputs.
         updates: names of buffers that the code between calls changes by values of calls.
         states: attributes and buffers that it changes.
@@ -275,6 +276,12 @@ class ForwardRecord(msgspec.Struct, frozen=True):
     updates: tuple[str, ...] = ()
     branches: bool = False
     states: tuple[State, ...] = ()
+    draws_on_host: bool = False
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it draws random numbers."""
+        return self.draws or self.draws_on_host
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -52,6 +52,7 @@ from accel.parallel._record import (
     Write,
     held_tensors,
 )
+from accel.random import host_streams, isolated_rng
 from accel.tensors import emptied_caches, is_fake
 from accel.tree._walk import Containers
 
@@ -83,13 +84,13 @@ def record_forward(
     """
     recorder = Recorder(model, units, containers)
     devices = sorted({each.device for each in model.buffers() if each.device.type not in ("cpu", "meta")}, key=str)
-    kind = devices[0].type if devices else "cpu"
-    streams = cast(Any, torch.random).fork_rng(devices, device_type=kind)
-    with recorder.answering(), emptied_caches(), unchanged(model), streams:
+    with recorder.answering(), emptied_caches(), unchanged(model), isolated_rng(*devices):
         _ = cast(Any, torch).manual_seed(0)
+        before = host_streams()
         with recorder:
             output = model(*args, **kwargs)
-        return recorder.finish(output, recorder.states.found())
+        record = recorder.finish(output, recorder.states.found())
+        return msgspec.structs.replace(record, draws_on_host=host_streams() != before)
 
 
 class Recorder(TorchDispatchMode):
@@ -487,8 +488,7 @@ class Recorder(TorchDispatchMode):
         calls = tuple(each.frozen() for each in self._calls)
         held = held_tensors(self._model)
         between = tuple(self._between)
-        updates = tuple(sorted(self._updates))
-        facts = (self._read_flops, self._units, self._draws, updates, self._branches, states)
+        facts = (self._read_flops, self._units, self._draws, tuple(sorted(self._updates)), self._branches, states)
         return ForwardRecord(calls, end, tuple(self._decisions), held, between, *facts)
 
 

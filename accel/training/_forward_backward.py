@@ -21,7 +21,7 @@ from accel.parallel._labels import micro_batches_of
 from accel.parallel._micro_batches import MicroBatch, first_rows, first_tensor, split_batch
 from accel.parallel._modules import unwrap_model
 from accel.parallel._sync import no_sync
-from accel.parallel.axes.pipeline import Pipeline, Work, pipeline_of, sum_tied_gradients, take_summed
+from accel.parallel.axes.pipeline import Pipeline, Work, keep_one_sum, pipeline_of, sum_tied_gradients
 from accel.precision._amp import LossScale, autocast, matmul_precision
 from accel.storage import dtype_name
 from accel.training._backward import on_device, own_weight, run_backward, start_sharing, weigh, window_block
@@ -172,12 +172,12 @@ def _run_stages(
     whole: Mapping[str, Any],
 ) -> None:
     """Run micro-batches through the stages; where the window ends, sum the gradients of tied parameters."""
-    # Tied gradients that an earlier pass of this batch has summed over stages must not be summed again.
-    before = take_summed(model, pipeline.ties) if accum.sync and accum.latest == accum.micro else {}
+    if accum.sync and accum.latest == accum.micro:  # an earlier pass of this batch has summed tied gradients
+        keep_one_sum(pipeline.ties)
     work = Work(micro, sums.scaled, lambda: autocast(ctx), ctx.containers, whole=whole)
     _ = pipeline.run(ctx, model, work, trains=True)
     if accum.sync:
-        sum_tied_gradients(model, pipeline.ties, before, may_be_unused=pipeline.may_be_unused)
+        sum_tied_gradients(pipeline.ties, may_be_unused=pipeline.may_be_unused)
 
 
 def _mean(

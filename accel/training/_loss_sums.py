@@ -15,7 +15,7 @@ from torch.autograd.graph import Node
 from accel.context import DistContext
 from accel.errors import StepError
 from accel.parallel._micro_batches import MicroBatch, first_rows, first_tensor
-from accel.parallel._modules import note_prepared, prepared_of, unwrap_model
+from accel.parallel._modules import is_pipelined, note_prepared, prepared_of, unwrap_model
 from accel.parallel._private import is_view
 from accel.random import isolated_rng
 from accel.training._backward import check_loss, rooted
@@ -71,10 +71,13 @@ class LossProbe:
         return found
 
     def check(self, loss: torch.Tensor, halves: tuple[float, ...], given: tuple[Any, ...], rows: int) -> None:
-        """Raise `StepError` if a loss is a mean over rows, by its `halves`. Waits for the device, once a function."""
+        """Raise `StepError` if a loss is a mean over rows, by its `halves`, or reads what another stage has computed.
+        Waits for the device, once a function."""
         if not halves:
             return
         whole = float(loss.detach())
+        if math.isnan(whole) and is_pipelined(self._model):
+            self._check_read(given[0])
         if not all(map(math.isfinite, (whole, *halves))) or whole == 0:
             return  # the next batch may show it
         if not self._is_mean(whole, halves, given, rows):
@@ -93,6 +96,19 @@ class LossProbe:
             where=_WHERE,
             fix='Return the sum: cross_entropy(logits, targets, reduction="sum"), or losses.sum(). weight= is the'
             " number of units in the full batch.",
+        )
+
+    def _check_read(self, output: Any) -> None:
+        """Raise `StepError` for a loss that is not a number, where the output has none that is not."""
+        if any(bool(each.isnan().any()) for _, each in tensors(output, self._ctx.containers)):
+            return
+        raise StepError(
+            "the loss is not a number, though all numbers of the output are: modules of other stages keep no values",
+            expected="a loss_fn that reads the output and the targets alone",
+            got="nan",
+            where=_WHERE,
+            fix="Return what modules keep from the forward, too:"
+            " return logits, torch.stack([block.loss for block in self.blocks]).sum().",
         )
 
     def _check_own(self, loss: torch.Tensor, output: Any, got: str) -> None:

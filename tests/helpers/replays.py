@@ -97,7 +97,7 @@ def run_plain(given: Example) -> tuple[Tensor, dict[str, Tensor | None]]:
 def run_stages(given: Example, plan: Cut, key: Key | None = None) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Return the loss of the last stage, and gradients by name, summed over the stages that hold a parameter. What a
     stage does not hold is NaN there. `key`: of random streams; none by default."""
-    replay = Replay(given.record, plan, {}, draws=key is not None)
+    replay = Replay(given.record, plan, {})
     stages = [stage_at(given, plan, at) for at in range(len(plan.stages))]
     work = Work([given.batch], lambda output, batch: given.entry.loss(output, batch.targets))
     with running(stages, work, [replay], key):

@@ -84,7 +84,7 @@ def test_a_tied_copy_without_a_gradient_sums_in_the_dtype_of_the_others(ranks: S
         net.weight.grad_dtype = torch.float32
         if ctx.rank == 0:
             net.weight.grad = torch.full((2, 2), 1 + 2**-12)  # no number of bfloat16
-        sum_tied_gradients(net, [Tie("weight", ctx.comm)], {}, may_be_unused=False)
+        sum_tied_gradients([Tie("weight", ctx.comm, net)], may_be_unused=False)
         assert net.weight.grad is not None
         return net.weight.grad
 

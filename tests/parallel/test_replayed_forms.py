@@ -3,22 +3,26 @@
 
 from __future__ import annotations
 
+import math
+import random
 import re
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, cast
 
+import numpy
 import pytest
 import torch
 from handwritten import Batch, Handwritten, tensors_of
 from handwritten.manners import Block, Words
 from handwritten_runs import compare, piped, plain
+from steps import begin_batch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils import checkpoint as _checkpoint
 
 import accel
-from accel.errors import PrepareError, StageError
+from accel.errors import PrepareError, StageError, StepError
 from accel.parallel import Plan
 from accel.tensors import is_fake
 from accel.testing import Simulator
@@ -62,6 +66,15 @@ class Hooked(Short):
             block.register_forward_pre_hook(lambda _module, args: (args[0] * 1.1,))
             block.out.register_forward_hook(lambda _module, _args, output: output * 0.9)
             block.register_full_backward_hook(lambda _module, inputs, _outputs: (inputs[0] * 0.5,))
+
+
+class HookedModel(Short):
+    """Hooks of the model itself change its input and its output, which one stage has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_pre_hook(lambda _module, args: ((args[0] + 1) % 32,))
+        self.register_forward_hook(lambda _module, _args, output: output * 0.9)
 
 
 class Catching(Short):
@@ -369,6 +382,7 @@ def _run(ranks: Simulator, kind: type[nn.Module], containers: Sequence[Container
     [
         Changed,
         Hooked,
+        HookedModel,
         Catching,
         Composed,
         ReadingWeights,
@@ -403,6 +417,50 @@ def test_a_form_that_cannot_be_replayed_is_refused_with_what_helps(
     assert named in str(caught.value)
     assert caught.value.fix
     assert _run(ranks, helps, containers) == []
+
+
+class Keeping(Short):
+    """Blocks keep a loss, which the loop adds or the model returns."""
+
+    returns = False
+
+    class kind(Block):  # noqa: N801 - what `Short` makes
+        def forward(self, x: Tensor) -> Tensor:
+            self.loss = x.square().mean(1).sum()
+            return super().forward(x)
+
+    def forward(self, ids: Tensor) -> Any:
+        logits = super().forward(ids)
+        return (logits, torch.stack([block.loss for block in self.blocks]).sum()) if self.returns else logits
+
+
+class Returning(Keeping):
+    returns = True
+
+
+def test_a_loss_that_reads_what_modules_of_another_stage_keep_is_refused(ranks: Simulator) -> None:
+    def run(ctx: accel.DistContext, kind: type[Keeping]) -> float:
+        ctx = accel.replace(ctx, mesh="pp=2")
+        net = kind().double()
+        batch = _ids(torch.Generator().manual_seed(0), 4, 6)
+        model = accel.prepare_model(ctx, net, plan=Plan(micro_batches=2), example=batch.inputs)
+
+        def loss_fn(output: Any, targets: Tensor) -> Tensor:
+            if kind is Returning:
+                return _loss(output[0], targets) + output[1]
+            return _loss(output, targets) + torch.stack([block.loss for block in net.blocks]).sum()
+
+        state = begin_batch(ctx)
+        loss, _ = accel.forward_backward(
+            ctx, model, state, batch.inputs, targets=batch.targets, loss_fn=loss_fn, weight=4
+        )
+        return float(loss)
+
+    with pytest.raises(StepError, match="modules of other stages keep no values") as caught:
+        _ = ranks.run(partial(run, kind=Keeping), 2, default_group=True)
+    line = "return logits, torch.stack([block.loss for block in self.blocks]).sum()"
+    assert line in str(caught.value)  # by which the next one runs
+    assert all(map(math.isfinite, ranks.run(partial(run, kind=Returning), 2, default_group=True)))
 
 
 def test_an_error_of_a_backward_names_the_stage_and_the_reason(ranks: Simulator) -> None:
@@ -539,6 +597,53 @@ class LateList(Late):
         self.memory[:] = [out.detach().mean()]
 
 
+class LateStream(Late):
+    """Draws from a generator that it holds, behind each block."""
+
+    stream: Any
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x) * (1 + self.drawn())
+        return self.head(self.norm(x))
+
+
+class LateTorchStream(LateStream):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = torch.Generator().manual_seed(3)
+
+    def drawn(self) -> Any:
+        return torch.rand((), generator=self.stream, dtype=torch.float64)
+
+
+class LatePythonStream(LateStream):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = random.Random(3)
+
+    def drawn(self) -> Any:
+        return self.stream.random()
+
+
+class LateNumpyStream(LatePythonStream):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = numpy.random.default_rng(3)
+
+
+class EarlyStream(LateTorchStream):
+    """Draws before the first module is called."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scale = 1 + self.drawn() if self.training else 1.0
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x) * scale
+        return self.head(self.norm(x)) * scale
+
+
 class Early(Late):
     """Counts before the first module is called: each stage counts."""
 
@@ -572,6 +677,16 @@ class Fresh(Late):
         return super().scaled(ids)
 
 
+@pytest.mark.parametrize("kind", [LateTorchStream, LatePythonStream, LateNumpyStream])
+def test_a_generator_of_which_stages_would_draw_different_numbers_of_times_is_refused(
+    ranks: Simulator, kind: type[nn.Module]
+) -> None:
+    with pytest.raises(StageError, match="a value that the next one reads, in a stage that ends before") as caught:
+        _ = _run(ranks, kind)
+    assert "got stream, behind the call of blocks." in str(caught.value)
+    assert "Change it before the first module is called" in str(caught.value)  # by which EarlyStream runs
+
+
 @pytest.mark.parametrize("kind", [Late, LateBuffer, LateInPlace, LateValue, LateList])
 def test_a_value_that_reaches_the_next_forward_of_some_stages_only_is_refused(
     ranks: Simulator, kind: type[nn.Module]
@@ -583,7 +698,7 @@ def test_a_value_that_reaches_the_next_forward_of_some_stages_only_is_refused(
     assert "Change it before the first module is called" in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", [Early, EarlyBuffer, Unread, Fresh])
+@pytest.mark.parametrize("kind", [Early, EarlyBuffer, EarlyStream, Unread, Fresh])
 def test_a_value_that_each_stage_sees_changes_as_in_one_process(ranks: Simulator, kind: type[nn.Module]) -> None:
     assert _run(ranks, kind) == []
 

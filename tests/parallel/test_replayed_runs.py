@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import replays
 import torch
@@ -49,6 +51,8 @@ def _trained(
     optimizer: Any = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.0)
     model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan, example=example)
     torch.manual_seed(0 if alike else ctx.rank)
+    random.seed(ctx.rank)
+    numpy.random.seed(ctx.rank)
     losses: list[float] = []
     for inputs, targets in batches:
         optimizer.zero_grad()
@@ -82,6 +86,28 @@ class Dropped(Words):
         return self.head(self.norm(self.drop(x)))
 
 
+class Noise(nn.Module):
+    """Scales by a number of numpy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + 0.1 * float(numpy.random.rand())) if self.training else x
+
+
+class Hosted(Words):
+    """Draws from the streams of python and numpy: at first, between blocks, and within a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = Noise()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scale = 1 + random.random() if self.training else 1.0
+        x = self.embed(ids) * scale
+        for block in self.blocks:
+            x = self.noise(block(x)) * (1 + 0.1 * (random.random() if self.training else 0.0))
+        return self.head(self.norm(x)) * scale
+
+
 def _made(kind: type[nn.Module]) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -101,14 +127,21 @@ CUTS = [
 ]
 
 
-@pytest.mark.parametrize("alike", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_random_numbers_are_those_of_every_other_cut(ranks: Simulator, alike: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "alike"),
+    [
+        (Dropped, True),
+        (Hosted, True),
+        *(pytest.param(each, False, marks=pytest.mark.slow) for each in (Dropped, Hosted)),
+    ],
+)
+def test_random_numbers_are_those_of_every_other_cut(ranks: Simulator, kind: type[nn.Module], alike: bool) -> None:
     """Masks come from the number of the micro-batch and of the call, wherever these run; ranks whose own streams are
-    different take those of the first one."""
+    different take those of the first one. The streams of python and numpy are different on each rank."""
 
     def run(mesh: str, plan: Plan) -> list[Found]:
         return ranks.run(
-            lambda ctx: _trained(ctx, _made(Dropped), mesh, plan, _words(7), LOSS, alike=alike),
+            lambda ctx: _trained(ctx, _made(kind), mesh, plan, _words(7), LOSS, alike=alike),
             int(mesh[-1]),
             default_group=True,
         )
@@ -118,7 +151,7 @@ def test_random_numbers_are_those_of_every_other_cut(ranks: Simulator, alike: bo
     expected = Found(first[0].losses, whole)
     for found in [first, *others]:
         assert_law(found, expected)
-    dry = _trained(accel.single(), _made(Dropped).eval(), "", Plan(micro_batches=4), _words(7), LOSS)
+    dry = _trained(accel.single(), _made(kind).eval(), "", Plan(micro_batches=4), _words(7), LOSS)
     assert abs(dry.losses[0] - expected.losses[0]) > 1e-3
     assert expected.losses[0] != expected.losses[1]
 

@@ -114,6 +114,22 @@ class Chain(Skips):
         return self.head(self.norm(hidden))
 
 
+class Reading(Skips):
+    """Adds a row of a table that it reads without a call, in both stages, as DeBERTa does of its relative positions."""
+
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__(drop)
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.table = nn.Embedding(4, WIDTH).double()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        first = hidden = self.embed(ids)
+        for at, block in enumerate(self.blocks):
+            hidden = block(hidden) * self.table.weight[at] + first * self.scale
+        return self.head(self.norm(hidden + self.table.weight[0]))
+
+
 def _plan(**options: Any) -> Plan:
     return Plan(**{"tensor": TENSOR, "micro_batches": 2, **options})
 
@@ -141,6 +157,15 @@ def test_divided_stages_take_the_steps_of_one_process(ranks: Simulator, mesh: st
     if shares > 1:  # losses of a rank are of its own rows
         expected = expected._replace(figures=[each for at, each in enumerate(expected.figures, 1) if at % 3 == 0])
     parameters, figures = differences(found, expected)
+    assert parameters < 1e-10
+    assert figures < 1e-10
+
+
+def test_a_table_that_two_stages_read_gets_the_sum_of_their_gradients(ranks: Simulator) -> None:
+    """Where its module is divided: its attribute is a plain part then, and no parameter."""
+    plan = _plan(stages=BLOCKS, tensor=TENSOR | {"table": "replicated_local"})
+    work = partial(train, make=Reading, plan=plan, mesh="pp=2,tp=2", accumulation=2, example=EXAMPLE)
+    parameters, figures = differences(ranks.run(work, 4, default_group=True), by_hand(Reading, accumulation=2))
     assert parameters < 1e-10
     assert figures < 1e-10
 

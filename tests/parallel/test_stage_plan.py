@@ -23,7 +23,6 @@ from accel.parallel._fakes import without_memory
 from accel.parallel._micro_batches import plan_rows, split_batch
 from accel.parallel._modules import stage_modules
 from accel.parallel.axes.pipeline._layout import make_layout
-from accel.parallel.axes.pipeline._pipeline import holders
 from accel.parallel.axes.pipeline._planned import planned
 from accel.parallel.axes.pipeline._replayed import ReplayedModule
 from accel.testing import Simulator
@@ -242,14 +241,6 @@ def test_what_fills_a_micro_batch_up_is_the_last_row(rows: int, count: int, equa
 def test_batches_that_cannot_be_split_are_refused(inputs: object, told: str) -> None:
     with pytest.raises(accel.errors.DataError, match=told):
         split_batch(inputs, None, 2, equal=True)
-
-
-@given(data=st.data(), ranks=st.integers(1, 4))
-def test_holders_of_a_tied_parameter_are_the_ranks_of_its_stages(data: st.DataObject, ranks: int) -> None:
-    owners = {at: data.draw(st.integers(0, ranks - 1)) for at in range(6)}
-    chosen = data.draw(st.lists(st.integers(0, 5), min_size=1, unique=True))
-    found = holders(chosen, owners)
-    assert found == tuple(sorted({owners[at] for at in chosen}))
 
 
 class Uneven(nn.Module):

@@ -10,9 +10,9 @@ from accel.parallel.axes.pipeline._layout import SPLIT_BACKWARDS as SPLIT_BACKWA
 from accel.parallel.axes.pipeline._pipeline import (
     Pipeline as Pipeline,
     is_tied_copy as is_tied_copy,
+    keep_one_sum as keep_one_sum,
     pipeline_of as pipeline_of,
     sum_tied_gradients as sum_tied_gradients,
-    take_summed as take_summed,
 )
 from accel.parallel.axes.pipeline._replayed import ReplayedModule as ReplayedModule
 from accel.parallel.axes.pipeline._stages import PIPELINE as PIPELINE, stage_plan as stage_plan

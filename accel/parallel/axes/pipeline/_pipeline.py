@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from accel.comm import Comm, adopt, all_reduce_flat, group_of_rows
@@ -34,15 +33,17 @@ class Tie(NamedTuple):
     Attributes:
         name: of this rank's copy.
         comm: handle of the ranks with a copy.
+        module: that has it.
     """
 
     name: str
     comm: Comm
+    module: nn.Module
 
-
-def holders(stages: Iterable[int], owners: Mapping[int, int]) -> tuple[int, ...]:
-    """Return the ranks along the pipeline that have a tied parameter, by its stages. Pure."""
-    return tuple(sorted({owners[stage] for stage in stages}))
+    @property
+    def parameter(self) -> nn.Parameter:
+        """Return this rank's copy. The module's attribute may be a plain part of it, for modules that read it."""
+        return dict(self.module.named_parameters(recurse=False))[self.name.rpartition(".")[2]]
 
 
 def open_ties(
@@ -58,7 +59,7 @@ def open_ties(
     live = dict(model.named_parameters(remove_duplicate=False))
     found: list[Tie] = []
     for each in names:
-        ranks = holders(stages_with(each), layout.owners)
+        ranks = sorted({layout.owners[stage] for stage in stages_with(each)})
         if len(ranks) < 2:
             continue
         rows = [tuple(row[at] for at in ranks) for row in rank_rows(ctx.axes, "pp")]
@@ -66,7 +67,7 @@ def open_ties(
         if here not in ranks or group is None:
             continue
         own = next(name for name in each if live.get(name) is not None)
-        found.append(Tie(own, adopt(group, ctx.device)))
+        found.append(Tie(own, adopt(group, ctx.device), model.get_submodule(own.rpartition(".")[0])))
         if here != ranks[0]:
             note_tensor(live[own], tied_copy=True)
     return tuple(found)
@@ -77,19 +78,17 @@ def is_tied_copy(parameter: torch.Tensor) -> bool:
     return "tied_copy" in tensor_notes(parameter)
 
 
-def sum_tied_gradients(
-    model: nn.Module, ties: Sequence[Tie], before: Mapping[str, torch.Tensor], *, may_be_unused: bool
-) -> None:
+def sum_tied_gradients(ties: Sequence[Tie], *, may_be_unused: bool) -> None:
     """Sum the gradients of tied parameters over the ranks that have a copy. A collective of these ranks.
 
-    `before`: sums of an earlier call of this window, to add. `may_be_unused`: ranks ask first if one has used it.
+    `may_be_unused`: ranks ask first if one has used it.
     """
     for tie in ties:
-        parameter = model.get_parameter(tie.name)
+        parameter = tie.parameter
         if not parameter.requires_grad:
             continue
         if may_be_unused:
-            used = torch.tensor([is_used(parameter) or tie.name in before], dtype=torch.uint8, device=tie.comm.control)
+            used = torch.tensor([is_used(parameter)], dtype=torch.uint8, device=tie.comm.control)
             if all_reduce_flat(tie.comm, used, "max").item():
                 note_used(parameter)
             elif not is_watched(parameter):  # else ranks with the same stage decide
@@ -99,19 +98,14 @@ def sum_tied_gradients(
             parameter.grad = torch.zeros_like(parameter, dtype=wide)
         part = local_part(parameter.grad)
         _ = part.copy_(all_reduce_flat(tie.comm, part.contiguous(), "sum").view_as(part))
-        if tie.name in before:
-            _ = part.add_(local_part(before[tie.name]))
 
 
-def take_summed(model: nn.Module, ties: Sequence[Tie]) -> dict[str, torch.Tensor]:
-    """Take away gradients of tied parameters that are sums already, and return them by name. Mutates `.grad`."""
-    found: dict[str, torch.Tensor] = {}
-    for tie in ties:
-        parameter = model.get_parameter(tie.name)
-        if parameter.grad is not None:
-            found[tie.name] = parameter.grad
+def keep_one_sum(ties: Sequence[Tie]) -> None:
+    """Leave gradients of tied parameters that are sums already to one rank each, so that the next sum counts them once.
+    Mutates `.grad`."""
+    for parameter in (tie.parameter for tie in ties):
+        if is_tied_copy(parameter):
             parameter.grad = None
-    return found
 
 
 _MOST_SCHEDULES = 4  # each keeps buffers for the micro-batches of one shape
@@ -122,7 +116,6 @@ class Pipeline:
 
     Attributes:
         comm: handle of the ranks along the pipeline.
-        group: their process group.
         layout: schedule and numbers.
         names: of each tied parameter in the whole model.
         order: names of the whole model's parameters and persistent buffers.
@@ -135,7 +128,6 @@ class Pipeline:
     def __init__(
         self,
         comm: Comm,
-        group: dist.ProcessGroup,
         layout: Layout,
         names: Sequence[Sequence[str]],
         order: Sequence[str],
@@ -145,7 +137,6 @@ class Pipeline:
         may_be_unused: bool = False,
     ) -> None:
         self.comm = comm
-        self.group = group
         self.layout = layout
         self.names = tuple(map(tuple, names))
         self.order = tuple(order)
@@ -202,7 +193,7 @@ class Pipeline:
         found = self._schedules.pop(facts, None)
         if found is None:
             holds = (lambda: self.holding) if trains else None
-            found = StageSchedule(self.layout, stages, passed, group=self.group, device=ctx.device, holds=holds)
+            found = StageSchedule(self.layout, stages, passed, group=self.comm.group, device=ctx.device, holds=holds)
         self._schedules[facts] = found
         while len(self._schedules) > _MOST_SCHEDULES:
             _ = self._schedules.pop(next(iter(self._schedules)))

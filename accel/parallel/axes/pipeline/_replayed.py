@@ -21,11 +21,18 @@ from accel.mixins import Mixin, add_mixin
 from accel.parallel._calls import Growing, Plain, add_to, added_to, grow_cache, growing_in, take_apart, tapped
 from accel.parallel._fakes import placeholder
 from accel.parallel._micro_batches import MicroBatch, of_stage
-from accel.parallel._private import forward_hooks, hook_count, hooks_with_keywords, is_view, sequence_number
+from accel.parallel._private import (
+    drop_forward_hooks,
+    forward_hooks,
+    hook_count,
+    hooks_with_keywords,
+    is_view,
+    sequence_number,
+)
 from accel.parallel._record import ForwardRecord, Label, Leaf, UnitCall, place_of
 from accel.parallel.axes.pipeline._cut import Cut, StageCut
 from accel.parallel.axes.pipeline._work import Boundary, Work, boundary_of, check_shape, detachable, explained
-from accel.random import Key, torch_rng_scope
+from accel.random import Key, rng_scope, torch_rng_scope
 from accel.tree._walk import Containers
 
 _LAST = Boundary("float32", ())  # of a loss
@@ -43,14 +50,12 @@ class Replay(NamedTuple):
         record: of the forward.
         cut: of the record.
         facts: dtype and shape of each leaf that a call returns or a stage gives, as the stages compute them.
-        draws: whether the forward draws random numbers.
         seed: of its streams where ranks along the pipeline have different global ones; None where they are alike.
     """
 
     record: ForwardRecord
     cut: Cut
     facts: Mapping[Label, Boundary]
-    draws: bool
     seed: int | None = None
 
     def boundaries(self) -> tuple[tuple[Boundary, ...], ...]:
@@ -345,8 +350,8 @@ class StageRun:
         """The random streams of a call, the same in every cut; -1 for those of the code between calls."""
         if self._key is None:
             return contextlib.nullcontext()
-        devices = () if self._device.type == "cpu" else (self._device,)
-        return torch_rng_scope(self._key.fold_in(number), *devices)
+        scope = rng_scope if self._replay.record.draws_on_host else torch_rng_scope
+        return scope(self._key.fold_in(number), self._device)
 
 
 def call_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
@@ -399,6 +404,8 @@ class ReplayedModule(nn.Module):
         self._calls = calls
         vars(module)["accel_calls"] = calls
         add_mixin([module], Stoppable)
+        if not self.is_last:  # its forward ends before the model's, whose output those hooks see
+            drop_forward_hooks(module)
         self.runs: dict[int, StageRun] = {}
 
     @property
@@ -431,7 +438,7 @@ class ReplayedModule(nn.Module):
         needed = {each: named[each] for each in stage.needs}
         tensors = received if self.index else self.module.parameters()
         device = next((each.device for each in tensors), torch.device("cpu"))
-        key = None if self.key is None or not replay.draws else self.key.fold_in(at)
+        key = None if self.key is None or not replay.record.is_random else self.key.fold_in(at)
         run = StageRun(replay, stage, needed, device, key, work.containers, looks=self.looks)
         if run.seen is not None:
             self.seen = run.seen  # filled while the stage runs

@@ -24,7 +24,7 @@ from accel.parallel.axes.pipeline._layout import Layout
 from accel.parallel.axes.pipeline._planned import FIX, Planned, begins_by_holdings, recorded, starts_of
 from accel.parallel.axes.pipeline._replayed import Calls, Replay, ReplayedModule, StageRun, running
 from accel.parallel.axes.pipeline._work import Boundary, Work, noise
-from accel.random import Key
+from accel.random import Key, isolated_rng
 from accel.tensors import emptied_caches
 
 _MOST_REPLAYS = 16
@@ -104,7 +104,7 @@ class Replays:
     def streams_of(self, replay: Replay) -> Key | None:
         """Return the key of a batch's random streams; None for a forward that draws nothing. Mutates this rank's global
         stream, from which the key is drawn where ranks along the pipeline have the same stream."""
-        if not replay.draws:
+        if not replay.record.is_random:
             return None
         if replay.seed is None:
             return Key(int(torch.randint(_SEEDS, ())))
@@ -140,7 +140,7 @@ class Replays:
                 fix=FIX,
             )
         check_states(record, [each.end for each in cut.stages[:-1]], several=self._several)
-        return Replay(record, cut, {}, draws=record.draws)
+        return Replay(record, cut, {})
 
     def _missing(self, record: ForwardRecord, cut: Cut) -> list[str]:
         """Names of the tensors that stages of a cut read and do not hold."""
@@ -200,7 +200,7 @@ def is_followed(replay: Replay, model: nn.Module, calls: Calls, batch: MicroBatc
     nothing = StageCut(begin=end, end=end, needs=(), gives=(), passes=(), holds=frozenset())
     run = StageRun(replay, nothing, {}, first_device(batch), None, work.containers)
     try:
-        with torch.no_grad(), emptied_caches(), unchanged(model), work.around(), calls.answered_by(run):
+        with torch.no_grad(), emptied_caches(), unchanged(model), work.around(), calls.answered_by(run), isolated_rng():
             _ = run.forward(model, batch)
     except torch.OutOfMemoryError:
         raise
@@ -255,10 +255,8 @@ def _look(stage: ReplayedModule, work: Work, replay: Replay, device: torch.devic
     hidden values, random ones may take another: what is not seen then is as recorded."""
     passed = replay.cut.stages[stage.index - 1].passes if stage.index else ()
     received = [noise(replay.fact(each), device, at) for at, each in enumerate(passed)] or [torch.zeros(())]
-    devices = [] if device.type == "cpu" else [device]
-    streams = cast(Any, torch.random).fork_rng(devices=devices, device_type=device.type)
     runs = running([stage], work, [replay], None, looks=True)
     differs = contextlib.suppress(StageError) if replay.record.decisions else contextlib.nullcontext()
-    with torch.no_grad(), streams, called_eagerly(stage), runs, unchanged(stage.module), differs:
+    with torch.no_grad(), isolated_rng(device), called_eagerly(stage), runs, unchanged(stage.module), differs:
         _ = stage(*received, micro=torch.zeros(1, dtype=torch.int64))
     return list(stage.seen.items())

@@ -151,7 +151,7 @@ class StageSchedule:
         stages: Sequence[ReplayedModule],
         passed: Sequence[Sequence[Boundary]],
         *,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         device: torch.device,
         holds: Callable[[], bool] | None,
     ) -> None:

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 
@@ -51,33 +50,18 @@ _OF_PIECES = (
 
 
 class StageOptions(SpreadOptions, frozen=True, kw_only=True):
-    """Options of pipelines; see `Plan`."""
+    """The plan, and a keyword of `prepare_model`."""
 
-    stages: Sequence[Sequence[str]] | None = None
-    schedule: str = "1F1B"
-    stages_per_rank: int = 1
-    micro_batches: int | None = None
+    plan: Plan
     find_unused_parameters: bool = False
-    example: Any = None
-
-    def describe(self) -> str:
-        """Return the options without the example, a batch of the rank's own."""
-        return repr(msgspec.structs.replace(self, example=None))
 
 
 def _is_done(_ctx: DistContext, view: ModelView) -> bool:
     return is_pipelined(view.inner.model)
 
 
-def _options_from(plan: Plan, keywords: ReplicateOptions, view: ModelView) -> StageOptions:
-    return StageOptions(
-        stages=plan.stages,
-        schedule=plan.schedule,
-        stages_per_rank=plan.stages_per_rank,
-        micro_batches=plan.micro_batches,
-        find_unused_parameters=keywords.find_unused_parameters,
-        example=view.example,
-    )
+def _options_from(plan: Plan, keywords: ReplicateOptions, _view: ModelView) -> StageOptions:
+    return StageOptions(plan=plan, find_unused_parameters=keywords.find_unused_parameters)
 
 
 def _on_xla(asked: PrepareCall) -> RefusedFact | None:
@@ -153,13 +137,13 @@ def _check_shared(found: Sequence[tuple[Sequence[str], Sequence[int]]], layout: 
 
 def _layout(ctx: DistContext, options: StageOptions) -> Layout:
     """The pipeline's numbers; stages of another number are a `PrepareError`."""
-    ranks = ctx.axis("pp").size
-    layout = make_layout(options.schedule, ranks, options.stages_per_rank, options.micro_batches)
-    if options.stages is not None and len(options.stages) != layout.stages:
+    ranks, plan = ctx.axis("pp").size, options.plan
+    layout = make_layout(plan.schedule, ranks, plan.stages_per_rank, plan.micro_batches)
+    if plan.stages is not None and len(plan.stages) != layout.stages:
         raise PrepareError(
             "the plan has another number of stages than the mesh",
-            expected=f"{layout.stages}: stages_per_rank={options.stages_per_rank} on each of {ranks} ranks along pp",
-            got=str(len(options.stages)),
+            expected=f"{layout.stages}: stages_per_rank={plan.stages_per_rank} on each of {ranks} ranks along pp",
+            got=str(len(plan.stages)),
             where=_WHERE,
             fix=f"Leave stages out, or take accel.parallel.stage_plan(model, {layout.stages}).",
         )
@@ -183,7 +167,7 @@ def _spread(ctx: DistContext, view: ModelView, options: StageOptions, *, is_empt
     compare_models(ctx, options, view.parameters)
     _pad_between_layers(view)
     ghost = without_memory(model, ctx.device)
-    plan = _planned(ctx, ghost, model, options)
+    plan = _planned(ctx, ghost, view, options)
     aliases = [*view.owners.values()]
 
     def stages_with(names: Sequence[str]) -> list[int]:
@@ -216,7 +200,6 @@ def _spread(ctx: DistContext, view: ModelView, options: StageOptions, *, is_empt
     add_mixin([model], Pipelined)
     pipeline = Pipeline(
         adopt(group, ctx.device),
-        group,
         layout,
         [each for each in aliases if len(each) > 1],
         order,
@@ -228,11 +211,11 @@ def _spread(ctx: DistContext, view: ModelView, options: StageOptions, *, is_empt
     return model
 
 
-def _planned(ctx: DistContext, ghost: nn.Module, model: nn.Module, options: StageOptions) -> Planned:
+def _planned(ctx: DistContext, ghost: nn.Module, view: ModelView, options: StageOptions) -> Planned:
     """The stages of a model by a record of the example, or by the order of its modules. A collective; ranks that cut
     otherwise are a `PrepareError` on all."""
-    stages = _layout(ctx, options).stages if options.stages is None else options.stages
-    batch = _example(model, options.example, ctx.containers)
+    stages = options.plan.stages or _layout(ctx, options).stages
+    batch = _example(view.model, view.example, ctx.containers)
     made: list[Planned] = []
 
     def plan() -> str:

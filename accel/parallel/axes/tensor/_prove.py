@@ -26,7 +26,7 @@ from accel.parallel.axes.tensor._rules import install, is_in, rules_of
 from accel.parallel.axes.tensor._styles import Regions, Rule
 from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, batch_experts, plain, tensors_in
 from accel.parallel.parts import NoRuleError
-from accel.random import Key, capture_rng, rng_scope
+from accel.random import Key, host_streams, rng_scope
 from accel.topology import TensorStyle
 
 _TOLERANCE = 1e-10
@@ -325,8 +325,7 @@ def _problem_in_training(whole: Callable[[], object], part: Callable[[], object]
     def drawn(run: Callable[[], object]) -> tuple[object, object]:
         with rng_scope(_DRAWS):
             _ = run()
-            streams = capture_rng()
-        return streams.python, streams.numpy
+            return host_streams()
 
     nothing = expected = drawn(lambda: None)
     with contextlib.suppress(Exception):  # whatever a forward says of drawn values

@@ -27,7 +27,7 @@ from accel.errors import PrepareError
 from accel.parallel.axes.tensor import _dependence, _found
 from accel.parallel.axes.tensor._found_plan import found_plan
 from accel.parallel.axes.tensor._layers import GroupLayer
-from accel.parallel.axes.tensor._rules import install, rules_of, share_of
+from accel.parallel.axes.tensor._rules import install, lines_of, rules_of, share_of
 from accel.parallel.parts import NoRuleError
 from accel.parallel.parts._part import name_of
 from accel.tensors import full_tensor, is_dtensor
@@ -84,7 +84,7 @@ LEAST: Mapping[str, int] = {
     "torch_transformer": 90, "bert": 85, "mapping": 90, "reward": 90, "dit": 90, "weight_norm": 90, "keyed_blocks": 90,
     "listed_losses": 90, "cached_values": 90, "closures": 90, "branch_on_inputs": 90, "checkpointed": 90,
     "reentrant": 90, "in_place": 90, "called_by_parts": 90, "nested_outputs": 90, "frozen_body": 90, "vit": 75,
-    "aux_attribute": 90,
+    "aux_attribute": 90, "lens": 90, "single_stream": 90,
 }  # fmt: skip
 
 
@@ -444,11 +444,37 @@ def assert_law(ranks: Simulator, entry: Handwritten, mesh: str, size: int) -> No
 
 @pytest.mark.parametrize(
     "entry",
-    named("grouped_gpt", "weight_norm", "in_place", "cached_values", "aux_attribute"),
+    [
+        *named("grouped_gpt", "weight_norm", "in_place", "cached_values", "aux_attribute"),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in named("lens", "single_stream")),
+    ],
     ids=lambda each: each.name,
 )
 def test_a_hand_written_model_trains_divided_as_in_one_process(ranks: Simulator, entry: Handwritten) -> None:
     assert_law(ranks, entry, "tp=2", 2)
+
+
+class MultiQuery(nn.Module):
+    """Attention whose heads share one key and one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, width) for width in (16, 4, 4, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).view(*x.shape[:2], 4, 4).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(
+            q, *(each(x)[:, None].expand_as(q) for each in (self.k, self.v))
+        )
+        return x + self.o(mixed.transpose(1, 2).flatten(2))
+
+
+def test_what_stays_whole_in_a_divided_module_is_named() -> None:
+    plan = found_plan(nn.Sequential(MultiQuery(), MultiQuery()), 2, [torch.empty(2, 3, 16)], regions_in=("",))
+    assert set(plan.regions["0"]) == {"0.q.weight", "0.q.bias", "0.o.weight"}
+    why = "no division was found for k.weight, v.weight"
+    assert plan.left == {"0": why, "1": why}
+    assert lines_of(plan.left) == [f"0 and 1 like it: {why}"]
 
 
 @pytest.mark.nightly

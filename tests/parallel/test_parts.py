@@ -442,6 +442,9 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
             [(2, 8, 3), (8,), (8,)],
             [RowLayout(1, RowCut(1, ((8, size),))), None, None],
         ),
+        "gates of halves": Region(
+            lambda x: functional.glu(x, 1), [(2, 2 * n, 3)], [RowLayout(1, RowCut(2 * cut.repeat, cut.segments))]
+        ),
         "attention": Region(
             _attention,
             [(2, n, 3, 4), (2, n, 3, 4), (2, n, 3, 4), (draw.choice([1, n]), 3, 3)],

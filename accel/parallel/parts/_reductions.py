@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from accel.parallel.parts._elementwise import elementwise
-from accel.parallel.parts._layout import RowLayout, at, dims_of, no_rule
+from accel.parallel.parts._layout import RowLayout, at, cut_of, dims_of, no_rule
 from accel.parallel.parts._part import (
     Args,
     Named,
@@ -46,11 +46,16 @@ def _like(found: Any, layout: RowLayout | None, part: PartTensor) -> Any:
 
 
 def halved(func: Any, args: Args, kwargs: Named) -> Any:
-    """glu, along a dimension that all ranks hold."""
+    """glu, along a dimension that all ranks hold, or of which they hold the same rows of both halves."""
     part = part_of(func, args)
-    if part.division is not None and part.division.dim == named("input dim", args, kwargs).get("dim", -1) % part.dim():
-        raise no_rule("along the divided dimension")
-    return make(func(*args, **kwargs), part.division, part.ranks)
+    layout = part.division
+    if layout is not None and layout.dim == named("input dim", args, kwargs).get("dim", -1) % part.dim():
+        listed = layout.cut.listed
+        half = len(listed) // 2
+        if listed[:half] != listed[half:]:
+            raise no_rule("along the divided dimension, of halves that ranks divide differently")
+        layout = at(layout.dim, cut_of(1, listed[:half]))
+    return make(func(*args, **kwargs), layout, part.ranks)
 
 
 def reduced(func: Any, args: Args, kwargs: Named) -> Any:

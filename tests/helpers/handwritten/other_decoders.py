@@ -240,7 +240,63 @@ class ResidualsBetween(nn.Module):
         return self.to_logits(x)
 
 
+class LensBlock(nn.Module):
+    """A block of TransformerLens: a matrix for each head, and einsum of parameters."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.ln1, self.ln2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        head = dim // heads
+        self.W_Q, self.W_K, self.W_V = (nn.Parameter(torch.randn(heads, dim, head) * 0.2) for _ in range(3))
+        self.b_Q, self.b_K, self.b_V = (nn.Parameter(torch.zeros(heads, head)) for _ in range(3))
+        self.W_O, self.b_O = nn.Parameter(torch.randn(heads, head, dim) * 0.2), nn.Parameter(torch.zeros(dim))
+        self.W_in, self.b_in = nn.Parameter(torch.randn(dim, 4 * dim) * 0.2), nn.Parameter(torch.zeros(4 * dim))
+        self.W_out, self.b_out = nn.Parameter(torch.randn(4 * dim, dim) * 0.2), nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.ln1(x)
+        q = torch.einsum("bpm,nmh->bpnh", normed, self.W_Q) + self.b_Q
+        k = torch.einsum("bpm,nmh->bpnh", normed, self.W_K) + self.b_K
+        v = torch.einsum("bpm,nmh->bpnh", normed, self.W_V) + self.b_V
+        scores = torch.einsum("bqnh,bknh->bnqk", q, k) / q.shape[-1] ** 0.5
+        later = torch.triu(torch.ones(scores.shape[-2:], device=x.device), diagonal=1).bool()
+        pattern = scores.masked_fill(later, float("-inf")).softmax(-1)
+        z = torch.einsum("bknh,bnqk->bqnh", v, pattern)
+        x = x + torch.einsum("bqnh,nhm->bqm", z, self.W_O) + self.b_O
+        hidden = F.gelu(torch.einsum("bpm,mf->bpf", self.ln2(x), self.W_in) + self.b_in)
+        return x + torch.einsum("bpf,fm->bpm", hidden, self.W_out) + self.b_out
+
+
+class SingleStream(nn.Module):
+    """A block of PaLM, and of FLUX: one layer makes queries, one key, one value and gates; another takes both results
+    side by side."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.dim = heads, dim
+        self.norm = nn.LayerNorm(dim)
+        self.linear1 = nn.Linear(dim, dim + 2 * dim // heads + 4 * dim)
+        self.linear2 = nn.Linear(3 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        head = self.dim // self.heads
+        q, k, v, gates = self.linear1(self.norm(x)).split([self.dim, head, head, 4 * self.dim], -1)
+        scores = q.view(b, n, self.heads, head).transpose(1, 2) @ k[:, None].transpose(-1, -2) / head**0.5
+        later = torch.ones(n, n, dtype=torch.bool, device=x.device).triu(1)
+        mixed = (scores.masked_fill(later, float("-inf")).softmax(-1) @ v[:, None]).transpose(1, 2).reshape(b, n, -1)
+        up, gate = gates.chunk(2, -1)
+        return x + self.linear2(torch.cat([mixed, up * F.silu(gate)], -1))
+
+
+def _words(block: type[nn.Module]) -> nn.Module:
+    blocks = [block(WIDTH, 4) for _ in range(2)]
+    return nn.Sequential(nn.Embedding(WORDS, WIDTH), *blocks, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS))
+
+
 OTHER_DECODERS: tuple[Handwritten, ...] = (
+    entry("lens", lambda: _words(LensBlock), loss=cross_entropy, tags="language causal"),
+    entry("single_stream", lambda: _words(SingleStream), loss=cross_entropy, tags="language causal"),
     entry("lstm", lambda: RNNModel("LSTM", tie_weights=True), loss=cross_entropy_and, tags="causal"),
     entry("gru", lambda: RNNModel("GRU"), loss=cross_entropy_and, tags="causal"),
     entry("cells", StackedCells, loss=cross_entropy, tags="language causal free"),

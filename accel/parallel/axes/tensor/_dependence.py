@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from accel.parallel.parts import RowLayout
+from accel.parallel.parts import RowLayout, rows_of
 from accel.parallel.parts._attention import written_out
-from accel.parallel.parts._layout import even, fit
+from accel.parallel.parts._contractions import terms_of
+from accel.parallel.parts._layout import RowCut, cut_of, even, fit
 
 Layouts = Mapping[str, RowLayout]
 
@@ -58,6 +59,7 @@ _MATMULS: Mapping[str, tuple[int, int, int, int]] = {
     "conv2d": (0, 1, 1, 1),
 }
 _OPERATORS = frozenset({"matmul", "__matmul__", "bmm", "mm"})
+_JOINS = frozenset({"cat", "concat", "concatenate"})
 _WITH_DEAD = frozenset({"relu", "relu_", "relu6", "hardtanh", "clamp"})  # of units without a gradient
 _STEPS = 12  # of a way from parameters to a weight that is made of them
 
@@ -79,11 +81,13 @@ class _Matmul(NamedTuple):
 class _MatmulRecorder(TorchFunctionMode):
     """Records the matmuls of a forward, each of which begins a way of gradients of its own."""
 
-    def __init__(self, parameters: Mapping[int, str]) -> None:
+    def __init__(self, parameters: Mapping[int, str], size: int) -> None:
         super().__init__()
         self.matmuls: list[_Matmul] = []
         self.weights: list[Tensor] = []
+        self.joined: dict[int, RowCut] = {}  # of tensors that were concatenated, by their length together
         self._parameters = parameters
+        self._size = size
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named: dict[str, Any] = kwargs or {}
@@ -93,9 +97,37 @@ class _MatmulRecorder(TorchFunctionMode):
                 return written_out(*args, **named)
         if name in _WITH_DEAD and args[0].is_floating_point():
             return functional.softplus(args[0])
+        if name in _JOINS:
+            self._note_joined(*args, **named)
+        if name == "einsum" and isinstance(args[0], str):
+            return func(args[0], *self._einsum(args[0], [*args[1]] if len(args) == 2 else [*args[1:]]))
         if name in _MATMULS and (found := self._matmul(func, name, [*args], named)) is not None:
             return found
         return func(*args, **named)
+
+    def _note_joined(self, tensors: Sequence[Tensor], dim: int = 0, *, axis: int | None = None) -> None:
+        lengths = [each.shape[dim if axis is None else axis] for each in tensors if each.numel()]
+        cut = cut_of(1, [(length, self._size) for length in lengths])
+        if cut is not None and all(length % self._size == 0 for length in lengths):
+            self.joined[sum(lengths)] = cut
+
+    def _einsum(self, equation: str, tensors: list[Tensor]) -> list[Tensor]:
+        """The operands, with a copy of the one that is contracted with a weight: along the first dimension that
+        ranks can share, such as heads or experts."""
+        terms, result = terms_of(equation, [each.dim() for each in tensors])
+        self._note(*tensors)
+        weights = [at for at, each in enumerate(tensors) if self._is_weight(each)]
+        if len(weights) != 1:
+            return tensors
+        (own,) = weights
+        for dim, letter in enumerate(terms[own]):
+            others = [at for at, term in enumerate(terms) if at != own and letter in term]
+            if others and letter not in result and tensors[own].shape[dim] % self._size == 0:
+                at = others[0]
+                self.matmuls.append(_Matmul(tensors[at], tensors[own], (terms[at].index(letter), dim)))
+                tensors[at] = tensors[at].detach().requires_grad_()
+                return tensors
+        return tensors
 
     def _matmul(self, func: Any, name: str, args: list[Any], named: dict[str, Any]) -> Any:
         """The result of a recorded matmul; None for another one."""
@@ -157,7 +189,7 @@ def dependent_layouts(whole: nn.Module, forward: Callable[[nn.Module], object], 
     """
     parameters = dict(whole.named_parameters())
     names = {id(each): name for name, each in parameters.items()}
-    recorder = _MatmulRecorder(names)
+    recorder = _MatmulRecorder(names, size)
     with torch.enable_grad(), recorder:
         _ = forward(whole)
     search = _Search(parameters, names, recorder, size)
@@ -216,7 +248,10 @@ class _Search:
             )
             if not alike or length % self._size:
                 continue
-            layouts, rows = self._layouts(matmuls, length)
+            joined = self._recorder.joined.get(length)  # features of several layers side by side
+            layouts, rows = self._layouts(matmuls, joined or even(length, self._size))
+            if joined and not (rows and all(isinstance(each, RowLayout) for each in layouts.values())):
+                layouts, rows = self._layouts(matmuls, even(length, self._size))
             matrices = [name for name in layouts if self._parameters[name].dim() > 1]
             if rows and set(matrices) - set(rows):
                 found.append((max(rows, key=lambda name: self._parameters[name].numel()), layouts))
@@ -239,16 +274,16 @@ class _Search:
             found[root(id(each.input))].append(each)
         return list(found.values())
 
-    def _layouts(self, matmuls: Sequence[_Matmul], length: int) -> tuple[Candidate, list[str]]:
+    def _layouts(self, matmuls: Sequence[_Matmul], chunks: RowCut) -> tuple[Candidate, list[str]]:
         """Layouts of the parameters behind the inputs and of the weights, and the names of the latter."""
-        before = self._needed([(each.input, each.dims[0]) for each in matmuls], length)
-        contracted = self._needed([(each.weight, each.dims[1]) for each in matmuls], length)
+        before = self._needed([(each.input, each.dims[0]) for each in matmuls], chunks)
+        contracted = self._needed([(each.weight, each.dims[1]) for each in matmuls], chunks)
         layouts: dict[str, RowLayout] = {}
         divided = {name for (name, dim), ranks in contracted.items() if fit(ranks, self._shape(name)[dim]) is not None}
         for each in matmuls:  # a weight that is made of a parameter of its shape, whose rows are coupled
             if id(each.weight) not in self._names:
                 alike = [name for name in self._made_of(each.weight) if self._shape(name) == each.weight.shape]
-                layouts |= {name: RowLayout(each.dims[1], even(length, self._size)) for name in {*alike} - divided}
+                layouts |= {name: RowLayout(each.dims[1], chunks) for name in {*alike} - divided}
         rows = list(layouts)
         others: dict[str, NeededRows] = {}
         for needed, is_weight in ((before, False), (contracted, True)):
@@ -258,7 +293,7 @@ class _Search:
                 cut = fit(ranks, self._shape(name)[dim])
                 if cut is None and not is_weight and len({*ranks}) > 1 and len(self._shape(name)) > 1:
                     _ = others.setdefault(name, NeededRows(dim, tuple(ranks)))
-                if cut is None or cut.total % self._size or (is_weight and cut.repeat > 1):
+                if cut is None or cut.total % self._size or (is_weight and cut.repeat > chunks.repeat):
                     continue
                 layouts[name] = RowLayout(dim, cut)
                 rows += [name] * is_weight
@@ -268,15 +303,15 @@ class _Search:
         return self._parameters[name].shape
 
     def _needed(
-        self, tensors: Sequence[tuple[Tensor, int]], length: int
+        self, tensors: Sequence[tuple[Tensor, int]], chunks: RowCut
     ) -> dict[tuple[str, int], list[frozenset[int]]]:
         """Rows of each parameter and dimension that each rank's chunk of tensors depends on."""
         found: dict[tuple[str, int], list[set[int]]] = {}
         distinct = {id(tensor): (tensor, dim) for tensor, dim in tensors}
-        part = length // self._size
         for rank in range(self._size):
+            chosen = rows_of(chunks, rank, self._size)
             for tensor, dim in distinct.values():
-                chunk = tensor.narrow(dim, rank * part, part)
+                chunk = tensor.index_select(dim, torch.tensor(chosen, device=tensor.device))
                 for name, grad in self._gradients(chunk, self._used):
                     for axis, rows in enumerate([] if grad is None else _rows_in(grad)):
                         found.setdefault((name, axis), [set() for _ in range(self._size)])[rank].update(rows)

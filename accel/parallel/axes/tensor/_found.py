@@ -25,7 +25,8 @@ from accel.topology import TensorStyle
 Styles = Mapping[str, TensorStyle]
 _LEAST_SHARE = 0.01  # of a module's parameters that are whole, for it to be searched
 _LARGEST = 2**28  # parameters of a module around others that is searched with values in float64
-_ALL_WHOLE = "no rows of its parameters belong to one rank alone"
+_ALL_WHOLE = "no division was found for its parameters"
+_SHOWN = 3  # names in a reason
 
 
 class _Found(NamedTuple):
@@ -50,7 +51,6 @@ class PlanSearch:
     Attributes:
         styles: that are proved, by path.
         regions: layouts that are proved, by the module at whose end tensors are whole again.
-        left: problems by path.
     """
 
     def __init__(self, model: nn.Module, recorded: ForwardTrace, size: int) -> None:
@@ -69,7 +69,7 @@ class PlanSearch:
         self._wrong: dict[bool, set[tuple[str, RowLayout | NeededRows]]] = {True: set(), False: set()}
         self.styles: dict[str, TensorStyle] = {}
         self.regions: dict[str, Layouts] = {}
-        self.left: dict[str, str] = {}
+        self._left: dict[str, str] = {}
         self._readers: dict[int, list[int]] = {}
         for at, node in enumerate(recorded.nodes):
             for number in node.inputs:
@@ -89,7 +89,7 @@ class PlanSearch:
 
     def look(self, within: Sequence[str], *, in_words: bool) -> None:
         """Search in some modules, for styles or for layouts of what styles leave whole."""
-        inner_first = sorted(self._units, key=lambda each: -(each.count(".") + bool(each)))
+        inner_first = sorted(self._units, key=_inner_first)
         for least in (0.5, 0.0):  # a low-rank correction alone must not keep an attention around it whole
             for path in inner_first:
                 if any(is_in(path, around) for around in within):
@@ -128,9 +128,25 @@ class PlanSearch:
             if found.layouts:
                 layouts = {prefix + name: layout for name, layout in found.layouts.items()}
                 self.regions[path] = {**self.regions.get(path, {}), **layouts}
-            self.left = {other: problem for other, problem in self.left.items() if len(self._open(other)) > 1}
-        if found.problem and len(self._open(path)) > 1 and not (path in self.left and found.problem == _ALL_WHOLE):
-            self.left[path] = found.problem
+            self._left = {other: problem for other, problem in self._left.items() if len(self._open(other)) > 1}
+            if found.problem == _ALL_WHOLE:  # no reason of the look for styles holds for the rest
+                _ = self._left.pop(path, None)
+        if found.problem and len(self._open(path)) > 1 and not (path in self._left and found.problem == _ALL_WHOLE):
+            self._left[path] = found.problem
+
+    @property
+    def left(self) -> Mapping[str, str]:
+        """Why modules stay whole in part, by path; none of modules whose matrices are those of modules in them."""
+        found: dict[str, str] = {}
+        for path, problem in sorted(self._left.items(), key=lambda each: _inner_first(each[0])):
+            prefix = f"{path}." if path else ""
+            inner = {name for other in found if other != path and is_in(other, path) for name in self._open(other)}
+            names = [name.removeprefix(prefix) for name in self._open(path) if name not in inner]
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            if names:
+                none = f"no division was found for {', '.join(names[:_SHOWN])}{more}"
+                found[path] = none if problem == _ALL_WHOLE else problem
+        return found
 
     def _is_copied(self, path: str) -> bool:
         """Whether a module around it sums gradients of its input for all in it."""
@@ -207,6 +223,11 @@ class PlanSearch:
             except Exception as error:  # whatever a forward says of values that are drawn
                 self._candidates[key] = [], short(error)
         return self._candidates[key]
+
+
+def _inner_first(path: str) -> int:
+    """A key that sorts paths of modules before those of modules around them."""
+    return -(path.count(".") + bool(path))
 
 
 class _Unit:

@@ -16,6 +16,7 @@ from accel.mixins import Mixin, add_mixin
 from accel.parallel._blocks import block_groups, outermost_groups
 from accel.parallel._modules import RANKS, matching, named_modules, note_module
 from accel.parallel.axes.tensor._attention import Attention, Recurrent
+from accel.parallel.axes.tensor._dependence import pattern_of
 from accel.parallel.axes.tensor._heads import heads_of, holder_of, shares_of
 from accel.parallel.axes.tensor._layers import Layer, ReadList, mixin_for
 from accel.parallel.axes.tensor._part_layers import LayerRanks, PartParameters, RegionEnd, exchanges_of
@@ -277,8 +278,12 @@ def share_of(model: nn.Module, rules: Mapping[str, Rule]) -> float:
 
 
 def lines_of(left: Mapping[str, str]) -> list[str]:
-    """Return a line for each module that stays whole, with the reason."""
-    return [f"{path or 'the model'}: {problem}" for path, problem in left.items()]
+    """Return a line for each module that stays whole, with the reason; one for blocks of a list that have the same."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for path, problem in left.items():
+        alike.setdefault((pattern_of(f"{path}."), problem), []).append(path or "the model")
+    more = {key: f" and {len(paths) - 1} like it" if len(paths) > 1 else "" for key, paths in alike.items()}
+    return [f"{paths[0]}{more[key]}: {key[1]}" for key, paths in alike.items()]
 
 
 def log_share(model: nn.Module, rules: Mapping[str, Rule], size: int, way: str, left: Mapping[str, str]) -> None:

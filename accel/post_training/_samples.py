@@ -205,8 +205,8 @@ def token_ids(ids: Any, where: str, *, or_one: bool = False) -> Tensor:
     except (TypeError, ValueError, RuntimeError):  # texts, objects, rows of several lengths
         found = torch.zeros((1, 1))
     found = found.reshape(-1) if or_one and found.ndim < 2 else found
-    is_integer = not (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool)
-    if found.ndim != 1 or (len(found) and not (is_integer and bool((found >= 0).all()))):
+    whole = found.to(torch.int64)
+    if found.ndim != 1 or found.dtype == torch.bool or not bool(((whole == found) & (whole >= 0)).all()):
         raise DataError(
             "not tokens",
             expected="integers from 0 in one row",
@@ -214,7 +214,7 @@ def token_ids(ids: Any, where: str, *, or_one: bool = False) -> Tensor:
             where=where,
             fix='Pass the numbers of one text, such as tokenizer(text)["input_ids"].',
         )
-    return found.to(torch.int64)
+    return whole
 
 
 def check_rewards(rewards: Tensor, where: str) -> None:

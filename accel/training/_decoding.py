@@ -352,11 +352,11 @@ def decode(
     longest = ids.shape[1]
     _warn_long(model, longest + count)
     ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-    counts = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
+    counts = torch.full((len(ids),), 0 if stop else count, device=ids.device)
     found = torch.zeros(1 + scores, len(ids), count, dtype=torch.float64, device=ids.device)
     found[0] = stop[0] if stop else 0
     ends = torch.tensor(stop, dtype=ids.dtype, device=ids.device)
-    live = torch.arange(len(ids), device=ids.device)  # numbers of the rows that are still run
+    live: Tensor | slice = slice(None)  # numbers of the rows that are still run
     step = 0
     for step in range(count):
         with _tables_fit(ids, longest, count, where):
@@ -370,20 +370,20 @@ def decode(
         tokens = drawn[0].to(ids.dtype)
         if stop:
             tokens = tokens.masked_fill(ended[live], stop[0])
+            drawn[0] = tokens
         found[:, live, step] = drawn
-        found[0, live, step] = tokens.double()
-        counts[live] += ~ended[live]
         ids = torch.cat([ids, tokens[:, None]], 1)
         if not stop:
             continue
+        counts[live] += ~ended[live]
         ended[live] |= torch.isin(tokens, ends)
-        if _all_ended(ctx, ended) if together else bool(ended.all()):
+        stay = (~ended[live]).nonzero()[:, 0]  # the one wait for the device
+        if not (_of_all_ranks(ctx, len(stay)) if together else len(stay)):
             break
-        if drops:
-            stay = (~ended[live]).nonzero()[:, 0]
+        if drops and len(stay) < len(ids) > 1:
             stay = stay if len(stay) else stay.new_zeros(1)  # one row keeps the ranks in step
-            if len(stay) < len(live) and decoder.keep(stay):
-                ids, live = ids[stay], live[stay]
+            if decoder.keep(stay):
+                ids, live = ids[stay], stay if isinstance(live, slice) else live[stay]
     tokens = found[0, :, : step + 1].to(ids.dtype)
     return DecodedTokens(tokens, counts, found[1, :, : step + 1] if scores else None)
 
@@ -414,9 +414,9 @@ def _warn_long(model: nn.Module, length: int) -> None:
         warnings.warn(text, stacklevel=3)
 
 
-def _all_ended(ctx: DistContext, ended: Tensor) -> bool:
-    """Return whether all sequences of all ranks have ended."""
-    left = (~ended).sum().to(ctx.comm.control)
-    if ctx.world_size > 1:
-        left = all_reduce_flat(ctx.comm, left.view(1), "sum")
-    return not int(left.item())
+def _of_all_ranks(ctx: DistContext, count: int) -> int:
+    """Return the sum of a count over all ranks."""
+    if ctx.world_size == 1:
+        return count
+    total = torch.tensor([count], dtype=torch.int64, device=ctx.comm.control)
+    return int(all_reduce_flat(ctx.comm, total, "sum").item())

@@ -140,6 +140,7 @@ def test_a_recipe_killed_once_ends_as_one_that_was_not(recipe: Any, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # as peft reads it
 @pytest.mark.parametrize("name", ["sft", "sft --lora", "dpo", "reward_model", "grpo"])
 def test_recipes_of_post_training_have_the_same_curves_on_any_number_of_ranks(name: str, tmp_path: Path) -> None:
     name, _, lora = name.partition(" --")

@@ -200,7 +200,17 @@ def test_the_random_numbers_are_the_same_in_any_dtype() -> None:
     assert all(torch.equal(each, first) for each in others)
 
 
-NO_TOKENS: list[Any] = [[1.5, 2.0], [1, -1], [[1, 2]], torch.ones(1, 2), "text", None, [True]]
+NO_TOKENS: list[Any] = [
+    [1.5, 2.0],
+    [float("nan")],
+    [float("inf")],
+    [1, -1],
+    [[1, 2]],
+    torch.ones(1, 2),
+    "text",
+    None,
+    [True],
+]
 
 
 def test_slips_are_refused() -> None:
@@ -212,7 +222,7 @@ def test_slips_are_refused() -> None:
         (lambda: drawn(ctx, model, prompts), "list"),
         (lambda: drawn(ctx, model, {"a": [1]}), "'a'"),
         *((lambda ids=ids: drawn(ctx, model, {0: ids}), "not tokens") for ids in NO_TOKENS),
-        *((lambda stop=stop: drawn(ctx, model, PROMPTS, stop=stop), "not tokens") for stop in (-1, "3", [3.0], None)),
+        *((lambda stop=stop: drawn(ctx, model, PROMPTS, stop=stop), "not tokens") for stop in (-1, "3", [3.5], None)),
         (lambda: drawn(ctx, model, PROMPTS, key=5), "int"),
         (lambda: drawn(ctx, model, PROMPTS, version=1), "int"),
         (lambda: drawn(ctx, model, PROMPTS, temperature="1"), "temperature='1'"),
@@ -233,7 +243,7 @@ def test_slips_are_refused() -> None:
     assert sample(ctx, server, PROMPTS, key=KEY, max_new_tokens=1, version=Version("a", 1)).version == Version("a", 1)
     numbered: Any = dict(enumerate(prompts))  # the line of the fix
     right = described(drawn(ctx, model, numbered))
-    for ids in (torch.tensor([1, 2]), (1, 2), torch.tensor([1, 2]).int().numpy()):
+    for ids in (torch.tensor([1, 2]), (1, 2), [1.0, 2.0], torch.tensor([1, 2]).int().numpy()):
         assert described(drawn(ctx, model, {torch.tensor(0).numpy()[()]: ids})) == right
     for stop in (torch.tensor(STOP), torch.tensor([STOP]), [STOP], {STOP}, torch.tensor(STOP).numpy()):
         assert described(drawn(ctx, model, numbered, stop=stop)) == right

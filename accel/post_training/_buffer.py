@@ -7,10 +7,11 @@ neither queued, in flight nor finished, was used or discarded. So a prompt is in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
+import torch
 from torch import Tensor
 
 from accel.errors import DataError
@@ -45,7 +46,7 @@ class RolloutGroup(msgspec.Struct, frozen=True, eq=False):
     rewards: Tensor | None = None
 
 
-def group_samples(samples: Samples, rewards: Tensor | None = None) -> dict[int, RolloutGroup]:
+def group_samples(samples: Samples, rewards: Tensor | Sequence[float] | None = None) -> dict[int, RolloutGroup]:
     """Return the samples of each prompt, by its number, for `RolloutBuffer.put`. No communication.
 
     Args:
@@ -55,6 +56,7 @@ def group_samples(samples: Samples, rewards: Tensor | None = None) -> dict[int, 
     Raises:
         DataError: another number of rewards than of rows, or rewards that are inf or NaN.
     """
+    rewards = None if rewards is None else torch.as_tensor(rewards)
     if rewards is not None and rewards.shape != (len(samples.prompts),):
         raise DataError(
             "rewards do not fit the samples",
@@ -144,6 +146,8 @@ class RolloutBuffer(msgspec.Struct, frozen=True, eq=False):
         Returns:
             The record, and the numbers of the prompts to draw samples for.
         """
+        if count is not None:
+            check_count(count, "not a number of prompts", least=0, where=f"{_WHERE}.start(count=)")
         count = self.room if count is None else min(count, self.room)
         again = self.queue[:count]
         new = range(self.next, self.next + count - len(again))
@@ -161,13 +165,14 @@ class RolloutBuffer(msgspec.Struct, frozen=True, eq=False):
             DataError: a prompt that is not in flight.
         """
         self._check_in_flight(groups, "put")
-        made = (FinishedPrompt(each.prompt, each.update, groups[each.prompt]) for each in self._started(groups))
+        updates = {each.prompt: each.update for each in self.flight}
+        made = (FinishedPrompt(prompt, updates[prompt], group) for prompt, group in groups.items())
         return msgspec.structs.replace(self, flight=self._flight_without(groups), finished=(*self.finished, *made))
 
     def requeue(self, *prompts: int) -> RolloutBuffer:
         """Give up prompts in flight, as after a lost server: they are started again. Raises as `put`."""
         self._check_in_flight(prompts, "requeue")
-        queue = tuple(sorted((*self.queue, *prompts)))
+        queue = tuple(sorted({*self.queue, *prompts}))
         return msgspec.structs.replace(self, flight=self._flight_without(prompts), queue=queue)
 
     def discard(self, prompt: int, reason: str) -> RolloutBuffer:
@@ -202,7 +207,18 @@ class RolloutBuffer(msgspec.Struct, frozen=True, eq=False):
         Returns:
             The record, and `batch` groups, or none while too few are finished. Groups that are too old for these
             weights are dropped, and their prompts queued.
+
+        Raises:
+            DataError: groups that later weights have drawn.
         """
+        if ahead := [each.prompt for each in self.finished if each.update > update]:
+            raise DataError(
+                "samples are newer than the weights that train on them",
+                expected="a number of updates that grows",
+                got=f"update={update}, and prompts {ahead} of later ones",
+                where=f"{_WHERE}.take(update)",
+                fix="Restore the record and the weights from the same checkpoint, and pass state.updates.",
+            )
         taken = self._takeable(update)
         ready = len(taken) == self.batch
         gone = {each.prompt for each in taken} if ready else set[int]()
@@ -238,10 +254,6 @@ class RolloutBuffer(msgspec.Struct, frozen=True, eq=False):
             first = sorted(pending)[: self.batch]
             fresh = sorted((each for each in fresh if each.prompt in first), key=lambda each: each.prompt)
         return fresh[: self.batch]
-
-    def _started(self, prompts: Mapping[int, object]) -> list[StartedPrompt]:
-        by_number = {each.prompt: each for each in self.flight}
-        return [by_number[prompt] for prompt in prompts]
 
     def _flight_without(self, prompts: Iterable[int]) -> tuple[StartedPrompt, ...]:
         gone = {*prompts}

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 from safetensors.torch import load, save
@@ -24,7 +25,7 @@ from accel.endpoints import post
 from accel.errors import AccelError, ConfigError, ServerError
 from accel.errors._base import ErrorRecord, describe
 from accel.post_training._local import Check, Layout, LocalServer
-from accel.post_training._sample import DrawnTokens, Place, SampleOptions, SampleRequest, check_finite, samples_of
+from accel.post_training._sample import DrawnTokens, Place, SampleOptions, SampleRequest, samples_of
 from accel.post_training._samples import Samples, Version
 from accel.terminal import show_limit
 
@@ -174,13 +175,29 @@ def http(urls: str | Sequence[str], *, token: str, timeout_s: float = 300.0) -> 
         ConfigError: an address that is neither http nor https, or an empty token.
     """
     listed = [urls] if isinstance(urls, str) else list(urls)
-    wrong = [url for url in listed if not url.startswith(("http://", "https://"))]
-    if wrong or not listed:
-        raise ConfigError(
-            "the address is not valid", expected="http://host:port", got=f"{wrong or listed}", where="http(urls)"
-        )
+    if not listed:
+        raise ConfigError("the list of addresses is empty", expected="http://host:port", got="none", where="http(urls)")
+    check_address(listed, timeout_s, "http")
     _check_token(token, "http")
     return HttpServer([url.rstrip("/") for url in listed], token, timeout_s)
+
+
+def check_address(urls: Sequence[str], timeout_s: float, call: str) -> None:
+    """Raise `ConfigError` for addresses that are neither http nor https, and for no time to answer."""
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except (ValueError, AttributeError, TypeError):  # another port, or no text
+            is_right = False
+        if not is_right:
+            raise ConfigError(
+                "the address is not valid", expected="http://host:port", got=repr(url), where=f"{call}(urls)"
+            )
+    if not timeout_s > 0:
+        raise ConfigError(
+            "no time to answer", expected="seconds above 0", got=repr(timeout_s), where=f"{call}(timeout_s=)"
+        )
 
 
 @context_first
@@ -280,7 +297,7 @@ class _Handler(BaseHTTPRequestHandler):
         if verb == "sample":
             asked = msgspec.json.decode(body, type=_Asked)
             rows = to.draw(self.server.ctx, asked.requests, asked.options)
-            check_finite(samples_of(asked.requests, rows, to.version, limited=False))  # JSON has no NaN
+            _ = samples_of(asked.requests, rows, to.version, limited=False)  # refuses NaN, which JSON does not have
             return _Drawn(rows, to.version)
         raise ServerError("no such request", expected="begin, load, commit or sample", got=verb, where="serve")
 

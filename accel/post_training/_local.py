@@ -8,36 +8,36 @@ half new, and refuses to sample.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from accel.checkpoint._live_tensors import checksums
-from accel.comm import all_reduce_flat
-from accel.context import DistContext
-from accel.errors import ConfigError, DataError, ServerError
+from accel.checkpoint._live_tensors import checksums, tied
+from accel.comm import adopt, all_reduce_flat
+from accel.context import DistContext, group_of
+from accel.errors import ConfigError, ServerError
+from accel.errors._checks import check_count
 from accel.items._whole import live_tensors
+from accel.parallel import split_sequence
 from accel.parallel._micro_batches import first_tensor
 from accel.parallel._modules import is_pipelined, prepared_of, unwrap_model
 from accel.parallel._sharded import is_sharded
 from accel.post_training._sample import DrawnTokens, Place, SampleOptions, SampleRequest, samples_of
-from accel.post_training._samples import FinishReason, Samples, Version
+from accel.post_training._samples import Samples, Version
 from accel.tensors import integers, is_dtensor
 from accel.training._decoding import (
     CachedTokens,
     Decoder,
     Sampling,
     WholeSequences,
-    all_ended,
+    decode,
     log_chances,
     numbers_of,
     share_tokens,
     takes_cache,
-    tokens_at,
     whole_rows,
 )
 from accel.training._evaluating import evaluating
@@ -113,11 +113,14 @@ class LocalServer:
         self._most_rows, self._vocab_parallel = most_rows, vocab_parallel
         self._coming: Version | None = None
         self._arrived = Digest()
+        self._missing = set[str]()
 
     def begin(self, version: Version) -> None:
         """Begin to take weights; see `WeightServer`."""
         check_newer(version, self.version)
         self._coming, self._arrived = version, Digest()
+        live = live_tensors(self.model)
+        self._missing = live.keys() - tied(live).keys()
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -136,11 +139,21 @@ class LocalServer:
                 )
             mine.copy_(each)
         self._arrived.add({name: live[name] for name in tensors})  # what the model holds now
+        first = tied(live)
+        self._missing -= {first.get(name, name) for name in tensors}
 
     def commit(self, digest: str, count: int) -> None:
         """Compare what has arrived; see `WeightServer`."""
         coming = self._begun("commit")
         check_arrived(self._arrived, digest, count)
+        if self._missing:
+            raise ServerError(
+                "the server's model has tensors that were not sent",
+                expected="all tensors of the server's model",
+                got=f"all but {len(self._missing)}, such as {min(self._missing)}",
+                where="publish(model)",
+                fix="Publish a model of the server's class, and adapters merged into it.",
+            )
         self.version, self._coming = coming, None
 
     @property
@@ -183,6 +196,7 @@ def local(
         most_rows: number of rows that run at once.
         vocab_parallel: whether each rank along `tp` has the logits of its own classes.
     """
+    check_count(most_rows, "not a number of rows", where="servers.local(most_rows=)")
     return LocalServer(model, version or Version(), most_rows=most_rows, vocab_parallel=vocab_parallel)
 
 
@@ -266,43 +280,36 @@ def draw_tokens(
     drawn: dict[tuple[int, int], DrawnTokens] = {}
     with evaluating(model), torch.no_grad():
         for batch in batches:
-            with _rows_fit(batch, options):
-                rows = _Batch(ctx, model, batch, options, cached, vocab_parallel).run(together=together)
+            how = {"cached": cached, "vocab_parallel": vocab_parallel, "together": together}
+            rows = _draw_batch(ctx, model, batch, options, **how)
             drawn |= {(each.prompt, each.sample): row for each, row in zip(batch, rows, strict=True)}
     return [drawn[each.prompt, each.sample] for each in requests]
 
 
-@contextmanager
-def _rows_fit(requests: Sequence[SampleRequest], options: SampleOptions) -> Generator[None]:
-    """Raise `DataError` for rows whose tokens or positions a model's tables do not have."""
-    try:
-        yield
-    except IndexError as error:
-        longest = max(len(each.ids) for each in requests)
-        raise DataError(
-            "the model has not so many positions, or not these tokens",
-            expected="prompts and new tokens within the model's context, and tokens within its vocabulary",
-            got=f"prompts of up to {longest} tokens with {options.max_new_tokens} new ones, and tokens up to"
-            f" {max(max(each.ids) for each in requests)}: {error}",
-            where="sample",
-            fix="Shorten the prompts, or lower max_new_tokens.",
-        ) from error
-
-
-def score_row(ctx: DistContext, model: nn.Module, ids: Sequence[int], first: int) -> list[float]:
+def score_row(
+    ctx: DistContext, model: nn.Module, ids: Sequence[int], first: int, *, vocab_parallel: bool
+) -> list[float]:
     """Return the log-probabilities of a row's tokens from `first` on, on every rank. A collective."""
     row = torch.tensor([list(ids)], device=ctx.device)
-    decoder = WholeSequences(ctx, model, len(ids), lambda ids: ids, partial(first_tensor, containers=ctx.containers))
-    found: list[float] = []
+    part = split_sequence(ctx, {"input_ids": row}, pad={"input_ids": 0})  # as it is without cp
+    places = part["position_ids"][0]
+    group = group_of(ctx, "cp")
+    numbered = group is not None and hasattr(unwrap_model(model), "config")
+    inputs: Any = part if numbered else part["input_ids"]
+    select = partial(first_tensor, containers=ctx.containers)
+    found = torch.zeros(len(ids), dtype=torch.float64, device=ctx.device)
     with evaluating(model), torch.no_grad():
-        for at in range(first, len(ids)):
-            logits = decoder.logits(row[:, :at])
-            value = torch.zeros(1, dtype=torch.float64, device=ctx.device)
-            if logits is not None:
-                value = log_chances(logits, Sampling())[:, ids[at]].contiguous()
-            share_tokens(ctx, model, value)
-            found.append(float(value))
-    return found
+        logits = WholeSequences(ctx, model, len(ids), lambda _: inputs, select).every(row)
+        if logits is not None:
+            logits = whole_rows(ctx, logits) if vocab_parallel else logits
+            inside = places < len(ids) - 1
+            following = places[inside] + 1
+            chances = log_chances(logits[0][inside], Sampling())
+            found[following] = chances.gather(-1, row[0, following][:, None])[:, 0]
+        share_tokens(ctx, model, found)
+    if group is not None:
+        found = all_reduce_flat(adopt(group, ctx.device), found, "sum")
+    return cast("list[float]", found[first:].tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
 def is_spread(model: nn.Module) -> bool:
@@ -318,76 +325,49 @@ def _batches(requests: Sequence[SampleRequest], most: int, *, alike: bool) -> li
     return [group[at : at + most] for group in groups.values() for at in range(0, len(group), most)]
 
 
-class _Batch:
-    """Rows that are drawn together; those that end leave it where the decoder can drop them."""
-
-    def __init__(
-        self,
-        ctx: DistContext,
-        model: nn.Module,
-        requests: Sequence[SampleRequest],
-        options: SampleOptions,
-        cached: bool,
-        vocab_parallel: bool,
-    ) -> None:
-        self._ctx, self._model, self._options = ctx, model, options
-        self._vocab_parallel = vocab_parallel
-        self._requests = requests
-        self._tokens: list[list[int]] = [[] for _ in requests]
-        self._logprobs: list[list[float]] = [[] for _ in requests]
-        self._reasons: list[FinishReason] = ["length"] * len(requests)
-        self._live = list(range(len(requests)))  # number of each row that is still run
-        self._ended = set[int]()
+def _draw_batch(
+    ctx: DistContext,
+    model: nn.Module,
+    requests: Sequence[SampleRequest],
+    options: SampleOptions,
+    *,
+    cached: bool,
+    vocab_parallel: bool,
+    together: bool,
+) -> list[DrawnTokens]:
+    """Draw the tokens of requests in one batch, whose rows leave it when they end."""
+    widest = max(len(each.ids) for each in requests)
+    ids = torch.tensor([[0] * (widest - len(each.ids)) + list(each.ids) for each in requests]).to(ctx.device)
+    select = partial(first_tensor, containers=ctx.containers)
+    decoder: Decoder
+    if cached:
+        mask = torch.tensor([[0] * (widest - len(each.ids)) + [1] * len(each.ids) for each in requests])
+        decoder = CachedTokens(ctx, model, mask.to(ctx.device), select)
+    else:
+        decoder = WholeSequences(ctx, model, widest + options.max_new_tokens - 1, lambda ids: ids, select)
+    numbers = None
+    if options.temperature:
         keys = [options.key.fold_in("sample", each.prompt, each.sample) for each in requests]
-        self._numbers = [numbers_of(each, options.max_new_tokens) for each in keys]
-        widest = max(len(each.ids) for each in requests)
-        self._ids = torch.tensor([[0] * (widest - len(each.ids)) + list(each.ids) for each in requests]).to(ctx.device)
-        select = partial(first_tensor, containers=ctx.containers)
-        self._decoder: Decoder
-        if cached:
-            mask = torch.tensor([[0] * (widest - len(each.ids)) + [1] * len(each.ids) for each in requests])
-            self._decoder = CachedTokens(ctx, model, mask.to(ctx.device), select)
-        else:
-            self._decoder = WholeSequences(ctx, model, widest + options.max_new_tokens - 1, lambda ids: ids, select)
-
-    def run(self, *, together: bool) -> list[DrawnTokens]:
-        """Draw until all rows have ended, `together` those of all ranks."""
-        for step in range(self._options.max_new_tokens):
-            self._step(step)
-            if together:
-                left = torch.tensor([len(self._live) > len(self._ended & {*self._live})], device=self._ctx.device)
-                if all_ended(self._ctx, ~left):
-                    break
-            elif self._ended.issuperset(self._live):
-                break
-        return [DrawnTokens(*row) for row in zip(self._tokens, self._logprobs, self._reasons, strict=True)]
-
-    def _step(self, step: int) -> None:
-        """Add a token to each row; drop those that have ended, but for one that keeps the ranks in step."""
-        logits = self._decoder.logits(self._ids)
-        # tokens, then their log-probabilities, in one message
-        drawn = torch.zeros(2 * len(self._live), dtype=torch.float64, device=self._ids.device)
-        if logits is not None:
-            logits = whole_rows(self._ctx, logits) if self._vocab_parallel else logits
-            chances = log_chances(logits, self._options)
-            numbers = torch.tensor([self._numbers[at][step] for at in self._live], dtype=torch.float64)
-            chosen = tokens_at(chances, numbers) if self._options.temperature else chances.argmax(-1)
-            drawn = torch.cat([chosen.double(), chances.gather(-1, chosen[:, None])[:, 0]])
-        share_tokens(self._ctx, self._model, drawn)
-        tokens = drawn[: len(self._live)].to(self._ids.dtype)
-        found = drawn[len(self._live) :]
-        self._ids = torch.cat([self._ids, tokens[:, None]], 1)
-        values = cast("list[float]", found.tolist())  # pyright: ignore[reportUnknownMemberType]
-        for at, token, value in zip(self._live, integers(tokens), values, strict=True):
-            if at in self._ended:
-                continue
-            self._tokens[at].append(token)
-            self._logprobs[at].append(value)
-            if token in self._options.stop:
-                self._reasons[at] = "stop"
-                self._ended.add(at)
-        stay = [place for place, at in enumerate(self._live) if at not in self._ended] or [0]
-        if len(stay) < len(self._live):
-            rows = torch.tensor(stay, device=self._ids.device)
-            if self._decoder.keep(rows):
-                self._ids, self._live = self._ids[rows], [self._live[place] for place in stay]
+        numbers = numbers_of(keys, options.max_new_tokens, ctx.device)
+    found = decode(
+        ctx,
+        model,
+        decoder,
+        ids,
+        options,
+        count=options.max_new_tokens,
+        numbers=numbers,
+        stop=options.stop,
+        vocab_parallel=vocab_parallel,
+        together=together,
+        drops=True,
+        scores=True,
+        where="sample",
+    )
+    assert found.logprobs is not None
+    rows: list[DrawnTokens] = []
+    for tokens, count, logprobs in zip(found.tokens, integers(found.counts), found.logprobs, strict=True):
+        new = integers(tokens[:count])
+        values = cast("list[float]", logprobs[:count].tolist())  # pyright: ignore[reportUnknownMemberType]
+        rows.append(DrawnTokens(new, values, "stop" if new[-1] in options.stop else "length"))
+    return rows

@@ -15,8 +15,6 @@ from accel.parallel.logits import check_logits, row_scores
 from accel.parallel.logits._logits import DeferredLogits
 from accel.tensors import is_half
 
-_IGNORED = -100
-
 
 @overload
 def token_logprobs(
@@ -95,10 +93,6 @@ def token_logprobs(
         if found is not None:
             return (-found[0], found[1]) if entropy else -found
         logits = logits.made()
-    rows = logits.flatten(0, -2)
-    rows = (rows.float() if is_half(rows) else rows) / temperature
-    counted = targets != _IGNORED
-    known = targets.masked_fill(~counted, 0).flatten()
-    losses, entropies = row_scores(rows, known, None if group is None else adopt(group, ctx.device), entropy=entropy)
-    logprobs = -losses.view(targets.shape).masked_fill(~counted, 0.0)
-    return (logprobs, entropies.view(targets.shape)) if entropy else logprobs
+    wide = (logits.float() if is_half(logits) else logits) / temperature
+    losses, entropies = row_scores(wide, targets, None if group is None else adopt(group, ctx.device), entropy=entropy)
+    return (-losses, entropies) if entropy else -losses

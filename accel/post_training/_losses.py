@@ -19,9 +19,11 @@ from accel.comm import adopt, all_reduce_flat
 from accel.context import DistContext, context_first, group_of
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice
-from accel.tensors import is_half
 
 Average = Literal["token", "sequence"] | float
+# a shape, and what helps where numbers have another
+_TOKENS = ("[rows, tokens]", "Shift all to the predicted tokens: logprobs, targets and mask have one place for each.")
+_PAIRS = ("[pairs]", "Pass one number for each pair, such as outputs[:, 0] of a head with one output.")
 
 
 class LossSum(msgspec.Struct, frozen=True):
@@ -173,8 +175,8 @@ def dpo_loss(
     check_choice(kind, ("sigmoid", "ipo"), "unknown loss of pairs", where="dpo_loss(kind=)")
     if not 0 < beta < math.inf:
         raise ConfigError("beta is out of its range", expected="a number above 0", got=repr(beta), where="dpo_loss")
-    given = (chosen, rejected, reference_chosen, reference_rejected)
-    weights, gained, lost, before_gained, before_lost = _pairs(given, weights, "dpo_loss")
+    given = (rejected, reference_chosen.detach(), reference_rejected.detach())
+    weights, gained, lost, before_gained, before_lost = masked(chosen, weights, *given, kind=_PAIRS, where="dpo_loss")
     ratio = (gained - before_gained) - (lost - before_lost)
     losses = -logsigmoid(beta * ratio) if kind == "sigmoid" else (ratio - 1 / (2 * beta)).square()
     return _pair_loss(losses, beta * ratio, weights)
@@ -199,23 +201,8 @@ def reward_loss(
     Raises:
         ConfigError: shapes that do not fit each other.
     """
-    given = (chosen, rejected, torch.zeros_like(chosen) if margins is None else margins)
-    weights, high, low, least = _pairs(given, weights, "reward_loss")
+    weights, high, low, least = masked(chosen, weights, rejected, margins, kind=_PAIRS, where="reward_loss")
     return _pair_loss(-logsigmoid(high - low - least), high - low, weights)
-
-
-def _pairs(given: tuple[Tensor, ...], weights: Tensor | None, where: str) -> tuple[Tensor, ...]:
-    """Return weights and numbers of pairs in float32 or float64, numbers without weight as 0."""
-    first = given[0]
-    wide = torch.float32 if is_half(first) else first.dtype
-    weights = torch.ones_like(first, dtype=wide) if weights is None else weights.detach().to(wide)
-    for each in (*given, weights):
-        if each.shape != first.shape or first.ndim != 1:
-            got = f"shapes {list(first.shape)} and {list(each.shape)}"
-            raise ConfigError(
-                "numbers of pairs do not fit each other", expected="all of shape [pairs]", got=got, where=where
-            )
-    return weights, *(each.to(wide).masked_fill(weights == 0, 0.0) for each in given)
 
 
 def _pair_loss(losses: Tensor, margins: Tensor, weights: Tensor) -> PairLoss:
@@ -225,25 +212,52 @@ def _pair_loss(losses: Tensor, margins: Tensor, weights: Tensor) -> PairLoss:
     return PairLoss((losses * weights).sum(), weight, mean_of((weights * margins).sum(), weight), accuracy)
 
 
-def masked(losses: Tensor, mask: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
-    """Return factors of tokens and their numbers in float32 or float64, numbers of tokens without a factor as 0.
+def masked(
+    first: Tensor,
+    mask: Tensor | None,
+    *others: Tensor | None,
+    kind: tuple[str, str] = _TOKENS,
+    where: str = "accel.post_training",
+) -> tuple[Tensor, ...]:
+    """Return factors and numbers in float32 or float64, numbers without a factor as 0.
 
-    So that nothing of tokens that do not count, inf and NaN included, meets an exponential or a gradient.
+    So that nothing of tokens or pairs that do not count, inf and NaN included, meets an exponential or a gradient.
+
+    Args:
+        first: numbers of tokens or pairs.
+        mask: their factors; None for 1.
+        others: further numbers; None for 0.
+        kind: the shape of all, and the fix for another, as an error shows them.
+        where: the call that an error names.
     """
-    if losses.ndim != 2 or any(each is not None and each.shape != losses.shape for each in (mask, *others)):
-        shapes = [list(each.shape) for each in (losses, mask, *others) if each is not None]
+    shape, fix = kind
+    given = [each for each in (first, mask, *others) if each is not None]
+    sizes = 2 if shape == _TOKENS[0] else 1 if shape == _PAIRS[0] else first.ndim
+    if first.ndim != sizes or any(each.shape != first.shape for each in given):
         raise ConfigError(
-            "numbers of tokens do not fit each other",
-            expected="losses, mask and other numbers of one shape [rows, tokens]",
-            got=f"shapes {', '.join(map(str, shapes))}",
-            where="accel.post_training",
-            fix="Shift all to the predicted tokens: logprobs, targets and mask have one place for each.",
+            "numbers do not fit each other",
+            expected=f"all of one shape {shape}",
+            got=f"shapes {', '.join(str(list(each.shape)) for each in given)}",
+            where=where,
+            fix=fix,
         )
-    wide = torch.float32 if is_half(losses) else losses.dtype
-    factors = mask.detach().to(wide)
-    left_out = factors == 0
-    kept = [torch.zeros_like(factors) if each is None else each for each in (losses, *others)]
-    return factors, *(each.to(wide).masked_fill(left_out, 0.0) for each in kept)
+    wide = torch.promote_types(first.dtype, torch.float32)
+    factors = torch.ones_like(first, dtype=wide) if mask is None else mask.detach().to(wide)
+    if has_values(factors) and not bool((factors >= 0).all()):
+        raise ConfigError(
+            "factors are below 0 or NaN",
+            expected="True and False, or factors from 0",
+            got=f"factors from {float(factors.min()):g} to {float(factors.max()):g}",
+            where=where,
+            fix="Pass a mask, such as labels != -100, in the place of labels.",
+        )
+    kept = [torch.zeros_like(factors) if each is None else each for each in (first, *others)]
+    return factors, *(each.to(wide).masked_fill(factors == 0, 0.0) for each in kept)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Return whether a check may look at a tensor's values: without a wait for a device, and outside of traces."""
+    return type(tensor) is Tensor and tensor.is_cpu and not torch.compiler.is_compiling()
 
 
 def token_weights(
@@ -283,8 +297,27 @@ def sequence_totals(ctx: DistContext, numbers: Tensor, documents: Tensor | None)
         places = torch.zeros_like(numbers, dtype=torch.int64)
     else:
         size = numbers.shape[2] * (1 if group is None else group.size())
-        places = documents.expand_as(numbers)
+        _check_documents(documents, numbers.shape[1:], size)
+        places = documents.long().expand_as(numbers)
         totals = numbers.new_zeros(*numbers.shape[:2], size).scatter_add_(2, places, numbers)
     if group is not None:
         totals = all_reduce_flat(adopt(group, ctx.device), totals.contiguous(), "sum")
     return totals.gather(2, places)
+
+
+def _check_documents(documents: Tensor, shape: torch.Size, size: int) -> None:
+    """Raise `ConfigError` for what does not number the sequences of rows."""
+    got = f"{documents.dtype} of shape {list(documents.shape)}"
+    is_right = documents.shape == shape and not documents.is_floating_point()
+    if is_right and has_values(documents) and documents.numel():
+        low = int(documents.min())
+        high = int(documents.max())
+        is_right, got = low >= 0 and high < size, f"numbers from {low} to {high}"
+    if not is_right:
+        raise ConfigError(
+            "not the numbers of sequences in their rows",
+            expected=f"integers from 0 in each row, below {size}, of shape {list(shape)}",
+            got=got,
+            where="documents=",
+            fix="Pass documents of PackedTokens, or None if each row is one sequence.",
+        )

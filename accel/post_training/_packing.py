@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from accel.data import order
 from accel.errors import DataError
 from accel.errors._checks import check_count
+from accel.post_training._samples import token_ids
 
 Tokens = Sequence[int] | Sequence[float] | Tensor
 
@@ -237,8 +238,11 @@ def _read(row: TokenRow, before: Any, behind: Any) -> _Read:
         raise DataError(
             "the row does not hold tokens", expected="a TokenRow", got=type(row).__name__, where="pack(rows)"
         )
-    ids = torch.as_tensor(row.ids, dtype=torch.int64)
-    return _Read(ids, torch.as_tensor(row.loss_weights, dtype=torch.float32), before, behind)
+    weights = torch.as_tensor(row.loss_weights, dtype=torch.float32)
+    if not bool((weights >= 0).all()):
+        problem, got = "loss weights are below 0 or NaN", str(row.loss_weights)[:80]
+        raise DataError(problem, expected="factors from 0", got=got, where="pack(rows)")
+    return _Read(token_ids(row.ids, "TokenRow(ids=)"), weights, before, behind)
 
 
 def _streamed(rows: Any, begin: Any) -> Iterator[_Read]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -12,7 +13,7 @@ from accel.collectives import reduce
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice
-from accel.post_training._losses import Average, LossSum, masked, mean_of, sequence_totals, token_weights
+from accel.post_training._losses import Average, LossSum, has_values, masked, mean_of, sequence_totals, token_weights
 from accel.post_training._samples import check_rewards
 
 
@@ -121,6 +122,9 @@ def _k3(gaps: Tensor) -> Tensor:
 
 
 def _check_options(clip: tuple[float, float], cap: float, beta: float, reference: Tensor | None) -> None:
+    if not isinstance(clip, tuple | list) or len(clip) != 2:  # pyright: ignore[reportUnnecessaryIsInstance] - from users
+        fix = f"Pass clip=({clip}, {clip})."
+        raise ConfigError("clip is no pair", expected="(0.2, 0.2)", got=repr(clip), where="policy_loss", fix=fix)
     for name, is_right, expected, got in (
         ("clip", 0 <= clip[0] <= 1 and clip[1] >= 0, "from 0 to 1, and 0 or above", clip),
         ("cap", cap > 0, "above 0", cap),
@@ -170,7 +174,7 @@ def value_loss(
     Raises:
         ConfigError: shapes that do not fit each other, or `clip` below 0.
     """
-    if clip is not None and clip < 0:
+    if clip is not None and not clip >= 0:
         raise ConfigError(
             "clip is out of its range", expected="0 or above, or None", got=repr(clip), where="value_loss"
         )
@@ -186,7 +190,7 @@ def value_loss(
 @context_first
 def group_advantages(
     ctx: DistContext,
-    rewards: Tensor,
+    rewards: Tensor | Sequence[float],
     size: int,
     *,
     scale: Literal["group", "batch", "none"] = "group",
@@ -212,7 +216,8 @@ def group_advantages(
         DataError: rewards on the CPU that are inf or NaN.
     """
     check_choice(scale, ("group", "batch", "none"), "unknown scale of advantages", where="group_advantages(scale=)")
-    if size < 2 or rewards.ndim != 1 or rewards.shape[0] % size:
+    rewards = torch.as_tensor(rewards)
+    if type(size) is not int or size < 2 or rewards.ndim != 1 or rewards.shape[0] % size:
         raise ConfigError(
             "rewards do not form full groups",
             expected="shape [prompts * size], and size of at least 2",
@@ -220,7 +225,7 @@ def group_advantages(
             where="group_advantages",
             fix="Draw several answers to each prompt: sample(..., n=size), with a size of at least 2.",
         )
-    if rewards.is_cpu:  # others would wait for the device
+    if has_values(rewards):
         check_rewards(rewards, "group_advantages")
     rewards = rewards.detach().to(torch.promote_types(rewards.dtype, torch.float32))
     groups = rewards.view(-1, size)
@@ -247,11 +252,10 @@ def whiten(ctx: DistContext, values: Tensor, mask: Tensor, *, shift_mean: bool =
     Returns:
         The values, without gradient; 0 for tokens that do not count.
     """
-    counted = mask != 0
-    values = values.detach().to(torch.promote_types(values.dtype, torch.float32)).masked_fill(~counted, 0.0)
-    mean, variance = _moments(ctx, values, counted.to(values.dtype))
+    counted, values = masked(values.detach(), mask != 0, kind=("as the values", ""), where="whiten")
+    mean, variance = _moments(ctx, values, counted)
     whitened = (values - mean) * (variance + eps).rsqrt()
-    return (whitened if shift_mean else whitened + mean).masked_fill(~counted, 0.0)
+    return (whitened if shift_mean else whitened + mean) * counted
 
 
 def _moments(ctx: DistContext, values: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from accel.comm import Call, agreed, broadcast_value, call_site, shared_failure
 from accel.context import DistContext, context_first
-from accel.errors import AccelError, ConfigError, ServerError
-from accel.errors._checks import check_choice, check_count
+from accel.errors import ConfigError, ServerError
+from accel.errors._checks import check_choice, check_count, check_kind
 from accel.items._models import distinct_tensors
 from accel.items._whole import facts, live_tensors, staged_tensors
 from accel.parallel._empty import check_filled
 from accel.parallel._engines import whole_model
 from accel.parallel._modules import unwrap_model
 from accel.post_training._local import Digest, Layout, WeightServer, score_row
-from accel.post_training._sample import SampleOptions, SampleRequest, SampleServer
+from accel.post_training._sample import SampleOptions, SampleRequest, SampleServer, as_server_error, check_server
 from accel.post_training._samples import Version
 from accel.random import Key
 from accel.tensors import integers
@@ -64,6 +64,7 @@ def publish(
     adapters: Adapters = "merged",
     chunk_bytes: int = 2**26,
     tolerance: float = 0.1,
+    vocab_parallel: bool = False,
 ) -> Published:
     """Send a model's weights to servers as a version. A collective.
 
@@ -84,6 +85,7 @@ def publish(
         chunk_bytes: bytes of tensors that are sent together.
         tolerance: largest mean distance, in nats, of log-probabilities of server and model, for 8 tokens behind a fixed
             prompt. They are compared if the server does not compare digests.
+        vocab_parallel: whether each rank along `tp` has the logits of its own classes, for that comparison.
 
     Returns:
         What the servers have, on every rank. Tied tensors are sent once, under the first name.
@@ -105,6 +107,18 @@ def publish(
     call = Call("publish", f"{version} {dtype} {layout} {adapters}", site)
     with shared_failure(ctx.comm, call):
         check_choice(adapters, ("merged", "alone"), "unknown way of adapters", where="publish(adapters=)")
+        check_choice(layout or "hub", ("hub", "model"), "the names of tensors are unknown", where="publish(layout=)")
+        check_kind(
+            version,
+            Version,
+            "the version is not valid",
+            where="publish(version=)",
+            fix='Pass Version("session", number).',
+        )
+        check_kind(
+            dtype, torch.dtype | None, "the dtype is not valid", where="publish(dtype=)", fix="Pass torch.bfloat16."
+        )
+        check_server(server, "publish")
         check_count(chunk_bytes, "the number of bytes is not valid", where="publish(chunk_bytes=)")
         if ctx.is_main_process and server is None:
             raise ConfigError("rank 0 has no server", expected="a server", got="None", where="publish(server)")
@@ -126,12 +140,21 @@ def publish(
         sending.add(_named(inner, name, _cast(whole(name), dtype), layout))
     with agreed(ctx.comm, Call("publish: committing", site=site)):
         sending.end()
-    mismatch = _compare(ctx, server, model, version, tolerance, site) if compares else None
+    mismatch = None
+    if compares:
+        mismatch = _compare(ctx, server, model, version, tolerance, site, vocab_parallel=vocab_parallel)
     return Published(version, sending.digest.value, sending.digest.count, sending.nbytes, mismatch)
 
 
 def _compare(
-    ctx: DistContext, server: WeightServer | None, model: nn.Module, version: Version, tolerance: float, site: str
+    ctx: DistContext,
+    server: WeightServer | None,
+    model: nn.Module,
+    version: Version,
+    tolerance: float,
+    site: str,
+    *,
+    vocab_parallel: bool,
 ) -> float:
     """Return the mean distance of log-probabilities of the server of rank 0 and of the model. A collective."""
     call = Call("publish: comparing", site=site)
@@ -145,7 +168,7 @@ def _compare(
             mine = (integers(drawn.ids[0]), values)
     ids, logprobs = broadcast_value(ctx.comm, call, mine, tuple[list[int], list[float]])
     first = len(_PROBE)
-    right = score_row(ctx, model, ids, first)
+    right = score_row(ctx, model, ids, first, vocab_parallel=vocab_parallel)
     distances = [abs(one - other) for one, other in zip(right, logprobs[first:], strict=True)]
     mismatch = sum(distances) / max(1, len(distances))
     with agreed(ctx.comm, call):
@@ -170,7 +193,6 @@ class _Sending:
         self._chunk_bytes = chunk_bytes
         self._chunk: dict[str, Tensor] = {}
         self._failure: Exception | None = None
-        self._version = version
         self._call(lambda to: to.begin(version))
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
@@ -186,16 +208,8 @@ class _Sending:
         """Send what is left, and commit; raise the first failure."""
         self._flush()
         self._call(lambda to: to.commit(self.digest.value, self.digest.count))
-        if self._failure is None:
-            return
-        if isinstance(self._failure, AccelError):
-            raise self._failure
-        raise ServerError(
-            "a server has not taken the weights",
-            expected=f"version {self._version.number} of session {self._version.session!r}",
-            got=f"{type(self._failure).__name__}: {self._failure}",
-            where="publish",
-        ) from self._failure
+        if self._failure is not None:
+            raise as_server_error(self._failure, "taken the weights")
 
     def _flush(self) -> None:
         chunk, self._chunk = self._chunk, {}

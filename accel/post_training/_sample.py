@@ -6,22 +6,26 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError as FutureTimeout
+from math import isfinite
+from operator import index
 from threading import Thread
 from typing import Any, Literal, Protocol, Required, TypedDict, Unpack
 
 import msgspec
+from torch import nn
 
 from accel.comm import Call, call_site, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import AccelError, ConfigError, ServerError
-from accel.errors._checks import check_count
-from accel.post_training._samples import FinishReason, SampleRow, Samples, Version
+from accel.errors._checks import check_count, check_kind
+from accel.post_training._samples import FinishReason, SampleRow, Samples, Version, token_ids
 from accel.random import Key
 from accel.tensors import integers
 from accel.terminal import show_limit
 from accel.training._decoding import Sampling
 
 Place = Literal["rank", "ranks", "remote"]
+_BY_NUMBER = "the tokens of each prompt by its number, an integer"
 _BIAS = (
     "samples are drawn with top_k or top_p, and their log-probabilities are those of the whole distribution: ratios of"
     " them are biased. Have the server return those of the distribution that it draws from, or draw without limits."
@@ -54,7 +58,7 @@ class SampleOptions(Sampling, frozen=True, kw_only=True):
     @property
     def is_limited(self) -> bool:
         """Whether a draw leaves out tokens."""
-        return self.top_k is not None or self.top_p is not None
+        return self.top_k is not None or (self.top_p or 1.0) < 1
 
 
 class DrawnTokens(msgspec.Struct, frozen=True):
@@ -203,7 +207,6 @@ class PendingSamples:
                     got=str(error) or "none",
                     where="PendingSamples.result",
                 ) from error
-            check_finite(found)
         if found.drawn_from == "model" and self._options.is_limited:
             warnings.warn(_BIAS, stacklevel=2)  # once for each line that asks, by Python's own filter
         return found
@@ -249,16 +252,15 @@ def _begin(
 ) -> PendingSamples:
     call = Call(name, site=call_site())
     with shared_failure(ctx.comm, call):
+        check_server(server, name)
         requests, options = _asked(prompts, **keywords)
     found: Future[Samples] = Future()
 
     def draw() -> None:
         try:
             found.set_result(server.sample(ctx, requests, options))
-        except AccelError as error:
-            found.set_exception(error)
         except Exception as error:  # a model's own failure stays what it is
-            found.set_exception(_as_server_error(error) if server.place == "remote" else error)
+            found.set_exception(as_server_error(error, "drawn the samples") if server.place == "remote" else error)
 
     if server.place == "ranks":  # a failure is every rank's already
         found.set_result(server.sample(ctx, requests, options))
@@ -269,39 +271,46 @@ def _begin(
     return PendingSamples(ctx, call, found, options)
 
 
-def check_finite(found: Samples) -> None:
-    """Raise `ServerError` for log-probabilities that are inf or NaN: the tokens are then drawn from nothing."""
-    if found.logprobs is not None and not bool(found.logprobs.isfinite().all()):
-        wrong = sorted({found.prompts[at] for at in integers((~found.logprobs.isfinite()).nonzero()[:, 0])})
-        raise ServerError(
-            "log-probabilities of samples are not finite",
-            expected="finite logits of the server's model",
-            got=f"inf or NaN in samples of prompts {wrong}",
-            where="sample",
-            fix="Begin again from a checkpoint of finite weights, and publish them to the server.",
+def check_server(server: object, where: str) -> None:
+    """Raise `ConfigError` for a model in the place of its server."""
+    if isinstance(server, nn.Module):
+        raise ConfigError(
+            "a model is no server",
+            expected="a server of accel.post_training.servers",
+            got=type(server).__name__,
+            where=f"{where}(server)",
+            fix="Make it one: server = accel.post_training.servers.local(model).",
         )
 
 
-def _as_server_error(error: Exception) -> ServerError:
-    got = f"{type(error).__name__}: {error}"
-    found = ServerError("a server has not drawn the samples", expected="samples", got=got, where="sample")
+def as_server_error(error: Exception, task: str) -> AccelError:
+    """Return the error of a server, which may be another library's, as one that all ranks can raise."""
+    if isinstance(error, AccelError):
+        return error
+    found = ServerError(f"a server has not {task}", got=f"{type(error).__name__}: {error}", where=task)
     found.__cause__ = error
     return found
 
 
-def _asked(
-    prompts: Mapping[int, Sequence[int]], *, n: int = 1, stop: int | Iterable[int] = (), **options: Any
-) -> tuple[list[SampleRequest], SampleOptions]:
+def _asked(prompts: Any, *, n: int = 1, stop: Any = (), **options: Any) -> tuple[list[SampleRequest], SampleOptions]:
     """Return checked requests and options."""
     check_count(n, "the number of samples is not valid", where="sample(n=)")
-    asked = SampleOptions(stop=(stop,) if isinstance(stop, int) else tuple(stop), **options)
+    check_kind(options["key"], Key, "the key is not valid", where="sample(key=)", fix="Pass accel.seeding.Key(seed).")
+    check_kind(options.get("version"), Version | None, "the version is not valid", where="sample(version=)")
+    ends = token_ids(stop, "sample(stop=)", or_one=True)
+    asked = SampleOptions(stop=tuple(integers(ends)), **options)
     check_count(asked.max_new_tokens, "the number of tokens is not valid", where="sample(max_new_tokens=)")
-    asked.check(has_key=asked.temperature > 0)
-    if empty := [number for number, ids in prompts.items() if not len(ids)]:
+    asked.check(has_key=bool(asked.temperature), where="sample")
+    fix = "Number them: prompts = dict(enumerate(prompts))."
+    check_kind(prompts, Mapping, "the prompts have no numbers", expected=_BY_NUMBER, where="sample(prompts)", fix=fix)
+    if wrong := [number for number in prompts if not hasattr(number, "__index__")]:
+        problem, got = "the prompts have no numbers", repr(wrong)[:80]
+        raise ConfigError(problem, expected=_BY_NUMBER, got=got, where="sample(prompts)", fix=fix)
+    rows = {index(number): tuple(integers(token_ids(each, "sample(prompts)"))) for number, each in prompts.items()}
+    if empty := [number for number, ids in rows.items() if not ids]:
         problem = "a prompt without tokens"
         raise ConfigError(problem, expected="a token at least", got=f"prompts {empty}", where="sample")
-    ids = {number: tuple(map(int, each)) for number, each in prompts.items()}
-    return [SampleRequest(number, at, each) for number, each in ids.items() for at in range(n)], asked
+    return [SampleRequest(number, at, ids) for number, ids in rows.items() for at in range(n)], asked
 
 
 def samples_of(
@@ -314,7 +323,19 @@ def samples_of(
         drawn: tokens of each.
         version: the weights that drew them.
         limited: whether log-probabilities are those of a distribution that leaves out tokens.
+
+    Raises:
+        ServerError: log-probabilities that are inf or NaN: the tokens are then drawn from nothing.
     """
+    wrong = {asked.prompt for asked, each in zip(requests, drawn, strict=True) if not all(map(isfinite, each.logprobs))}
+    if wrong:
+        raise ServerError(
+            "log-probabilities of samples are not finite",
+            expected="finite logits of the server's model",
+            got=f"inf or NaN in samples of prompts {sorted(wrong)}",
+            where="sample",
+            fix="Begin again from a checkpoint of finite weights, and publish them to the server.",
+        )
     rows = [
         SampleRow(
             ids=[*asked.ids, *found.tokens],

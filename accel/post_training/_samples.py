@@ -6,18 +6,20 @@ They come from `sample`, or from a user's own rollouts by `Samples.of`. All else
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import Any, Literal, cast, get_args
 
 import msgspec
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from accel.errors import DataError
 from accel.errors._checks import check_choice
 
 FinishReason = Literal["stop", "length", "abort"]
 Drawn = Literal["model", "sampler"]
+_OF = "Samples.of"
 
 
 class Version(msgspec.Struct, frozen=True, order=True):
@@ -110,33 +112,7 @@ class Samples(msgspec.Struct, frozen=True, eq=False):
         """
         check_choice(drawn_from, ("model", "sampler"), "unknown distribution", where="Samples.of(drawn_from=)")
         _check(rows)
-        texts = [torch.as_tensor(row.ids, dtype=torch.int64) for row in rows]
-        masks = [
-            torch.ones(len(text) - row.prompt_length, dtype=torch.bool)
-            if row.mask is None
-            else torch.as_tensor(row.mask, dtype=torch.bool)
-            for row, text in zip(rows, texts, strict=True)
-        ]
-        found = [None if row.logprobs is None else torch.as_tensor(row.logprobs, dtype=torch.float64) for row in rows]
-        widest = max(map(len, texts))
-        logprobs = None
-        if all(each is not None for each in found):
-            drawn = [(each, mask) for each, mask in zip(found, masks, strict=True) if each is not None]
-            logprobs = _filled([torch.where(mask, each, 0.0) for each, mask in drawn], rows, widest)
-        routed = [row.routed for row in rows if row.routed is not None]
-        return cls(
-            ids=torch.stack([_wide(text, widest, pad_id) for text in texts]),
-            prompt_lengths=torch.tensor([row.prompt_length for row in rows]),
-            lengths=torch.tensor([len(text) for text in texts]),
-            mask=_filled(masks, rows, widest),
-            prompts=tuple(row.prompt for row in rows),
-            samples=tuple(row.sample for row in rows),
-            finish_reasons=tuple(row.finish_reason for row in rows),
-            logprobs=logprobs,
-            drawn_from=None if logprobs is None else drawn_from,
-            version=version,
-            routed=torch.stack([_wide(each, widest, 0) for each in routed]) if len(routed) == len(rows) else None,
-        )
+        return join_samples([_of_row(row, drawn_from, version) for row in rows], pad_id=pad_id)
 
     @property
     def truncated(self) -> Tensor:
@@ -185,21 +161,25 @@ def join_samples(parts: Sequence[Samples], *, pad_id: int = 0, width: int | None
         raise DataError(
             "rows do not fit the width", expected=f"width={widest} or more", got=f"width={width}", where="join_samples"
         )
-    kinds = {each.drawn_from for each in parts}
-    if len(kinds) > 1:
-        raise DataError(
-            "log-probabilities of several distributions cannot be joined",
-            expected="samples with the same drawn_from",
-            got=", ".join(sorted(map(repr, kinds))),
-            where="join_samples",
-        )
+    for name, kinds in (
+        ("drawn_from", {each.drawn_from for each in parts}),
+        ("routed", {each.routed is not None for each in parts}),
+    ):
+        if len(kinds) > 1:
+            raise DataError(
+                "samples of several kinds cannot be joined",
+                expected=f"samples with the same {name}",
+                got=", ".join(sorted(map(repr, kinds))),
+                where="join_samples",
+            )
     wide = width or widest
     versions = {each.version for each in parts}
     logprobs = [each.logprobs for each in parts if each.logprobs is not None]
     routed = [each.routed for each in parts if each.routed is not None]
 
     def joined(tensors: Sequence[Tensor], value: float = 0) -> Tensor:
-        return torch.cat([_wide(each.transpose(0, 1), wide, value).transpose(0, 1) for each in tensors])
+        sides = [(0, 0) * (each.ndim - 2) + (0, wide - each.shape[1]) for each in tensors]
+        return torch.cat([pad(each, side, value=value) for each, side in zip(tensors, sides, strict=True)])
 
     return Samples(
         ids=joined([each.ids for each in parts], pad_id),
@@ -214,6 +194,27 @@ def join_samples(parts: Sequence[Samples], *, pad_id: int = 0, width: int | None
         version=versions.pop() if len(versions) == 1 else None,
         routed=joined(routed) if len(routed) == len(parts) else None,
     )
+
+
+def token_ids(ids: Any, where: str, *, or_one: bool = False) -> Tensor:
+    """Return tokens as int64 of shape [tokens], with `or_one` also of a single number; raise `DataError` for others."""
+    if isinstance(ids, Set | Iterator):
+        ids = [*cast("Iterable[Any]", ids)]
+    try:
+        found = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError):  # texts, objects, rows of several lengths
+        found = torch.zeros((1, 1))
+    found = found.reshape(-1) if or_one and found.ndim < 2 else found
+    whole = found.to(torch.int64)
+    if found.ndim != 1 or found.dtype == torch.bool or not bool(((whole == found) & (whole >= 0)).all()):
+        raise DataError(
+            "not tokens",
+            expected="integers from 0 in one row",
+            got=repr(ids)[:80],
+            where=where,
+            fix='Pass the numbers of one text, such as tokenizer(text)["input_ids"].',
+        )
+    return whole
 
 
 def check_rewards(rewards: Tensor, where: str) -> None:
@@ -246,21 +247,42 @@ def _check(rows: Sequence[SampleRow]) -> None:
                 f"{behind} behind the prompt",
             )
             got = ", ".join(map(str, wrong.values()))
+        elif type(row.prompt_length) is not int:
+            problem, expected, got = f"not a length of a prompt in row {at}", "an integer", repr(row.prompt_length)
+        elif row.finish_reason not in get_args(FinishReason):
+            problem, expected = f"unknown reason of the end of row {at}", ", ".join(get_args(FinishReason))
+            got = repr(row.finish_reason)
         elif (row.logprobs is None) != (rows[0].logprobs is None):
             problem, expected, got = "some rows have log-probabilities", "those of all rows, or of none", f"row {at}"
         elif (row.routed is None) != (rows[0].routed is None):
             problem, expected, got = "some rows have experts", "those of all rows, or of none", f"row {at}"
     if problem:
-        raise DataError(problem, expected=expected, got=got, where="Samples.of")
+        raise DataError(problem, expected=expected, got=got, where=_OF)
 
 
-def _filled(behind: Sequence[Tensor], rows: Sequence[SampleRow], width: int) -> Tensor:
-    """Put values of the tokens behind the prompts at their places in rows of a width."""
-    placed = [torch.nn.functional.pad(each, (row.prompt_length, 0)) for each, row in zip(behind, rows, strict=True)]
-    return torch.stack([_wide(each, width, 0) for each in placed])
-
-
-def _wide(values: Tensor, width: int, value: float) -> Tensor:
-    """Fill the first dimension up to a width."""
-    filling = values.new_full((width - len(values), *values.shape[1:]), value)
-    return torch.cat([values, filling])
+def _of_row(row: SampleRow, drawn_from: Drawn, version: Version | None) -> Samples:
+    """Return samples of one row."""
+    ids = token_ids(row.ids, "SampleRow(ids=)")
+    mask = torch.ones(len(ids) - row.prompt_length, dtype=torch.bool)
+    if row.mask is not None:
+        mask = torch.as_tensor(row.mask, dtype=torch.bool)
+    logprobs = None
+    if row.logprobs is not None:
+        logprobs = torch.as_tensor(row.logprobs, dtype=torch.float64).where(mask, 0.0)
+        if not bool(logprobs.isfinite().all()):
+            problem, got = "log-probabilities of a row are not finite", str(row.logprobs)[:80]
+            raise DataError(problem, expected="finite ones of the tokens that the model drew", got=got, where=_OF)
+    before = (row.prompt_length, 0)
+    return Samples(
+        ids=ids[None],
+        prompt_lengths=torch.tensor([row.prompt_length]),
+        lengths=torch.tensor([len(ids)]),
+        mask=pad(mask, before)[None],
+        prompts=(row.prompt,),
+        samples=(row.sample,),
+        finish_reasons=(row.finish_reason,),
+        logprobs=None if logprobs is None else pad(logprobs, before)[None],
+        drawn_from=None if logprobs is None else drawn_from,
+        version=version,
+        routed=None if row.routed is None else row.routed[None],
+    )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from accel.context import DistContext
 from accel.errors import ConfigError, ServerError
-from accel.post_training._http import as_safetensors, in_threads, request, understood
+from accel.post_training._http import as_safetensors, check_address, in_threads, request, understood
 from accel.post_training._local import Check, Layout, check_held, check_newer
 from accel.post_training._sample import DrawnTokens, Place, SampleOptions, SampleRequest, samples_of
 from accel.post_training._samples import FinishReason, Samples, Version
@@ -226,6 +226,7 @@ def vllm(
         raise ConfigError(
             "unknown log-probabilities", expected="raw or processed", got=logprobs, where="vllm(logprobs=)"
         )
+    check_address([url], timeout_s, "vllm")
     at = Path(folder)
     processed = logprobs == "processed"
     name = model or str(folder)

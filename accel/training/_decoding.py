@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding on any mesh: logits of the next tokens, with keys and values kept or without, and the choice of tokens."""
+"""Decoding on any mesh: logits of the next tokens, with keys and values kept or without, the choice of tokens, and the
+loop that adds them to sequences."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import msgspec
 import torch
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 
 from accel.comm import adopt, all_reduce_flat, broadcast_flat, gathered
 from accel.context import DistContext, group_of
-from accel.errors import ConfigError
+from accel.errors import ConfigError, DataError
 from accel.parallel._labels import micro_batches_of
 from accel.parallel._micro_batches import ByStage, MicroBatch, first_rows, first_tensor, split_batch
 from accel.parallel._modules import stage_modules, unwrap_model
@@ -77,8 +80,15 @@ class WholeSequences:
         at = ids.shape[1] - 1
         # Shapes that never change: a pipeline keeps its buffers, and a compiled model its code.
         filled = nn.functional.pad(ids, (0, self._length - ids.shape[1]))
-        micro = _split(self._ctx, self._model, self._inputs_of(filled))
-        return _run(self._ctx, self._model, micro, lambda output: self._select(output)[:, at])
+        return self._run(filled, lambda logits: logits[:, at])
+
+    def every(self, ids: Tensor) -> Tensor | None:
+        """Return the logits of all positions of full sequences, [rows, length, classes]; see `Decoder`."""
+        return self._run(ids, lambda logits: logits)
+
+    def _run(self, ids: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor | None:
+        micro = _split(self._ctx, self._model, self._inputs_of(ids))
+        return _run(self._ctx, self._model, micro, lambda output: part(self._select(output)))
 
     def keep(self, rows: Tensor) -> bool:
         """Drop rows: nothing of them is kept. See `Decoder`. A pipeline keeps its shapes."""
@@ -204,11 +214,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int | None = None
     top_p: float | None = None
 
-    def check(self, *, has_key: bool) -> None:
+    def check(self, *, has_key: bool, where: str) -> None:
         """Raise `ConfigError` for values out of range, or without effect."""
         problem = expected = ""
-        if not 0 <= self.temperature < math.inf:
-            problem, expected = f"temperature={self.temperature}", "a number from 0"
+        if not isinstance(self.temperature, int | float) or not 0 <= self.temperature < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance] - from users
+            problem, expected = f"temperature={self.temperature!r}", "a number from 0"
         elif self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
             problem, expected = f"top_k={self.top_k!r}", "an integer from 1"
         elif self.top_p is not None and not 0 < self.top_p <= 1:
@@ -221,22 +231,25 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         elif not self.temperature and (has_key or self.top_k is not None or self.top_p is not None):
             problem, expected = "key, top_k or top_p without a temperature", "temperature above 0 beside them"
         if problem:
-            raise ConfigError("tokens cannot be drawn like this", expected=expected, got=problem, where="generate")
+            raise ConfigError("tokens cannot be drawn like this", expected=expected, got=problem, where=where)
 
 
-def next_tokens(logits: Tensor, sampling: Sampling, numbers: Tensor | None) -> Tensor:
-    """Return a token for each row: the most probable one, or by the inverse distribution function of a number.
+def next_tokens(logits: Tensor, sampling: Sampling, numbers: Tensor | None, *, scores: bool = False) -> Tensor:
+    """Return a token for each row, the most probable one or by the inverse distribution function of a number, and with
+    `scores` its log-probability: float64 of shape [1 or 2, rows].
 
     A row's token is a function of its logits and its number alone, whichever rows are beside it.
     """
-    if numbers is None:
-        return logits.argmax(-1)
-    return tokens_at(log_chances(logits, sampling), numbers)
+    chances = log_chances(logits, sampling) if scores or numbers is not None else logits
+    tokens = logits.argmax(-1) if numbers is None else tokens_at(chances, numbers)
+    return torch.stack([tokens, *([chances.gather(-1, tokens[:, None])[:, 0]] if scores else [])]).double()
 
 
-def numbers_of(key: Key, count: int) -> list[float]:
-    """Return numbers in [0, 1) for the tokens of a row; the first ones do not depend on how many."""
-    return [each / 2**53 for each in key.integers(count, bits=53)]
+def numbers_of(keys: Sequence[Key], count: int, device: torch.device) -> Tensor:
+    """Return numbers in [0, 1) for the tokens of rows by the row's key, float64 of shape [rows, count]. The first ones
+    do not depend on how many."""
+    drawn = [[each / 2**53 for each in key.integers(count, bits=53)] for key in keys]
+    return torch.tensor(drawn, dtype=torch.float64, device=device)
 
 
 def tokens_at(chances: Tensor, numbers: Tensor) -> Tensor:
@@ -285,9 +298,125 @@ def share_tokens(ctx: DistContext, model: nn.Module, tokens: Tensor) -> None:
         broadcast_flat(pipeline.comm, tokens, source=pipeline.last_rank)
 
 
-def all_ended(ctx: DistContext, ended: Tensor) -> bool:
-    """Return whether all sequences of all ranks have ended, so that ranks take equally many steps."""
-    left = (~ended).sum().to(ctx.comm.control)
-    if ctx.world_size > 1:
-        left = all_reduce_flat(ctx.comm, left.view(1), "sum")
-    return not int(left.item())
+class DecodedTokens(NamedTuple):
+    """Tokens that were added to sequences.
+
+    Attributes:
+        tokens: new tokens, int64 of shape [rows, new], filled up by the first of those that end a sequence.
+        counts: number of tokens of each row up to the one that ends it, int64 of shape [rows].
+        logprobs: log-probabilities of the tokens, float64 of the shape of `tokens`; None without `scores`.
+    """
+
+    tokens: Tensor
+    counts: Tensor
+    logprobs: Tensor | None
+
+
+def decode(
+    ctx: DistContext,
+    model: nn.Module,
+    decoder: Decoder,
+    ids: Tensor,
+    sampling: Sampling,
+    *,
+    count: int,
+    numbers: Tensor | None,
+    stop: Sequence[int],
+    vocab_parallel: bool,
+    together: bool = True,
+    drops: bool = False,
+    scores: bool = False,
+    where: str,
+) -> DecodedTokens:
+    """Add tokens to sequences until all have ended. A collective if the model is spread over ranks, or `together`.
+
+    Args:
+        ctx: the context.
+        model: causal.
+        decoder: gives the logits of the next tokens.
+        ids: sequences, int64 of shape [rows, length].
+        sampling: rule of choice.
+        count: most tokens to add.
+        numbers: number in [0, 1) of each token, float64 of shape [rows, count]; None for the most probable ones.
+        stop: tokens that end a sequence; none to add all tokens.
+        vocab_parallel: whether each rank along tp has the logits of its own classes.
+        together: whether all ranks take as many steps. A rank that stopped alone would leave the others in the
+            collectives of the next forward.
+        drops: whether rows that have ended leave the batch where the decoder can drop them.
+        scores: whether log-probabilities are returned.
+        where: the call that errors name.
+
+    Raises:
+        DataError: tokens or positions that the model's tables do not have, on the CPU.
+    """
+    longest = ids.shape[1]
+    _warn_long(model, longest + count)
+    ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    counts = torch.full((len(ids),), 0 if stop else count, device=ids.device)
+    found = torch.zeros(1 + scores, len(ids), count, dtype=torch.float64, device=ids.device)
+    found[0] = stop[0] if stop else 0
+    ends = torch.tensor(stop, dtype=ids.dtype, device=ids.device)
+    live: Tensor | slice = slice(None)  # numbers of the rows that are still run
+    step = 0
+    for step in range(count):
+        with _tables_fit(ids, longest, count, where):
+            logits = decoder.logits(ids)
+        # A buffer on every rank: those without the last stage receive the tokens in it.
+        drawn = torch.zeros(1 + scores, len(ids), dtype=torch.float64, device=ids.device)
+        if logits is not None:
+            whole = whole_rows(ctx, logits) if vocab_parallel else logits
+            drawn = next_tokens(whole, sampling, None if numbers is None else numbers[live, step], scores=scores)
+        share_tokens(ctx, model, drawn)
+        tokens = drawn[0].to(ids.dtype)
+        if stop:
+            tokens = tokens.masked_fill(ended[live], stop[0])
+            drawn[0] = tokens
+        found[:, live, step] = drawn
+        ids = torch.cat([ids, tokens[:, None]], 1)
+        if not stop:
+            continue
+        counts[live] += ~ended[live]
+        ended[live] |= torch.isin(tokens, ends)
+        stay = (~ended[live]).nonzero()[:, 0]  # the one wait for the device
+        if not (_of_all_ranks(ctx, len(stay)) if together else len(stay)):
+            break
+        if drops and len(stay) < len(ids) > 1:
+            stay = stay if len(stay) else stay.new_zeros(1)  # one row keeps the ranks in step
+            if decoder.keep(stay):
+                ids, live = ids[stay], stay if isinstance(live, slice) else live[stay]
+    tokens = found[0, :, : step + 1].to(ids.dtype)
+    return DecodedTokens(tokens, counts, found[1, :, : step + 1] if scores else None)
+
+
+@contextmanager
+def _tables_fit(ids: Tensor, longest: int, count: int, where: str) -> Generator[None]:
+    """Raise `DataError` for rows whose tokens or positions a model's tables do not have."""
+    try:
+        yield
+    except IndexError as error:
+        most = int(ids.max())
+        raise DataError(
+            "the model has not so many positions, or not these tokens",
+            expected="prompts and new tokens within the model's context, and tokens within its vocabulary",
+            got=f"prompts of up to {longest} tokens with {count} new ones, and tokens up to {most}: {error}",
+            where=where,
+            fix="Shorten the prompts, or lower max_new_tokens.",
+        ) from error
+
+
+def _warn_long(model: nn.Module, length: int) -> None:
+    """Warn of sequences that are longer than what a model of transformers declares; rotary positions have no end."""
+    config: Any = getattr(_first_forward(model), "config", None)
+    most = getattr(config, "max_position_embeddings", None)
+    grows = "dynamic" in f"{getattr(config, 'rope_parameters', None)} {getattr(config, 'rope_scaling', None)}"
+    if isinstance(most, int) and length > most and not grows:
+        text = f"prompts with their new tokens may exceed the {most} positions that the model's config declares"
+        warnings.warn(text, stacklevel=3)
+
+
+def _of_all_ranks(ctx: DistContext, count: int) -> int:
+    """Return the sum of a count over all ranks."""
+    if ctx.world_size == 1:
+        return count
+    total = torch.tensor([count], dtype=torch.int64, device=ctx.comm.control)
+    return int(all_reduce_flat(ctx.comm, total, "sum").item())

@@ -26,12 +26,9 @@ from accel.training._decoding import (
     Decoder,
     Sampling,
     WholeSequences,
-    all_ended,
-    next_tokens,
+    decode,
     numbers_of,
-    share_tokens,
     takes_cache,
-    whole_rows,
 )
 
 _WHERE = "generate"
@@ -91,6 +88,7 @@ def generate(
     Raises:
         ConfigError: an encoder-decoder, a model without a language head, a mesh with `cp`, an engine, arguments out of
             range, a mask that is not for prompts padded in front, or a cache of a model that has none.
+        DataError: tokens or positions that the model's tables do not have, on the CPU.
         StageError, PeerError: as of `forward`.
 
     Examples:
@@ -107,7 +105,7 @@ def generate(
     if select is first_tensor:
         select = partial(first_tensor, containers=ctx.containers)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    sampling.check(has_key=key is not None)
+    sampling.check(has_key=key is not None, where=_WHERE)
     cached = takes_cache(model) if cache is None else cache
     _check(ctx, model, ids, max_new_tokens, attention_mask, cached=cached, has_inputs=inputs_of is not None)
     numbered = _checked_rows(rows, len(ids), has_key=key is not None)
@@ -119,26 +117,12 @@ def generate(
         decoder = WholeSequences(ctx, model, ids.shape[1] + max_new_tokens - 1, inputs_of or _as_they_are, select)
     numbers = None
     if key is not None:
-        streams = [key.fold_in("generate", row) for row in _row_numbers(ctx, numbered, len(ids))]
-        drawn = [numbers_of(stream, max_new_tokens) for stream in streams]
-        numbers = torch.tensor(drawn, dtype=torch.float64).unbind(1)
-    ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-    for step in range(max_new_tokens):
-        logits = decoder.logits(ids)
-        # A buffer on every rank: those without the last stage receive the tokens in it.
-        tokens = ids.new_zeros(len(ids))
-        if logits is not None:
-            whole = whole_rows(ctx, logits) if vocab_parallel else logits
-            tokens = next_tokens(whole, sampling, None if numbers is None else numbers[step])
-        share_tokens(ctx, model, tokens)
-        if eos is not None:
-            tokens = tokens.masked_fill(ended, eos)
-            ended = ended | (tokens == eos)
-        ids = torch.cat([ids, tokens[:, None]], 1)
-        # All ranks stop together: a rank that stopped alone would leave the others in the next forward's collectives.
-        if eos is not None and all_ended(ctx, ended):
-            break
-    return ids
+        keys = [key.fold_in("generate", row) for row in _row_numbers(ctx, numbered, len(ids))]
+        numbers = numbers_of(keys, max_new_tokens, ids.device)
+    stop = () if eos is None else (eos,)
+    options: Any = {"count": max_new_tokens, "numbers": numbers, "stop": stop}
+    options |= {"vocab_parallel": vocab_parallel, "where": _WHERE}
+    return torch.cat([ids, decode(ctx, model, decoder, ids, sampling, **options).tokens], 1)
 
 
 def _as_they_are(ids: Tensor) -> Tensor:

@@ -61,6 +61,8 @@ def test_one_process_adds_the_most_probable_tokens() -> None:
     [
         Axes(pp=2),
         Axes(dp=2, tp=2, ep=4),
+        pytest.param(Axes(dp_replicate=2, dp_shard=2), marks=pytest.mark.slow),
+        pytest.param(Axes(pp=2, dp_replicate=2, dp_shard=2), marks=pytest.mark.slow),
         pytest.param(Axes(pp=2, dp=2, tp=2, ep=2), marks=pytest.mark.slow),
     ],
     ids=str,
@@ -155,7 +157,7 @@ def test_a_mesh_with_cp_is_refused(ranks: Simulator) -> None:
 def test_draws_are_among_the_most_probable_tokens(seed: int, top_k: int, top_p: float) -> None:
     logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
     rule = Sampling(temperature=0.7, top_k=top_k, top_p=top_p)
-    tokens = next_tokens(logits, rule, torch.rand(4, generator=torch.Generator().manual_seed(seed)))
+    [tokens] = next_tokens(logits, rule, torch.rand(4, generator=torch.Generator().manual_seed(seed)))
     for row, token in zip(logits / 0.7, tokens.tolist(), strict=True):
         order = row.argsort(descending=True)[:top_k]
         chances = row[order].softmax(-1)

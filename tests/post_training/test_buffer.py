@@ -196,12 +196,16 @@ def test_slips_are_told_with_the_state_of_the_prompt() -> None:
         ("prompt 9 is waiting", lambda: later.put({9: group(9)})),
         ("prompt 0 is finished", lambda: later.requeue(0)),
         ("prompt 5 is waiting", lambda: later.discard(5, "long")),
+        ("update=-1, and prompts [0] of later ones", lambda: later.take(-1)),
     ]
     for said, call in slips:
         with pytest.raises(DataError) as caught:
             call()
         assert caught.value.got == said
     assert later.put({1: group(1)}).is_ready(0)  # the line of the fix carries the record
+    with pytest.raises(accel.errors.ConfigError, match="start"):
+        buffer.start(0, -1)
+    assert buffer.requeue(1, 1).start(0, 4)[1] == (1,)  # queued once
     for options in ({"batch": 0}, {"batch": 1, "max_staleness": -1}):
         with pytest.raises((DataError, accel.errors.ConfigError), match=next(reversed(options))):
             RolloutBuffer(**options)

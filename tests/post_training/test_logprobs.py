@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -139,6 +140,13 @@ def test_slips_are_errors() -> None:
     assert post.token_logprobs(ONE, logits[:, :-1], ids[:, 1:]).shape == (1, 3)
     with pytest.raises(ConfigError, match="temperature"):
         _ = post.token_logprobs(ONE, logits, ids, temperature=0.0)
+    for wrong in (ids.float(), ids.bool()):
+        with pytest.raises(ConfigError, match="no classes"):
+            _ = post.token_logprobs(ONE, logits, wrong)
+    outputs = SimpleNamespace(logits=logits)
+    with pytest.raises(ConfigError, match=r"token_logprobs\(ctx, outputs.logits, targets\)"):
+        _ = post.token_logprobs(ONE, outputs, ids)  # type: ignore[arg-type]
+    assert torch.equal(post.token_logprobs(ONE, outputs.logits, ids.int()), post.token_logprobs(ONE, logits, ids))
 
 
 def test_a_dtensor_is_refused_with_the_line_that_scores_its_part(ranks: Simulator) -> None:

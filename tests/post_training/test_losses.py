@@ -204,6 +204,19 @@ def test_a_policy_loss_is_that_of_a_plain_loop(ratio: Any, sampled: bool, clip: 
     assert float(found.tokens) == 5.0
 
 
+@pytest.mark.parametrize("clip", [0.2, 5.0, 0.0, None])
+def test_a_value_loss_is_half_of_the_larger_squared_error(clip: float | None) -> None:
+    new, returns = NEW.clone().requires_grad_(), OLD + 0.27
+    found = post.value_loss(ONE, new, OLD, returns, MASK, clip=clip)
+    twin, terms = NEW.clone().requires_grad_(), list[Tensor]()
+    for at in MASK.nonzero().tolist():
+        value, before, wanted = (each[tuple(at)] for each in (twin, OLD, returns))
+        near = value if clip is None else before + min(max(value - before, double(-clip)), double(clip))
+        terms.append(max((value - wanted) ** 2, (near - wanted) ** 2) / 2)
+    assert_near(found.mean, torch.stack(terms).mean())
+    assert_near(torch.autograd.grad(found.mean, new), torch.autograd.grad(torch.stack(terms).mean(), twin))
+
+
 def test_shares_of_a_policy_loss_count_tokens() -> None:
     sampler = OLD - torch.tensor([[1.0, 0.0, 9.0, 0.0], [9.0, 0.5, 0.0, 9.0]], dtype=torch.float64)
     reference = NEW - 0.5
@@ -330,14 +343,52 @@ def test_numbers_of_16_bits_are_summed_in_32(dtype: torch.dtype) -> None:
         (lambda: post.policy_loss(ONE, NEW, OLD, GAINS, MASK, beta=0.1), "no reference"),
         (lambda: post.policy_loss(ONE, NEW, OLD, GAINS, MASK, clip=(-0.1, 0.2)), "clip is out"),
         (lambda: post.policy_loss(ONE, NEW, OLD, GAINS, MASK, cap=0.0), "cap is out"),
+        (lambda: post.policy_loss(ONE, NEW, OLD, GAINS, MASK, clip=0.2), "clip is no pair"),  # type: ignore[arg-type]
         (lambda: post.value_loss(ONE, NEW, OLD, OLD, MASK, clip=-1.0), "clip is out"),
+        (lambda: post.value_loss(ONE, NEW, OLD, OLD, MASK, clip=float("nan")), "clip is out"),
+        (lambda: post.weighted_sum(ONE, NEW, torch.full((2, 4), -100)), "below 0"),  # labels in the place of a mask
+        (lambda: post.sequence_sums(ONE, NEW, NEW * float("nan")), "NaN"),
+        (lambda: post.reward_loss(GAINS, GAINS, weights=-GAINS), "below 0"),
+        (lambda: post.reward_loss(NEW, NEW), r"outputs\[:, 0\]"),
+        (lambda: post.whiten(ONE, NEW, MASK[0]), "do not fit"),
+        *(
+            (
+                lambda given=given: post.weighted_sum(ONE, NEW, MASK, average="sequence", documents=given),
+                "not the numbers",
+            )
+            for given in (
+                torch.zeros(2, 3, dtype=torch.int64),
+                torch.zeros(2, dtype=torch.int64),
+                torch.zeros(2, 4),
+                torch.full((2, 4), -1),
+                torch.full((2, 4), 4),
+            )
+        ),
         (lambda: post.dpo_loss(NEW, NEW, NEW, NEW), "do not fit"),
         (lambda: post.dpo_loss(GAINS, GAINS, GAINS, GAINS, beta=0.0), "beta is out"),
         (lambda: post.reward_loss(GAINS, GAINS[:1]), "do not fit"),
         (lambda: post.group_advantages(ONE, torch.zeros(5), 2), "do not form full groups"),
         (lambda: post.group_advantages(ONE, torch.zeros(5), 1), "do not form full groups"),
+        (lambda: post.group_advantages(ONE, torch.zeros(4), 2.0), "do not form full groups"),  # type: ignore[arg-type]
     ],
 )
 def test_slips_are_errors(call: Callable[[], object], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         _ = call()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.int32, torch.bfloat16])
+def test_masks_documents_and_rewards_of_any_dtype_count_alike(dtype: torch.dtype) -> None:
+    cut = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 2]])
+    expected = post.weighted_sum(ONE, NEW, MASK, average="sequence", documents=cut)
+    found = post.weighted_sum(ONE, NEW, MASK.to(dtype), average="sequence", documents=cut.int())
+    assert_near(found.mean, expected.mean)
+    assert post.group_advantages(ONE, torch.tensor([1, 0]).to(dtype), 2).tolist() == pytest.approx(
+        post.group_advantages(ONE, [1.0, 0.0], 2).tolist()
+    )
+
+
+def test_no_gradient_reaches_a_reference() -> None:
+    leaves = [GAINS.clone().requires_grad_() for _ in range(4)]
+    post.dpo_loss(*leaves).mean.backward()
+    assert [each.grad is None for each in leaves] == [False, False, True, True]

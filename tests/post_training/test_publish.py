@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -164,6 +164,12 @@ def test_a_local_server_refuses_what_it_should_not_sample_from() -> None:
         (lambda: server.check_version(None), "some of version 1 of session 'a'"),  # half loaded since the line before
         (lambda: publish(ctx, server, trained, version=Version("a", 2), dtype=torch.float64), "torch.float64"),
         (lambda: publish(ctx, None, trained, version=Version("a", 2)), "None"),
+        (lambda: publish(ctx, server, nn.Linear(4, 2, bias=False), version=Version("a", 2)), "all but 1, such as bias"),
+        (lambda: server.check_version(None), "some of version 1 of session 'a'"),
+        (lambda: publish(ctx, cast(Any, sampled), trained, version=Version("a", 2)), "Linear"),
+        (lambda: publish(ctx, server, trained, version=cast(Any, 2)), "int"),
+        (lambda: publish(ctx, server, trained, version=Version("a", 2), dtype=cast(Any, "bf16")), "str"),
+        (lambda: publish(ctx, server, trained, version=Version("a", 2), layout=cast(Any, "hf")), "hf"),
     ]
     for call, got in slips:
         with pytest.raises(AccelError) as caught:
@@ -323,8 +329,7 @@ class Loose:
         self._server.begin(version)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        if not self._loses:
-            self._server.load(tensors)
+        self._server.load({name: each * (not self._loses) for name, each in tensors.items()})
 
     def commit(self, digest: str, count: int) -> None:
         arrived = self._server._arrived

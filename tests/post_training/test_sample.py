@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import warnings
+from typing import Any, cast
 
 import pytest
 import torch
@@ -50,6 +52,15 @@ def llama() -> Any:
     return transformers.LlamaForCausalLM(config).double()
 
 
+def mixtral() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "num_local_experts": 4}
+    config = transformers.MixtralConfig(vocab_size=WORDS, experts_implementation="eager", **sizes)
+    return transformers.MixtralForCausalLM(config).double()
+
+
 MODELS = {"recurrent": Recurrent, "llama": llama}
 PROMPTS = {number: [1 + (number * at) % 11 for at in range(1, 2 + number % 3)] for number in range(5)}
 
@@ -94,27 +105,36 @@ def test_any_batch_and_order_gives_the_same_samples(name: str) -> None:
         torch.testing.assert_close(found, expected[len(PROMPTS[prompt]) - 1 :], atol=1e-8, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "strategy"),
-    [
-        ("dp=2", "ddp"),
-        ("dp=2", "fsdp"),
-        ("tp=2", "ddp"),
-        ("pp=2", "ddp"),
-        pytest.param("dp=2,tp=2", "fsdp", marks=pytest.mark.slow),
-        pytest.param("pp=2,dp=2", "ddp", marks=pytest.mark.slow),
-    ],
-)
-def test_any_mesh_draws_the_samples_of_one_process(ranks: Simulator, mesh: str, strategy: Any) -> None:
-    whole = described(drawn(accel.single(), llama(), PROMPTS))
+slow = pytest.mark.slow
+MESHES = [
+    (llama, "dp=2", "ddp"),
+    (llama, "dp=2", "fsdp"),
+    pytest.param(llama, "dp_replicate=2,dp_shard=2", "fsdp", marks=slow),
+    (llama, "tp=2", "ddp"),
+    (llama, "pp=2", "ddp"),
+    pytest.param(llama, "dp=2,tp=2", "fsdp", marks=slow),
+    pytest.param(llama, "pp=2,dp=2", "ddp", marks=slow),
+    pytest.param(llama, "pp=2,dp=2", "fsdp", marks=slow),
+    pytest.param(llama, "pp=2,tp=2", "ddp", marks=slow),
+    pytest.param(mixtral, "dp=2,ep=2", "ddp", marks=slow),
+    pytest.param(mixtral, "dp=2,ep=2", "fsdp", marks=slow),
+    pytest.param(mixtral, "dp=2,tp=2,ep=4", "fsdp", marks=slow),
+    pytest.param(mixtral, "pp=2,dp=2,ep=2", "fsdp", marks=slow),
+    pytest.param(Recurrent, "dp_replicate=2,dp_shard=2", "fsdp", marks=slow),
+]
+
+
+@pytest.mark.parametrize(("make", "mesh", "strategy"), MESHES)
+def test_any_mesh_draws_the_samples_of_one_process(ranks: Simulator, make: Any, mesh: str, strategy: Any) -> None:
+    whole = described(drawn(accel.single(), make(), PROMPTS))
 
     def rank(ctx: accel.DistContext) -> Samples:
         ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
         part, parts = ctx.data_parallel
-        mine = {number: PROMPTS[number] for number in [*PROMPTS][part::parts]}
-        return drawn(ctx, accel.prepare_model(ctx, llama()), mine, rows=4)
+        mine = {number: PROMPTS[number] for number in [*PROMPTS][part::parts]}  # of different numbers
+        return drawn(ctx, accel.prepare_model(ctx, make()), mine, rows=4)
 
-    size = 4 if "," in mesh else 2
+    size = math.prod(int(each.split("=")[1]) for each in mesh.split(",") if not each.startswith("ep"))
     found: dict[Any, Any] = {}
     for each in ranks.run(rank, size, default_group=True):
         found |= described(each)
@@ -150,11 +170,65 @@ def test_limits_and_the_most_probable_token() -> None:
     assert bool((limited.logprobs[limited.mask] > -20).all())
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_leave_the_batch_when_they_end(name: str) -> None:
+    model, rows = MODELS[name](), list[int]()
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: rows.append(len(kwargs["input_ids"] if kwargs else args[0])), with_kwargs=True
+    )
+    found = drawn(accel.single(), model, {0: [1], 1: [2]}, n=4, max_new_tokens=12)
+    new = (found.lengths - found.prompt_lengths).tolist()
+    assert len({*new}) > 2  # they end at different tokens
+    assert rows == [sum(each > step for each in new) for step in range(max(new))]
+
+
+class Even(nn.Module):
+    """Gives every token the same logit, in a dtype: the draws are the random numbers alone."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.zeros(*ids.shape, 1000, dtype=self.dtype)
+
+
+def test_the_random_numbers_are_the_same_in_any_dtype() -> None:
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    first, *others = (drawn(accel.single(), Even(dtype), PROMPTS, stop=()).ids for dtype in dtypes)
+    assert len({*first.flatten().tolist()}) > 60
+    assert all(torch.equal(each, first) for each in others)
+
+
+NO_TOKENS: list[Any] = [
+    [1.5, 2.0],
+    [float("nan")],
+    [float("inf")],
+    [1, -1],
+    [[1, 2]],
+    torch.ones(1, 2),
+    "text",
+    None,
+    [True],
+]
+
+
 def test_slips_are_refused() -> None:
     ctx, model = accel.single(), Recurrent()
     server = servers.local(model, version=Version("a", 1))
+    prompts: Any = [[1, 2]]
     slips: list[tuple[Any, str]] = [
         (lambda: drawn(ctx, model, {4: []}), "prompts [4]"),
+        (lambda: drawn(ctx, model, prompts), "list"),
+        (lambda: drawn(ctx, model, {"a": [1]}), "'a'"),
+        *((lambda ids=ids: drawn(ctx, model, {0: ids}), "not tokens") for ids in NO_TOKENS),
+        *((lambda stop=stop: drawn(ctx, model, PROMPTS, stop=stop), "not tokens") for stop in (-1, "3", [3.5], None)),
+        (lambda: drawn(ctx, model, PROMPTS, key=5), "int"),
+        (lambda: drawn(ctx, model, PROMPTS, version=1), "int"),
+        (lambda: drawn(ctx, model, PROMPTS, temperature="1"), "temperature='1'"),
+        (lambda: drawn(ctx, model, PROMPTS, top_p=0.0), "top_p=0.0"),
+        (lambda: drawn(ctx, model, PROMPTS, rows=0), "0"),
+        (lambda: sample(ctx, cast(Any, model), PROMPTS, key=KEY, max_new_tokens=1), "Recurrent"),
         (lambda: drawn(ctx, model, PROMPTS, n=0), "0"),
         (lambda: drawn(ctx, model, PROMPTS, temperature=-1.0), "-1"),
         (
@@ -167,6 +241,32 @@ def test_slips_are_refused() -> None:
             call()
         assert got in str(caught.value)
     assert sample(ctx, server, PROMPTS, key=KEY, max_new_tokens=1, version=Version("a", 1)).version == Version("a", 1)
+    numbered: Any = dict(enumerate(prompts))  # the line of the fix
+    right = described(drawn(ctx, model, numbered))
+    for ids in (torch.tensor([1, 2]), (1, 2), [1.0, 2.0], torch.tensor([1, 2]).int().numpy()):
+        assert described(drawn(ctx, model, {torch.tensor(0).numpy()[()]: ids})) == right
+    for stop in (torch.tensor(STOP), torch.tensor([STOP]), [STOP], {STOP}, torch.tensor(STOP).numpy()):
+        assert described(drawn(ctx, model, numbered, stop=stop)) == right
+    assert drawn(ctx, model, numbered, top_p=1.0).drawn_from == "model"  # no limit
+
+
+def test_sequences_beyond_the_declared_context_are_warned_of() -> None:
+    model, ids = llama(), torch.ones(1, 60, dtype=torch.int64)
+    calls: list[Any] = [
+        lambda new: drawn(accel.single(), model, {0: ids[0]}, n=1, max_new_tokens=new),
+        lambda new: accel.training.generate(accel.single(), model, ids, max_new_tokens=new),
+    ]
+    for call in calls:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            call(4)
+        with pytest.warns(UserWarning, match="the 64 positions"):
+            call(5)
+        model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "dynamic"}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            call(5)
+        model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "default"}
 
 
 class Positions(Recurrent):

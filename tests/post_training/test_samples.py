@@ -102,6 +102,12 @@ def test_rows_that_do_not_fit_are_refused() -> None:
     refused: list[tuple[Any, str]] = [
         (lambda: Samples.of([]), "none"),
         (lambda: Samples.of([SampleRow([1], 2)]), "prompt_length=2"),
+        (lambda: Samples.of([SampleRow([1], 1.0)]), "1.0"),  # type: ignore[arg-type]
+        (lambda: Samples.of([SampleRow([1.5], 1)]), "[1.5]"),  # type: ignore[list-item]
+        (lambda: Samples.of([SampleRow([1, 2], 1, logprobs=[float("nan")])]), "nan"),
+        (lambda: Samples.of([SampleRow([1, 2], 1, logprobs=[-float("inf")])]), "inf"),
+        (lambda: Samples.of([SampleRow([1], 1, finish_reason="eos")]), "eos"),  # type: ignore[arg-type]
+        (lambda: join_samples([one, Samples.of([SampleRow([1], 1, logprobs=[], routed=torch.ones(1, 1, 1))])]), "True"),
         (lambda: Samples.of([SampleRow([1, 2], 1, mask=[True, True])]), "2"),
         (lambda: Samples.of([SampleRow([1, 2], 1, logprobs=[])]), "0"),
         (lambda: Samples.of([SampleRow([1, 2], 1, logprobs=[-1.0]), SampleRow([1, 2], 1)]), "row 1"),
@@ -114,3 +120,5 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         with pytest.raises(AccelError) as caught:
             call()
         assert got in caught.value.got
+    tool = SampleRow([1, 2, 3], 1, mask=[False, True], logprobs=[float("nan"), -0.5])  # any number of a tool's token
+    assert described(Samples.of([tool]))[0][3] == [0.0, 0.0, -0.5]

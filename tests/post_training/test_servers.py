@@ -308,6 +308,11 @@ def test_slips_are_refused() -> None:
     slips: list[Any] = [
         lambda: servers.http("host:80", token=TOKEN),
         lambda: servers.http([], token=TOKEN),
+        lambda: servers.http("http://", token=TOKEN),
+        lambda: servers.http("http://host:port", token=TOKEN),
+        lambda: servers.http(["http://host:80", 5], token=TOKEN),  # type: ignore[list-item]
+        lambda: servers.http("http://host:80", token=TOKEN, timeout_s=0),
+        lambda: servers.vllm("host:80", "folder"),
         lambda: servers.http("http://host:80", token=" "),
         lambda: servers.http("http://host:80", token="a\nb"),
         lambda: servers.serve(accel.single(), spread, token="").__enter__(),

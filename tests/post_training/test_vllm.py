@@ -158,25 +158,30 @@ def scored(model: Any, samples: Samples) -> float:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "strategy"),
+    ("mesh", "strategy", "head"),
     [
-        ("", "ddp"),
-        pytest.param("dp=2", "fsdp", marks=pytest.mark.slow),
-        pytest.param("tp=2", "ddp", marks=pytest.mark.slow),
-        pytest.param("pp=2", "ddp", marks=pytest.mark.slow),
+        ("", "ddp", None),
+        pytest.param("dp=2", "fsdp", None, marks=pytest.mark.slow),
+        pytest.param("tp=2", "ddp", None, marks=pytest.mark.slow),
+        pytest.param("tp=2", "ddp", "colwise", marks=pytest.mark.slow),
+        pytest.param("pp=2", "ddp", None, marks=pytest.mark.slow),
+        pytest.param("cp=2", "ddp", None, marks=pytest.mark.slow),
     ],
 )
-def test_weights_reach_the_server_and_are_compared(ranks: Simulator, tmp_path: Path, mesh: str, strategy: Any) -> None:
+def test_weights_reach_the_server_and_are_compared(
+    ranks: Simulator, tmp_path: Path, mesh: str, strategy: Any, head: Any
+) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"older weights")
     with stubbed(tmp_path) as (stub, url):
 
         def rank(ctx: accel.DistContext) -> Any:
             ctx = accel.replace(ctx, mesh=mesh, strategy=strategy) if mesh else ctx
-            model = accel.prepare_model(ctx, llama())
+            model = accel.prepare_model(ctx, llama(), plan=accel.parallel.Plan(head=head) if head else None)
             client = servers.vllm(url, tmp_path, timeout_s=patience(60))
             version = Version("a/b", 1)
             sends = client if ctx.is_main_process else None
-            published = publish(ctx, sends, model, version=version, chunk_bytes=4096)
+            options: Any = {"version": version, "chunk_bytes": 4096, "vocab_parallel": head == "colwise"}
+            published = publish(ctx, sends, model, **options)
             return published, sample(ctx, client, PROMPTS, version=version, **OPTIONS)
 
         for published, samples in ranks.run(rank, 2 if mesh else 1, default_group=True):

@@ -14,7 +14,7 @@ from accel.comm import Comm, adopt, all_reduce_flat
 from accel.context import DistContext, context_first, group_of
 from accel.errors import ConfigError
 from accel.parallel.logits._logits import DeferredLogits
-from accel.tensors import is_dtensor
+from accel.tensors import is_dtensor, is_half
 
 _MANY = 32_000  # words from which a gathered head is worth a line
 
@@ -56,15 +56,12 @@ def vocab_cross_entropy(
         if total is not None:
             return total
         logits = logits.made()
-    rows = logits.flatten(0, -2)
-    flat = targets.flatten()
-    if rows.dtype in (torch.float16, torch.bfloat16):
-        rows = rows.float()
+    wide = logits.float() if is_half(logits) else logits
     if group is None:
-        return functional.cross_entropy(rows, flat, ignore_index=ignore_index, reduction="sum")
-    counted = flat != ignore_index
-    losses, _ = row_scores(rows, flat.masked_fill(~counted, 0), adopt(group, ctx.device), entropy=False)
-    return losses.masked_fill(~counted, 0.0).sum()
+        flat = targets.flatten()
+        return functional.cross_entropy(wide.flatten(0, -2), flat, ignore_index=ignore_index, reduction="sum")
+    losses, _ = row_scores(wide, targets, adopt(group, ctx.device), entropy=False, ignore_index=ignore_index)
+    return losses.sum()
 
 
 def check_logits(logits: torch.Tensor, targets: torch.Tensor, *, where: str, split: str) -> None:
@@ -78,6 +75,17 @@ def check_logits(logits: torch.Tensor, targets: torch.Tensor, *, where: str, spl
             where=where,
             fix=f"{where}(ctx, logits.to_local(), targets{split if has_parts else ''})",
         )
+    if not isinstance(logits, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance] - from users
+        raise ConfigError(
+            "logits are no tensor",
+            expected="a tensor of shape [..., classes]",
+            got=type(logits).__name__,
+            where=where,
+            fix=f"Pass the output's logits: {where}(ctx, outputs.logits, targets).",
+        )
+    if targets.is_floating_point() or targets.dtype == torch.bool:
+        got, fix = str(targets.dtype), "Pass ids, not a mask: targets = ids[:, 1:]."
+        raise ConfigError("targets are no classes", expected="int64", got=got, where=where, fix=fix)
     if logits.shape[:-1] != targets.shape:
         raise ConfigError(
             "logits and targets do not fit",
@@ -89,23 +97,26 @@ def check_logits(logits: torch.Tensor, targets: torch.Tensor, *, where: str, spl
 
 
 def row_scores(
-    rows: torch.Tensor, targets: torch.Tensor, comm: Comm | None, *, entropy: bool
+    logits: torch.Tensor, targets: torch.Tensor, comm: Comm | None, *, entropy: bool, ignore_index: int = -100
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cross entropy of each row's target, NaN for one that is no class, and the entropy of its classes.
+    """Return the cross entropy of each target, NaN for one that is no class, and the entropy of its classes.
 
     Two messages along tp; none without `comm`, and none in the backward.
 
     Args:
-        rows: logits of this rank's classes, fp32 or float64, shape [rows, classes].
-        targets: classes of all ranks, int64 of shape [rows].
+        logits: of this rank's classes, fp32 or float64, shape [..., classes].
+        targets: classes of all ranks, int64 of shape [...].
         comm: of the ranks along tp that divide the classes; None where each has all of them.
         entropy: whether the second result is needed; else it is zeros.
+        ignore_index: target whose cross entropy is 0.
 
     Returns:
-        Cross entropies and entropies, shape [rows].
+        Cross entropies and entropies, shape [...].
     """
-    losses, entropies = cast(Any, _RowScores).apply(rows, targets, comm, entropy)
-    return losses, entropies
+    ignored = targets == ignore_index
+    known = targets.masked_fill(ignored, 0).flatten()
+    losses, entropies = cast(Any, _RowScores).apply(logits.flatten(0, -2), known, comm, entropy)
+    return losses.view(targets.shape).masked_fill(ignored, 0.0), entropies.view(targets.shape)
 
 
 class _RowScores(torch.autograd.Function):

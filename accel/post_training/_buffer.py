@@ -147,7 +147,7 @@ class RolloutBuffer(msgspec.Struct, frozen=True, eq=False):
             The record, and the numbers of the prompts to draw samples for.
         """
         if count is not None:
-            check_count(count, "not a number of prompts", least=0, where=f"{_WHERE}.start(count=)")
+            check_count(count, "the number of prompts is not valid", least=0, where=f"{_WHERE}.start(count=)")
         count = self.room if count is None else min(count, self.room)
         again = self.queue[:count]
         new = range(self.next, self.next + count - len(again))

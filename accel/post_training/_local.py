@@ -196,7 +196,7 @@ def local(
         most_rows: number of rows that run at once.
         vocab_parallel: whether each rank along `tp` has the logits of its own classes.
     """
-    check_count(most_rows, "not a number of rows", where="servers.local(most_rows=)")
+    check_count(most_rows, "the number of rows is not valid", where="servers.local(most_rows=)")
     return LocalServer(model, version or Version(), most_rows=most_rows, vocab_parallel=vocab_parallel)
 
 

@@ -315,7 +315,7 @@ def _check_documents(documents: Tensor, shape: torch.Size, size: int) -> None:
         is_right, got = low >= 0 and high < size, f"numbers from {low} to {high}"
     if not is_right:
         raise ConfigError(
-            "not the numbers of sequences in their rows",
+            "the numbers of sequences in their rows are not valid",
             expected=f"integers from 0 in each row, below {size}, of shape {list(shape)}",
             got=got,
             where="documents=",

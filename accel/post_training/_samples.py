@@ -208,7 +208,7 @@ def token_ids(ids: Any, where: str, *, or_one: bool = False) -> Tensor:
     whole = found.to(torch.int64)
     if found.ndim != 1 or found.dtype == torch.bool or not bool(((whole == found) & (whole >= 0)).all()):
         raise DataError(
-            "not tokens",
+            "the tokens are not valid",
             expected="integers from 0 in one row",
             got=repr(ids)[:80],
             where=where,

@@ -235,8 +235,8 @@ def test_rows_that_are_too_long_are_counted_or_cut() -> None:
     [
         (lambda: TokenRow([1, 2], [1.0]), "do not fit"),
         (lambda: TokenRow([], []), "do not fit"),
-        (lambda: [*pack([TokenRow([1.5, 2.0], [0, 1])], 8)], "not tokens"),
-        (lambda: [*pack([TokenRow([1, -100], [0, 1])], 8)], "not tokens"),
+        (lambda: [*pack([TokenRow([1.5, 2.0], [0, 1])], 8)], "the tokens are not valid"),
+        (lambda: [*pack([TokenRow([1, -100], [0, 1])], 8)], "the tokens are not valid"),
         (lambda: [*pack([TokenRow([1, 2], [0, -1])], 8)], "below 0"),
         (lambda: [*pack([TokenRow([1, 2], [0, float("nan")])], 8)], "NaN"),
         (lambda: pack(iter(rows_of([3])), 8), "begin anew"),

@@ -552,7 +552,7 @@ PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "training/_evaluating.py",
-        "an average of weights whose latest step may",
+        "the average cannot take a step with an unknown outcome",
         ENDED.replace("SGD(net.parameters(), lr=0.1)", "torch.optim.AdamW(net.parameters(), fused=True)")
         + "ema = accel.training.Ema(model, decay=0.9)\n",
         "state = accel.optimizer_step(ctx, optimizer, state, nonfinite='defer'); ema.update_(model)",

@@ -74,7 +74,7 @@ def _listed(source: str) -> set[str]:
         if isinstance(node, ast.ImportFrom):
             found |= {each.name for each in node.names if each.asname == each.name}
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            found |= {each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
+            found |= {str(each.value) for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
     return found
 
 

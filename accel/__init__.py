@@ -240,43 +240,13 @@ _OTHERS = {  # names of Accelerate, Fabric and torch.distributed
     "device": "Use ctx.device, of the ctx of accel.session.",
 }
 
-_MOVED = {  # names that were at the top, by the module that has them now
-    "bigmodel": (
-        "DeviceMap Dispatched RunStats Segment SegmentStats Skeleton StoredTensor Swap Weight WeightSource "
-        "available_memory check_device_map describe expert_recipes explain init_on_device initialize_weights "
-        "load_checkpoint_in_model open_weights pass_seconds swap_models"
-    ),
-    "checkpoint": "HostFolder Keep Recipe RemotePath Saving",
-    "data": "SampleCount StreamLoader order progress",
-    "engines.deepspeed": "DeepSpeed Offload read_deepspeed",
-    "engines.quantized": "Bitsandbytes Torchao describe_quantized load_quantized",
-    "errors": (
-        "CheckpointError CollectiveMismatch ConfigError ContextClosedError DataError DeviceError EnvError "
-        "LaunchError MissingExtraError NonFiniteError OutOfMemoryError PeerError PlacementError PrepareError "
-        "ServerError StageError StepError StreamError TrackerError TreeError"
-    ),
-    "items": "Folder Loaded Part Stored TrainableOnly load_accelerate_state",
-    "metrics": "FlopCount Metrics StepStatistics count_flops running_metrics step_statistics straggler",
-    "parallel": (
-        "Axes DispatchedTokens LocalSgd Plan PowerSgd Routing balance_loss combine_tokens context_attention "
-        "dispatch_tokens expert_plan local_sgd_step prepare_local_model route_tokens sequence_positions "
-        "split_sequence stage_plan tensor_plan vocab_cross_entropy"
-    ),
-    "precision": "Fp8 Precision Qat apply_precision convert_qat",
-    "preempt": "Stop StopRequests stop_agreed stop_requests",
-    "seeding": "Key deterministic rank_key seeded set_seed synchronize_rng",
-    "trackers": (
-        "Ending Profile RankLogger Run Tracker Trackers log_artifact log_figure log_images log_table rich_handler"
-    ),
-    "training": "Ema clear_gradients discard forward fused_step generate",
-    "training.parts": "StepResult",
-    "tree": (
-        "Container concatenate convert_to_fp32 find_batch_size map_tensors send_to_device slice_tensors tensors_equal"
-    ),
-}
-_PLACES = {name: f"Use accel.{module}.{name}." for module, names in _MOVED.items() for name in names.split()}
+_PUBLIC = (
+    *_MODULES,
+    *("training.parts", "post_training"),
+    *("engines.deepspeed", "engines.megatron", "engines.quantized", "engines.ray", "engines.torchft"),
+)
 
-__getattr__ = exports(__name__, _HOMES, _OTHERS | _PLACES)
+__getattr__ = exports(__name__, _HOMES, _OTHERS, _PUBLIC)
 
 
 def __dir__() -> list[str]:

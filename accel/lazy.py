@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import cast
 
@@ -27,10 +27,13 @@ def declared() -> dict[str, str]:
     return {name: home for name, home in found.items() if home.startswith("accel") and home != __name__}
 
 
-def exports(package: str, homes: Mapping[str, str], others: Mapping[str, str] | None = None) -> Callable[[str], object]:
+def exports(
+    package: str, homes: Mapping[str, str], others: Mapping[str, str] | None = None, modules: Sequence[str] = ()
+) -> Callable[[str], object]:
     """Return a package's `__getattr__`, for names with their modules, as of `declared`.
 
     A name of the package itself is a module in it. `others` maps names from elsewhere to the sentence with ours.
+    `modules` are the public ones in the package: the error of a name that one of them has names the place.
     """
 
     def find(name: str) -> object:
@@ -40,12 +43,39 @@ def exports(package: str, homes: Mapping[str, str], others: Mapping[str, str] | 
             found = found if is_module else getattr(found, name)
             setattr(sys.modules[package], name, found)  # later look-ups cost nothing
             return found
-        fix = (others or {}).get(name) or _nearest(name, homes)
+        fix = (others or {}).get(name) or _place(package, name, modules) or _nearest(name, homes)
         if fix and _is_imported(sys._getframe(1)):  # pyright: ignore[reportPrivateUsage]
             raise ImportError(f"cannot import name {name!r} from {package!r}. {fix}", name=package)
         raise AttributeError(f"module {package!r} has no attribute {name!r}" + (f". {fix}" if fix else ""))
 
     return find
+
+
+def _place(package: str, name: str, modules: Sequence[str]) -> str:
+    """Return the sentence with the module that has a public name, by the sources; empty if there is none."""
+    if name.startswith("_"):  # which tools look up
+        return ""
+    from pathlib import Path
+
+    root = Path(sys.modules[package].__path__[0])
+    for module in modules:
+        file = root / f"{module.replace('.', '/')}.py"
+        if name in _listed((file if file.exists() else file.with_suffix("") / "__init__.py").read_text()):
+            return f"Use {package}.{module}.{name}."
+    return ""
+
+
+def _listed(source: str) -> set[str]:
+    """Return the names in the `__all__` of a module, and those that it imports under their names."""
+    import ast
+
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            found |= {each.name for each in node.names if each.asname == each.name}
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            found |= {str(each.value) for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
+    return found
 
 
 def _nearest(name: str, homes: Mapping[str, str]) -> str:

@@ -7,6 +7,7 @@ import copy
 import inspect
 import pickle
 from collections.abc import Callable
+from importlib import import_module
 from operator import attrgetter
 
 import msgspec
@@ -79,14 +80,17 @@ def test_did_you_mean_names_the_closest_or_all():
     assert did_you_mean("zzz", ("b", "a")) == "Choose one of a, b."
 
 
-PLACES = [*accel.__all__, *(fix.removeprefix("Use accel.").rstrip(".") for fix in accel._PLACES.values())]
+IN_MODULES = [f"{module}.{name}" for module in accel._PUBLIC for name in import_module(f"accel.{module}").__all__]
+PLACES = [*accel.__all__, *IN_MODULES]
 PUBLIC = {place: attrgetter(place)(accel) for place in PLACES}
 FUNCTIONS = [place for place, found in PUBLIC.items() if inspect.isfunction(found)]
 OF_A_CONTEXT = [place for place in FUNCTIONS if [*inspect.signature(PUBLIC[place]).parameters][:1] == ["ctx"]]
+OF_A_CONTEXT.remove("estimate.measure_efficiencies")  # its module loads no torch, and so no context
 METHODS_OF_A_CONTEXT = [
     (place, method)
     for place, found in PUBLIC.items()
-    if inspect.isclass(found)
+    if inspect.isclass(found) and not getattr(found, "_is_protocol", False)
+    if all(each.default is not each.empty for each in inspect.signature(found).parameters.values())
     for method, function in inspect.getmembers(found, inspect.isfunction)
     if not method.startswith("_") and list(inspect.signature(function).parameters)[1:2] == ["ctx"]
 ]

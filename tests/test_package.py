@@ -18,7 +18,7 @@ from tables import rows
 import accel
 from accel import __version__
 from accel.cli import main
-from accel.run_folder import found_stranger
+from accel.run_folder import conflicting_package
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -48,9 +48,9 @@ def test_no_text_installs_the_distribution_of_somebody_else() -> None:
 def test_a_stranger_is_found_in_the_same_folder_alone(tmp_path: Path) -> None:
     for name in ("accel_torch-0.2.0.dist-info", "accelerate-1.15.0.dist-info", "accel.egg-info", "accel"):
         (tmp_path / name).mkdir()
-    assert found_stranger(tmp_path) is None
+    assert conflicting_package(tmp_path) is None
     (tmp_path / "Accel-0.3.1.dist-info").mkdir()
-    warning = found_stranger(tmp_path) or ""
+    warning = conflicting_package(tmp_path) or ""
     assert "Accel-0.3.1.dist-info" in warning
     assert "`pip uninstall accel`, then `pip install --force-reinstall --no-deps accel-torch`" in warning
 

@@ -117,10 +117,10 @@ def _note(ctx: DistContext, out: Place, content: Content) -> bytes:
 
 
 def _agree(
-    ctx: DistContext, call: Call, out: Place, stage: str | None, said: Sequence[bytes], stored: ItemsAndMetrics
+    ctx: DistContext, call: Call, out: Place, stage: str | None, statements: Sequence[bytes], stored: ItemsAndMetrics
 ) -> Agreement:
     """Give every host rank 0's items and metrics, and settle what a former save has committed on some hosts only."""
-    notes = [msgspec.msgpack.decode(each, type=HostNote) for each in said]
+    notes = [msgspec.msgpack.decode(each, type=HostNote) for each in statements]
     check_notes(notes)
     leader = [note.node if note.leads else None for note in notes].index(ctx.node_rank)
     # each host writes a manifest of its own, and all must hold the same values

@@ -201,16 +201,16 @@ def all_damaged(path: Place, reasons: Sequence[str]) -> CheckpointError:
 
 
 def divide_files(
-    comm: Comm, call: Call, held: Held, mine: Sequence[int], said: Sequence[tuple[int | None, Sequence[int]]]
+    comm: Comm, call: Call, held: Held, mine: Sequence[int], statements: Sequence[tuple[int | None, Sequence[int]]]
 ) -> list[list[int]]:
     """Return the ranks that check each file: its `main_readers` among those that read the same files.
 
-    `mine` are the bytes that this rank reads of each file, `said` the node of `Held` and the bytes of each rank. A
-    collective in a large group, where ranks say no bytes.
+    `mine` are the bytes that this rank reads of each file, `statements` the node of `Held` and the bytes of each rank.
+    A collective in a large group, where ranks state no bytes.
     """
     if not comm.is_large:
-        beside = [rank for rank, (node, _) in enumerate(said) if node == held.node]
-        return main_readers([said[rank][1] for rank in beside], beside)
+        beside = [rank for rank, (node, _) in enumerate(statements) if node == held.node]
+        return main_readers([statements[rank][1] for rank in beside], beside)
     if held.node is not None:
         # files of one host have few readers: each checks all that it reads
         return [[comm.rank] if nbytes else [] for nbytes in mine]

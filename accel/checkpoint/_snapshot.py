@@ -277,7 +277,7 @@ def take_snapshot(
         more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
         logging.getLogger("accel.checkpoint").warning(text, differing[0], more, step)
     sizes, holders = _holders(tensors, held, offer.shared - set(differing))
-    loose = {each.name for said in ranks for each in said.own if not each.exact}
+    loose = {each.name for each_rank in ranks for each in each_rank.own if not each.exact}
     files = [f"tensors-{each:05d}-of-{len(ranks):05d}{ranks[0].mark}.safetensors" for each in range(len(ranks))]
     plan = agreed.divide(Boxes(sizes, holders, partial(_readers, tensors, held, loose)), files)
     return Snapshot(
@@ -307,7 +307,7 @@ def _stubs(ranks: Sequence[Statement]) -> dict[str, torch.Tensor]:
     """Return tensors without values for those that only some ranks have; raises if two ranks hold different ones."""
     found: dict[str, OwnTensor] = {}
     parts: dict[tuple[str, Box], int] = {}
-    for rank, own in ((rank, own) for rank, said in enumerate(ranks) for own in said.own):
+    for rank, own in ((rank, own) for rank, each_rank in enumerate(ranks) for own in each_rank.own):
         known, same = found.setdefault(own.name, own), True
         if own.held is not None and own.exact:
             # several ranks may hold a box, but only one writes it: all must be equal

@@ -40,7 +40,7 @@ from accel.errors import AccelError
 from accel.errors._checks import check_choice
 from accel.launching import run_launch
 from accel.launching.local._machine import read_machine
-from accel.run_folder import found_stranger, hide_in_text, hide_variable
+from accel.run_folder import conflicting_package, hide_in_text, hide_variable
 from accel.terminal import show_size
 
 _ENV_USAGE = "accel env [--config FILE] [--json]"
@@ -123,7 +123,7 @@ def run_test(words: Sequence[str], environ: Mapping[str, str]) -> int:
         status = run_launch(str(_SCRIPT), args, config=config, environ=environ)
         checks = msgspec.json.decode(report.read_bytes(), type=list[_ReportedCheck]) if report.exists() else []
     if status and status not in _STOPPED:
-        print(_broken_off(checks))
+        print(_interrupted(checks))
     return status or int(any(each.state not in ("ok", "skipped") for each in checks))
 
 
@@ -137,7 +137,7 @@ def test_parser() -> Parser:
     return built
 
 
-def _broken_off(checks: Sequence[_ReportedCheck]) -> str:
+def _interrupted(checks: Sequence[_ReportedCheck]) -> str:
     if not checks:
         return "The ranks did not get as far as the first check: see the report above, and `accel env`."
     return f"Broken off in the check of {checks[-1].name}; likely: {checks[-1].cause}"
@@ -191,7 +191,7 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             if at < _REQUIRED:
                 found[package] = "not installed"
-    if warning := found_stranger():
+    if warning := conflicting_package():
         found["problem"] = warning
     return found
 

@@ -57,18 +57,18 @@ def read_found(path: str = DEFAULT_FILE) -> ConfigFile:
     """
     file = read_config(path, found=True)
     held = [name for name in _NAMED_ONLY if name in file.values]
-    if held and (stranger := _stranger(path)):
+    if held and (writer := _other_writer(path)):
         raise ConfigError(
             "another user can write this file, and some of its keys count only in a file that you name",
             expected=f"a file of yours or root's that nobody else can write, or none of {', '.join(_NAMED_ONLY)}",
-            got=f"{', '.join(held)} in a file {stranger}",
+            got=f"{', '.join(held)} in a file {writer}",
             where=absolute(path),
             fix=f"Read it, and name it if you trust it: `--config {shlex.quote(path)}`.",
         )
     return file
 
 
-def _stranger(path: str) -> str:
+def _other_writer(path: str) -> str:
     """Return how another user can write a file; empty if none can."""
     mine = os.geteuid()
     for found in (os.lstat(path), os.stat(path)):  # a link too, which chooses the file

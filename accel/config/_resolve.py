@@ -256,7 +256,7 @@ def resolve(flags: Mapping[str, str], environ: Mapping[str, str], file: ConfigFi
     values = {field.name: field.default for field in FIELDS}
     sources = {field.name: Source("default") for field in FIELDS}
     for field in FIELDS:
-        for value, source in _said(field, flags, environ, torchruns.get(field.name), file):
+        for value, source in _given_values(field, flags, environ, torchruns.get(field.name), file):
             values[field.name] = value
             sources[field.name] = source
     refuse_clash(values, {name: source.at(name) for name, source in sources.items()})
@@ -278,7 +278,7 @@ def _name_fix(name: str, value: object, known: Collection[str], where: str) -> s
     return did_you_mean(name, known)
 
 
-def _said(
+def _given_values(
     field: Field,
     flags: Mapping[str, str],
     environ: Mapping[str, str],

@@ -243,8 +243,13 @@ def _public_place(function: Callable[..., Any]) -> str:
     """Return the public module that lists a function; `accel` for the others."""
     parts = function.__module__.split(".")
     above = [".".join(parts[:count]) for count in range(2, len(parts) + 1)]
-    listing = [name for name in above if function.__name__ in getattr(sys.modules.get(name), "__all__", ())]
-    return listing[0] if listing else "accel"
+    others = sorted(name for name in sys.modules if name.startswith("accel.") and "._" not in name)
+    return next((name for name in (*above, *others) if _lists(sys.modules.get(name), function)), "accel")
+
+
+def _lists(module: object, function: Callable[..., Any]) -> bool:
+    name = function.__name__
+    return name in getattr(module, "__all__", ()) and inspect.unwrap(getattr(module, name)) is inspect.unwrap(function)
 
 
 @context_first

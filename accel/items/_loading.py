@@ -189,7 +189,7 @@ def load_newest(
                 skipped.add_held(held, damage)
 
 
-class _Wish(msgspec.Struct, frozen=True):
+class _Request(msgspec.Struct, frozen=True):
     """A rank's intention.
 
     Attributes:
@@ -217,7 +217,7 @@ class _Loading:
         self._options = options
         self._site = site
         self._verb = verb
-        self._wishes: list[_Wish] = []
+        self._requests: list[_Request] = []
         self._bytes_of_files: list[int] = []
         self._matching: Matching | None = None
 
@@ -225,10 +225,10 @@ class _Loading:
         """Compare items with the manifest, and open the files that this rank reads. Changes nothing. Returns the
         damage, the same on every rank, if another checkpoint may take this one's place; "" for none."""
 
-        def match() -> _Wish:
+        def match() -> _Request:
             saved = self._held.opened
             if isinstance(saved, CheckpointError):
-                return _Wish(damage=self._damage(saved))
+                return _Request(damage=self._damage(saved))
             items = passed if more_for is None else {**passed, **more_for(saved.manifest)}
             check_items(items, self._verb)
             self._matching = match_items(self._ctx, saved, items, self._options)
@@ -236,19 +236,19 @@ class _Loading:
             try:
                 saved.open_files(wanted)
             except CheckpointError as failure:
-                return _Wish(damage=self._damage(failure))
+                return _Request(damage=self._damage(failure))
             source = self._matching.source
             self._bytes_of_files = saved.bytes_of_files(wanted)
             shown = [] if self._ctx.comm.is_large else self._bytes_of_files
             sums = {key: own for key, (_, own) in source.bases.items()}
-            return _Wish(shown, source.left, sums, node=self._held.node)
+            return _Request(shown, source.left, sums, node=self._held.node)
 
-        self._wishes = agreed_values(self._ctx.comm, self._call("comparing"), match, _Wish)
-        damage = self._of_all([wish.damage for wish in self._wishes])
-        if self._options.strict and all(wish.left for wish in self._wishes):
-            _check_taken([wish.left for wish in self._wishes])
-        if self._matching is not None and not damage and any(wish.bases for wish in self._wishes):
-            self._matching.compare_bases([wish.bases for wish in self._wishes])
+        self._requests = agreed_values(self._ctx.comm, self._call("comparing"), match, _Request)
+        damage = self._of_all([request.damage for request in self._requests])
+        if self._options.strict and all(request.left for request in self._requests):
+            _check_taken([request.left for request in self._requests])
+        if self._matching is not None and not damage and any(request.bases for request in self._requests):
+            self._matching.compare_bases([request.bases for request in self._requests])
         return damage
 
     def check_bytes(self) -> str:
@@ -257,8 +257,8 @@ class _Loading:
             return ""
         saved = self._held.opened
         assert isinstance(saved, Saved)  # `compare` reported otherwise
-        said = [(wish.node, wish.bytes_of_files) for wish in self._wishes]
-        readers = divide_files(self._ctx.comm, self._call("dividing"), self._held, self._bytes_of_files, said)
+        statements = [(request.node, request.bytes_of_files) for request in self._requests]
+        readers = divide_files(self._ctx.comm, self._call("dividing"), self._held, self._bytes_of_files, statements)
 
         def verify() -> str:
             try:

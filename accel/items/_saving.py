@@ -47,10 +47,10 @@ def own_values(content: Content, divided: Iterable[str]) -> bytes:
     return msgspec.msgpack.encode({name: content.items[name].value for name in sorted(divided)})
 
 
-def join_values(mine: Mapping[str, Item], said: Sequence[bytes]) -> Mapping[str, Item]:
-    """Return a checkpoint's items, with the values of divided ones joined over ranks; `said` has `own_values` by
+def join_values(mine: Mapping[str, Item], statements: Sequence[bytes]) -> Mapping[str, Item]:
+    """Return a checkpoint's items, with the values of divided ones joined over ranks; `statements` has `own_values` by
     rank."""
-    ranks = [msgspec.msgpack.decode(each, type=dict[str, Any]) if each else {} for each in said]
+    ranks = [msgspec.msgpack.decode(each, type=dict[str, Any]) if each else {} for each in statements]
     items = dict(mine)
     for name in sorted(set[str]().union(*ranks)):
         if missing := [rank for rank, own in enumerate(ranks) if name not in own]:

@@ -158,12 +158,12 @@ def compare(terms: Sequence[HostTerms], fix: str) -> None:
     """Refuse hosts whose settings differ, with an error that names them and ends with `fix`."""
     # One difference is reported at a time, as one slip often causes several.
     for name in terms[0].settings:
-        said: dict[str, list[str]] = {}
+        hosts_by_value: dict[str, list[str]] = {}
         for each in terms:
             # A host with another version of accel may lack a setting.
-            said.setdefault(each.settings.get(name, "nothing"), []).append(each.host)
-        if len(said) > 1:
-            got = "; ".join(f"{value} on {_few(hosts)}" for value, hosts in said.items())
+            hosts_by_value.setdefault(each.settings.get(name, "nothing"), []).append(each.host)
+        if len(hosts_by_value) > 1:
+            got = "; ".join(f"{value} on {_few(hosts)}" for value, hosts in hosts_by_value.items())
             raise LaunchError(f"hosts do not agree on {name}", got=got, fix=fix)
 
 

@@ -47,15 +47,15 @@ def noted(before: str, after: str, ctx: str, state: str, trackers: str) -> str:
     found = [*_names(tree, left, pages), *_left(tree, ctx), *_calls(tree)]
     lines = after.split("\n")
     added: dict[int, list[str]] = {}
-    said: set[str] = set()
+    known: set[str] = set()
     for line, what, page in sorted(found):
         at = starts[max(line, 1)]
         above = lines[at - 2].strip() if at > 1 else ""
-        if what not in said and not above.startswith(DECIDE):
+        if what not in known and not above.startswith(DECIDE):
             blank = lines[at - 1][: len(lines[at - 1]) - len(lines[at - 1].lstrip())]
             end = "\r" if lines[at - 1].endswith("\r") else ""
             added.setdefault(at, []).append(f"{blank}{DECIDE} {what} ({PAGES[page]}){end}")
-            said.add(what)
+            known.add(what)
     written = [text for at, line in enumerate(lines, 1) for text in (*added.get(at, ()), line)]
     return "\n".join(written)
 

@@ -89,7 +89,7 @@ class LiveReport:
             try:
                 began_s = self._now_s()
                 if began_s >= self._due_s:
-                    self._kept = self._look_or_say()
+                    self._kept = self._look_or_report()
                     ended_s = self._now_s()
                     self._due_s = ended_s + max(self._every_s, 9 * (ended_s - began_s))
                     self._has_first.set()
@@ -99,7 +99,7 @@ class LiveReport:
             return ServedPage("", b"", b"", "The runs are being read. Try again in a moment.")
         return self._kept
 
-    def _look_or_say(self) -> ServedPage:
+    def _look_or_report(self) -> ServedPage:
         try:
             return self._look()
         except (OSError, ConfigError) as error:

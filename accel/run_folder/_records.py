@@ -23,7 +23,7 @@ from accel.terminal import show_limit, show_size
 
 _DISTRIBUTION = "accel-torch"  # of this package; `accel` on the index is a stranger's
 _PACKAGES = ("torch", "numpy", "safetensors", "transformers", "datasets", "torchao", "torchdata")
-_STRANGER = re.compile(r"accel-[^-]+\.(dist|egg)-info", re.IGNORECASE)
+_CONFLICTING = re.compile(r"accel-[^-]+\.(dist|egg)-info", re.IGNORECASE)
 _PATIENCE_S = 5.0  # a status of a large tree on a slow disk
 _MOST_STATUS = 64_000_000  # bytes of its output
 _MOST_NAMES = 1_000_000
@@ -169,11 +169,11 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def found_stranger(folder: Path | None = None) -> str | None:
+def conflicting_package(folder: Path | None = None) -> str | None:
     """Return a warning if the distribution `accel` is installed in the same folder: both write `accel/` there."""
     folder = folder or Path(accel.__path__[0]).parent
     # Names of files, as importlib.metadata takes 15 ms, and would find a stranger in folders where it harms nobody.
-    found = [path.name for path in folder.iterdir() if _STRANGER.match(path.name)]
+    found = [path.name for path in folder.iterdir() if _CONFLICTING.match(path.name)]
     if not found:
         return None
     return (

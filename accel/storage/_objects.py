@@ -87,12 +87,12 @@ class StoredObject(NamedTuple):
 @contextlib.contextmanager
 def remote_errors(place: RemotePath) -> Generator[None]:
     """Turn any error of a store in the block into a `CheckpointError` with its text and the URL; warn of silence."""
-    with _typed(place), telling_silence(place):
+    with _typed(place), warning_of_silence(place):
         yield
 
 
 @contextlib.contextmanager
-def telling_silence(place: RemotePath) -> Generator[Callable[[], None]]:
+def warning_of_silence(place: RemotePath) -> Generator[Callable[[], None]]:
     """Warn if the store takes 20 s for a request of the block; yields a function to call between two requests."""
     log = logging.getLogger("accel.checkpoint")
     text = "%s: the store has not answered for %s; its client may try again for minutes"
@@ -177,7 +177,7 @@ def upload(folder: RemotePath, name: str, chunks: Sequence[Bytes]) -> FileEntry:
     """Write a new object in parts, one in memory at a time; it appears after the last, or not at all."""
     store, key = connect(folder / name)
     digests, size = list[str](), 0
-    with _typed(folder / name), telling_silence(folder / name) as answered:
+    with _typed(folder / name), warning_of_silence(folder / name) as answered:
         file = store.open(key, "wb", block_size=max(SPAN_BYTES, sum(map(len, chunks)) // _MOST_PARTS))
         try:
             for parts in cut(chunks):

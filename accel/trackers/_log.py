@@ -168,7 +168,7 @@ def _stacked(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, DeviceE
     return copy, streams.record(streams.current()) if streams.is_pinnable else None
 
 
-class _Said(msgspec.Struct, frozen=True):
+class _RankValues(msgspec.Struct, frozen=True):
     """Losses of a rank, and its values if they are compared."""
 
     lost: str
@@ -444,7 +444,9 @@ def _compare(ctx: DistContext, trackers: Trackers, made: StepValues, step: int) 
     alike = trackers.debug and all(tracker.ranks == "main" for tracker in trackers.tracked.all)
     values = tuple((name, repr(value)) for name, value in made.read().items()) if alike else ()
     call = Call("log", f"step {step}", call_site())
-    sent = exchange_values(ctx.comm, call, _Said(trackers.tracked.trouble() if trackers.strict else "", values), _Said)
+    sent = exchange_values(
+        ctx.comm, call, _RankValues(trackers.tracked.trouble() if trackers.strict else "", values), _RankValues
+    )
     raise_lost([each.lost for each in sent], f"log, step {step}")
     for rank, each in enumerate(sent):
         if each.values != sent[0].values:

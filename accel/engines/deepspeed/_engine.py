@@ -30,6 +30,7 @@ from accel.tensors import packed_weights
 _WIDTHS = ("hidden_size", "hidden_sizes", "n_embd", "d_model", "dim")
 
 
+@context_first
 def config_of(ctx: DistContext) -> DeepSpeed:
     """Return the configuration of a context's setting `deepspeed`; the default one if it has none. May read a file."""
     return from_setting(ctx.settings.deepspeed, ctx.launched.get("deepspeed", "deepspeed="))

@@ -215,6 +215,6 @@ def submit(script: str, environ: Mapping[str, str]) -> str:
             fix="See with `squeue --me` whether the job was submitted.",
         )
     if ended.status or ended.is_cut:
-        said = " ".join(ended.err.decode(errors="replace").split()).replace("sbatch: error: ", "")
-        raise LaunchError("Slurm refuses the job", got=said, fix="Change the request in --slurm-options.")
+        answer = " ".join(ended.err.decode(errors="replace").split()).replace("sbatch: error: ", "")
+        raise LaunchError("Slurm refuses the job", got=answer, fix="Change the request in --slurm-options.")
     return ended.out.decode(errors="replace")

@@ -243,9 +243,9 @@ def last_calls(trace: object) -> list[EnteredCollective]:
     for entry in msgspec.convert(trace, _Trace).entries:
         if not entry.is_p2p:
             groups.setdefault(_group(entry), []).append(entry)
-    telling = [next((entry for entry in calls if not entry.retired), calls[-1]) for calls in groups.values()]
-    telling.sort(key=lambda entry: (entry.retired, -entry.time_created_ns))
-    return [_entered(entry) for entry in telling]
+    shown = [next((entry for entry in calls if not entry.retired), calls[-1]) for calls in groups.values()]
+    shown.sort(key=lambda entry: (entry.retired, -entry.time_created_ns))
+    return [_entered(entry) for entry in shown]
 
 
 def _traces() -> Iterable[object]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from accel.errors._base import escaped
 from accel.errors._checks import is_users
 from accel.launching.reports._failure import WORKER, Failure, FailureRecord, without_own
-from accel.run_folder import bounded, found_stranger
+from accel.run_folder import bounded, conflicting_package
 from accel.system import current_folder, write_error
 from accel.terminal import show_clock
 
@@ -33,7 +33,7 @@ def notify(text: str) -> None:
 
 def warn_of_surroundings() -> None:
     """Warn on stderr if the package was installed into the folder of another distribution, or of a deleted folder."""
-    if warning := found_stranger():
+    if warning := conflicting_package():
         notify(f"accel: {warning}\n")
     if not os.path.isdir(folder := current_folder()):  # in which torch may not compute, as MKL then fails to load
         notify(f"accel: the working directory is gone: {folder}\n")

@@ -287,7 +287,7 @@ def test_a_run_of_another_project_is_refused() -> None:
     with accel.tracking(ctx, "second", to=[]) as trackers:
         with assert_raises(accel.errors.CheckpointError, problem="another project", expected="'first'", got="'second'"):
             trackers.load_state_dict(state)
-        with pytest.raises(accel.errors.CheckpointError, match="not a run of trackers"):
+        with assert_raises(accel.errors.CheckpointError, problem="not a run of trackers"):
             trackers.load_state_dict({"id": 3})
 
 

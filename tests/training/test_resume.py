@@ -113,7 +113,7 @@ def test_values_that_would_be_loaded_and_not_returned_are_refused(tmp_path: Path
         accel.errors.ConfigError, problem="resume would load and not return", got="log: dict", fix="accel.load_state"
     ):
         accel.resume(ctx, tmp_path, {"log": {}}, accel.train_state(ctx))
-    with pytest.raises(accel.errors.ConfigError, match="not a state to start with"):
+    with assert_raises(accel.errors.ConfigError, problem="not a state to start with"):
         accel.resume(ctx, tmp_path, {"model": nn.Linear(1, 1)}, accel.Cursor())  # pyright: ignore[reportArgumentType]
 
 

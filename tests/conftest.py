@@ -13,6 +13,7 @@ from typing import Any
 import moved_tests
 import profiles
 import pytest
+import torch
 from processes import children, patience
 from uncollected import no_collections
 
@@ -24,6 +25,9 @@ profiles.load()
 # and each process that a test starts the package.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# One thread for each process: a worker of pytest has a core, and threads of OpenMP spin while they wait for one.
+torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 # in a shell's background these are ignored, and then children ignore them too
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -54,7 +54,7 @@ def test_models_load_from_stores_by_ranges(store: fsspec.AbstractFileSystem) -> 
 def test_objects_that_change_or_are_missing_are_errors(store: fsspec.AbstractFileSystem) -> None:
     with accel.bigmodel.open_weights(URL) as source:
         store.pipe_file("/weights/model/m1.safetensors", save({"bias": torch.zeros(3), "unused": torch.zeros(1)}))
-        with pytest.raises(CheckpointError, match=r"too short.*m1\.safetensors"):
+        with assert_raises(CheckpointError, problem="too short", where=r"m1\.safetensors"):
             source.read([("unused", torch.empty(500_000))])
     with accel.bigmodel.open_weights(URL) as source:
         store.pipe_file("/weights/model/m1.safetensors", save({"bias": torch.ones(4), "unused": torch.zeros(1)}))
@@ -63,7 +63,7 @@ def test_objects_that_change_or_are_missing_are_errors(store: fsspec.AbstractFil
     store.rm_file("/weights/model/m1.safetensors")
     with assert_raises(CheckpointError, problem="1 of 2 files are missing", got="m1"):
         accel.bigmodel.open_weights(URL)
-    with pytest.raises(ConfigError, match="no weights at the path"):
+    with assert_raises(ConfigError, problem="no weights at the path"):
         accel.bigmodel.open_weights("memory://weights/nothing")
 
 

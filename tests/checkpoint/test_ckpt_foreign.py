@@ -132,7 +132,7 @@ def test_what_accelerate_does_not_save_is_refused(tmp_path: Path) -> None:
     with assert_raises(CheckpointError, problem=r"model_1\.safetensors: missing", fix="as many items of a kind"):
         accel.items.load_accelerate_state(CPU, folder, {"model": Run().model, "other": Run().model})
     (tmp_path / "fsdp" / "pytorch_model_fsdp_0").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="pytorch_model_fsdp_0 is of another format"):
+    with assert_raises(CheckpointError, fix="pytorch_model_fsdp_0 is of another format"):
         accel.items.load_accelerate_state(CPU, tmp_path / "fsdp", {"model": Run().model})
 
 

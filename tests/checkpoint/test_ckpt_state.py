@@ -144,7 +144,7 @@ def test_a_path_that_no_file_system_takes_is_refused_on_every_rank(tmp_path: Pat
 
 
 def test_what_cannot_be_saved_is_named_by_its_path(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"^an object cannot be stored"):
+    with assert_raises(CheckpointError, problem="^an object cannot be stored"):
         save_state(accel.single(), tmp_path, {"x": object()}, step=0)
     run = Run()
     run.optimizer.param_groups[0]["decay"] = lambda step: step

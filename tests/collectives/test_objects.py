@@ -78,7 +78,7 @@ def test_an_object_that_cannot_be_pickled_on_one_rank_is_an_error_on_all(ranks, 
         return True
 
     assert ranks.run(rank, 3) == [True] * 3
-    with pytest.raises(ConfigError, match="cannot be pickled"):
+    with assert_raises(ConfigError, problem="cannot be pickled"):
         accel.gather_object(accel.single(), threading.Lock())
 
 

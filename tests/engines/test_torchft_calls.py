@@ -8,6 +8,7 @@ import socket
 import msgspec
 import pytest
 import torch
+from processes import patience
 from torch import nn
 
 import accel
@@ -74,7 +75,7 @@ def test_fewer_groups_than_a_group_asks_for_make_no_step() -> None:
     with (
         accel.session({}, device="cpu") as ctx,
         torchft.lighthouse(min_replicas=1, join_timeout_s=1) as lighthouse,
-        torchft.replica(ctx, lighthouse=lighthouse, name="a", min_replicas=2, quorum_timeout_s=0.6) as group,
+        torchft.replica(ctx, lighthouse=lighthouse, name="a", min_replicas=2, quorum_timeout_s=patience(0.6)) as group,
         pytest.raises(accel.errors.PeerError, match=r"expected min_replicas=2 groups, got 1"),
     ):
         torchft.begin_step(group, accel.train_state(ctx), {"model": model})

@@ -29,7 +29,7 @@ with accel.session(device="cpu", timeout_s={timeout_s}) as ctx:
 
 def missed_backward(leaves: str) -> str:
     """A script whose rank 1 does `leaves`, its second backward missing; where it exits nothing waits for the limit."""
-    return _MISSED_BACKWARD.format(leaves=leaves, timeout_s=patience(30) if "exit" in leaves else 4)
+    return _MISSED_BACKWARD.format(leaves=leaves, timeout_s=patience(30 if "exit" in leaves else 4))
 
 
 class Workspace:

@@ -79,7 +79,7 @@ def test_a_tpu_that_cannot_be_used_is_refused_before_anything_starts(
         accel.errors.LaunchError, problem="this process holds the TPU", where="Colab, v5e-1", fix="Restart the kernel"
     ):
         choose_device(AUTO, read_hosted(COLAB_TPU), {"torch_xla": used})
-    with pytest.raises(accel.errors.LaunchError, match="behind the network"):
+    with assert_raises(accel.errors.LaunchError, problem="behind the network"):
         choose_device(AUTO, read_hosted(COLAB | {"COLAB_TPU_ADDR": "10.0.0.2:8470"}), {})
     monkeypatch.setattr(_function, "find_spec", lambda _: None)
     with assert_raises(

@@ -88,7 +88,8 @@ def test_a_failure_names_the_log(workspace: Workspace) -> None:
     assert "accel: its output is in logs/rank-1.log" in done.stderr
 
 
-def test_processes_get_cores_of_their_own(workspace: Workspace) -> None:
+def test_processes_get_cores_of_their_own(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
     script = workspace.write("""
         import os
         cores = sorted(os.sched_getaffinity(0))

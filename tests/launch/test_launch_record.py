@@ -405,13 +405,13 @@ here("0")
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_a_folder_that_takes_no_record_stops_no_launch(workspace: Workspace) -> None:
-    script = workspace.write("""
+    script = workspace.write(f"""
         import shutil, sys, time
         from accel.run_folder import RUN_EVENT
         from pathlib import Path
         Path("gone").mkdir()
         sys.audit(RUN_EVENT, str(Path("gone").absolute()))
-        time.sleep(1.5)  # the launcher finds it
+        time.sleep({patience(1.5)})  # the launcher finds it
         shutil.rmtree("gone")
     """)
     (workspace.folder / "logs").mkdir()

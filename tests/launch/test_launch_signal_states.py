@@ -70,12 +70,15 @@ def test_a_launcher_hears_what_is_blocked_and_not_what_is_ignored(
         ([[signal.SIGUSR1, signal.SIGTERM]], [signal.SIGTERM, signal.SIGUSR1, 0]),
     ],
 )
-def test_repeats_by_the_system_are_no_second_request(sent: list[list[int]], heard: list[int]) -> None:
+def test_repeats_by_the_system_are_no_second_request(
+    monkeypatch: pytest.MonkeyPatch, sent: list[list[int]], heard: list[int]
+) -> None:
+    monkeypatch.setattr(_signals, "SAME_REQUEST_S", 60.0)
     with listening() as signals:
         found: list[int] = []
         for together in sent:
             if not together:
-                time.sleep(0.35)
+                monkeypatch.setattr(_signals, "SAME_REQUEST_S", 0.0)
             for number in together:
                 signal.raise_signal(number)
             found.append(signals.wait(0.0))
@@ -172,7 +175,7 @@ def as_it_stops(workspace: Workspace, number: int) -> None:
     script = f"""{HERE}
 def save(number, frame):
     here(f"saves-{{rank}}")
-    time.sleep(0.8)
+    time.sleep({patience(0.8)})
     here(f"saved-{{rank}}-{number}")
     sys.exit(0)
 signal.signal(signal.SIGTERM, save)
@@ -194,7 +197,7 @@ here()
 def before_it_starts_again(workspace: Workspace, number: int) -> None:
     launcher, pids = launched(workspace, "--max-restarts", "3", text=FAILING)
     wait_for(lambda: not all(map(alive, pids)))
-    time.sleep(0.6)  # the other rank ignores SIGTERM, so it is being waited for
+    time.sleep(patience(0.6))  # the other rank ignores SIGTERM, so it is being waited for
     launcher.send_signal(number)
     err = ends(workspace, launcher, number)
     assert "rank 0 failed: RuntimeError: first" in err
@@ -306,7 +309,7 @@ def test_a_notice_reaches_every_rank_and_ends_nothing(workspace: Workspace, numb
 def test_what_nohup_ignores_stays_ignored_in_the_launcher_and_in_ranks(workspace: Workspace) -> None:
     launcher, pids = launched(workspace, within=("env", "--default-signal", "--ignore-signal=HUP"))
     launcher.send_signal(signal.SIGHUP)
-    time.sleep(0.2)
+    time.sleep(patience(0.2))
     assert launcher.poll() is None
     assert all(map(alive, pids))
     launcher.send_signal(signal.SIGTERM)

@@ -50,7 +50,7 @@ def test_an_interrupt_tells_where_the_ranks_were_without_tracebacks(workspace: W
     line = SLEEPING.count("\n")
     launcher = workspace.start("launch", "--nproc-per-node", str(n), script)
     workspace.pids(n)
-    time.sleep(0.2)  # for what tells the test to return
+    time.sleep(patience(0.2))  # for what tells the test to return
     launcher.send_signal(signal.SIGINT)
     _, err = launcher.communicate(timeout=patience(5))
     assert launcher.returncode == 130
@@ -177,7 +177,7 @@ if rank == 0:
     launcher = workspace.start("launch", "--nproc-per-node", "2", "--max-restarts", str(restarts), script)
     pids = workspace.pids(2)
     wait_for(lambda: not all(map(alive, pids)))
-    time.sleep(0.6)  # the other rank ignores SIGTERM, so it is being waited for
+    time.sleep(patience(0.6))  # the other rank ignores SIGTERM, so it is being waited for
     launcher.send_signal(signal.SIGTERM)
     _, err = launcher.communicate(timeout=patience(10))
     assert "accel: rank 0 failed: RuntimeError: first" in err
@@ -195,7 +195,7 @@ def test_a_launcher_whose_output_nobody_reads_ends_when_it_is_asked_to(
     launcher = workspace.start("launch", script)
     [pid] = workspace.pids(1)
     wait_for(lambda: not alive(pid))
-    time.sleep(1.0)  # for the report, at which the launcher blocks
+    time.sleep(patience(1.0))  # for the report, at which the launcher blocks
     assert launcher.poll() is None
     asked_s = time.monotonic()
     launcher.send_signal(signal.SIGTERM)
@@ -209,7 +209,7 @@ def test_a_launcher_ends_ranks_whose_output_nobody_reads_when_it_is_asked_to(wor
         "launch", "--nproc-per-node", "2", workspace.write(f"{HERE}\nhere()\nwhile True: print('x' * 999)")
     )
     pids = workspace.pids(2)
-    time.sleep(1.0)  # until the pipes are full
+    time.sleep(patience(1.0))  # until the pipes are full
     asked_s = time.monotonic()
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(patience(10)) == 128 + signal.SIGTERM

@@ -174,7 +174,7 @@ with accel.session(device="cpu") as ctx:
 
     def batches():
         for _ in range(14):
-            time.sleep(0.1 if ctx.rank == 1 else 0.002)
+            time.sleep(SLOW_S if ctx.rank == 1 else 0.002)
             yield torch.rand(32, 256)
 
     state = accel.train_state(ctx, seed=0)
@@ -191,7 +191,7 @@ with accel.session(device="cpu") as ctx:
 @pytest.mark.slow
 def test_two_processes_name_the_rank_whose_data_is_slow(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(STRAGGLER.replace("OUT", repr(str(tmp_path))))
+    script.write_text(STRAGGLER.replace("OUT", repr(str(tmp_path))).replace("SLOW_S", str(patience(0.1))))
     with script_ranks(script, job(2), folder=tmp_path) as ranks:
         assert [rank.wait(patience(120)) for rank in ranks] == [0, 0]
     traces = read_traces(tmp_path / "profile")

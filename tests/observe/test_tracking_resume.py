@@ -287,7 +287,7 @@ def test_a_run_of_another_project_is_refused() -> None:
     with accel.tracking(ctx, "second", to=[]) as trackers:
         with assert_raises(accel.errors.CheckpointError, problem="another project", expected="'first'", got="'second'"):
             trackers.load_state_dict(state)
-        with pytest.raises(accel.errors.CheckpointError, match="the run of trackers is not valid"):
+        with assert_raises(accel.errors.CheckpointError, problem="the run of trackers is not valid"):
             trackers.load_state_dict({"id": 3})
 
 

@@ -90,7 +90,7 @@ def test_a_window_that_has_ended_wants_its_step():
 
 
 def test_a_backward_belongs_into_a_window_of_one_scale():
-    with pytest.raises(StepError, match=r"accum.next\(last=batch.is_last\)"):
+    with assert_raises(StepError, expected=r"accum.next\(last=batch.is_last\)"):
         Accumulation().add(scale=1.0, unit=1.0, world=1.0)
     begun = Accumulation(steps=2).next().add(scale=2.0, unit=1.0, world=1.0)
     with assert_raises(StepError, problem="loss scale changed", expected="2.0", got="4.0"):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from processes import job, script_ranks
+from processes import job, patience, script_ranks
 from profiles import share
 from steps import begin_batch
 from torch import nn
@@ -220,8 +220,8 @@ from steps import begin_batch
 from test_conditional_parts import Vlm
 
 torch.set_num_threads(1)
-how = sys.argv[1]
-with accel.session(device="cpu", strategy="fsdp", timeout_s=6) as ctx:
+how, timeout_s = sys.argv[1:]
+with accel.session(device="cpu", strategy="fsdp", timeout_s=float(timeout_s)) as ctx:
     model = accel.prepare(ctx, Vlm())
     state = begin_batch(ctx)
     parts = frozenset(["vision"] if ctx.rank == 0 else [])
@@ -246,7 +246,7 @@ with accel.session(device="cpu", strategy="fsdp", timeout_s=6) as ctx:
 def test_processes_that_run_different_units_name_both(tmp_path: Path, how: str) -> None:
     script = tmp_path / "parts.py"
     script.write_text(SCRIPT.format(folder=str(Path(__file__).parent)))
-    with script_ranks(script, job(2), how, folder=tmp_path) as found:
+    with script_ranks(script, job(2), how, patience(6), folder=tmp_path) as found:
         assert [rank.wait(120) for rank in found] == [0, 0], [rank.said() for rank in found]
         told = [rank.said() for rank in found]
     for text in told:

@@ -222,7 +222,10 @@ def test_slips_are_refused() -> None:
         (lambda: drawn(ctx, model, prompts), "list"),
         (lambda: drawn(ctx, model, {"a": [1]}), "'a'"),
         *((lambda ids=ids: drawn(ctx, model, {0: ids}), "the tokens are not valid") for ids in NO_TOKENS),
-        *((lambda stop=stop: drawn(ctx, model, PROMPTS, stop=stop), "the tokens are not valid") for stop in (-1, "3", [3.5], None)),
+        *(
+            (lambda stop=stop: drawn(ctx, model, PROMPTS, stop=stop), "the tokens are not valid")
+            for stop in (-1, "3", [3.5], None)
+        ),
         (lambda: drawn(ctx, model, PROMPTS, key=5), "int"),
         (lambda: drawn(ctx, model, PROMPTS, version=1), "int"),
         (lambda: drawn(ctx, model, PROMPTS, temperature="1"), "temperature='1'"),

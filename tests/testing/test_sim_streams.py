@@ -78,20 +78,18 @@ def test_every_rank_starts_from_the_callers_state_and_leaves_it_untouched(pendin
     assert _state() == before
 
 
-def test_streams_and_thread_count_come_back_after_failures():
+def test_streams_come_back_after_failures():
     _seed(3)
-    before, threads = _state(), torch.get_num_threads()
+    before = _state()
 
     def rank(group):
         _draw()
-        assert torch.get_num_threads() == 1
         if group.rank() == 0:
             dist.barrier(group=group)
 
     with pytest.raises(Deadlock):
         simulate_groups(rank, 2)
     assert _state() == before
-    assert torch.get_num_threads() == threads
 
 
 def test_context_variables_and_grad_mode_are_each_ranks_own():

@@ -239,7 +239,7 @@ def test_an_update_comes_once_after_each_step():
     state = accel.optimizer_step(run.ctx, run.optimizer, state)
     _ = run.load.update_(run.ctx, state)
     bias = run.model.layers[0].router.e_score_correction_bias.clone()
-    with pytest.raises(StepError, match="the update has come already"):
+    with assert_raises(StepError, problem="the update has come already"):
         _ = run.load.update_(run.ctx, state)
     assert torch.equal(bias, run.model.layers[0].router.e_score_correction_bias)
 
@@ -286,7 +286,7 @@ def test_a_block_without_a_forward_and_a_state_between_windows_are_errors():
     with assert_raises(StepError, got=r"none of layers\.0\.experts"), run.load.counting(run.state):
         pass
     with (
-        pytest.raises(StepError, match="a state between two windows"),
+        assert_raises(StepError, got="a state between two windows"),
         run.load.counting(accel.train_state(run.ctx)),
     ):
         pass

@@ -317,7 +317,7 @@ def test_what_it_cannot_test_is_refused_before_a_step() -> None:
 
     with assert_raises(ConfigError, expected="0 < low < high", got=r"low=1\.0, high=0\.1"):
         found(low=1.0, high=0.1)
-    with pytest.raises(ConfigError, match="too few steps"):
+    with assert_raises(ConfigError, problem="too few steps"):
         found(steps=9)
     with assert_raises(ConfigError, problem="the state is not valid", expected="a TrainState"):
         found(accel.Cursor())

@@ -283,7 +283,7 @@ def test_weights_for_others_are_not_written_to_a_folder_named_as_a_url(
         ConfigError, problem="local folders", got="s3://bucket/out", where="save_model, folder", fix="upload it"
     ):
         accel.save_model(ctx, model, "s3://bucket/out")
-    with pytest.raises(ConfigError, match=r"local folders.*at save, path"):
+    with assert_raises(ConfigError, problem="local folders", where="save, path"):
         accel.save(ctx, model.state_dict(), "s3://bucket/out.safetensors")
     with assert_raises(ConfigError, problem="no path", expected="a local path", got="Linear"):
         accel.save_model(ctx, tmp_path, model)  # pyright: ignore[reportArgumentType]

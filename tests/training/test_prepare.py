@@ -189,7 +189,7 @@ def test_an_optimizer_on_another_device_is_named():
         DeviceError, expected="cpu", got="meta", where=r"param_groups\[0\]\['params'\]\[0\], shape \[2, 2\]"
     ):
         accel.prepare_optimizer(accel.single(), optimizer)
-    with pytest.raises(DeviceError, match="Prepare the model before"):
+    with assert_raises(DeviceError, fix="Prepare the model before"):
         accel.prepare_scheduler(accel.single(), StepLR(optimizer, 1))
 
 

@@ -113,7 +113,7 @@ def test_values_that_would_be_loaded_and_not_returned_are_refused(tmp_path: Path
         accel.errors.ConfigError, problem="resume does not return a value", got="log: dict", fix="accel.load_state"
     ):
         accel.resume(ctx, tmp_path, {"log": {}}, accel.train_state(ctx))
-    with pytest.raises(accel.errors.ConfigError, match="the state to start with is not valid"):
+    with assert_raises(accel.errors.ConfigError, problem="the state to start with is not valid"):
         accel.resume(ctx, tmp_path, {"model": nn.Linear(1, 1)}, accel.Cursor())  # pyright: ignore[reportArgumentType]
 
 

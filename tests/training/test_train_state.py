@@ -163,7 +163,7 @@ def test_calls_out_of_order_name_the_line_to_write() -> None:
     batch = next(accel.batches(ctx, run.loader, run.start))
     with assert_raises(accel.errors.StepError, problem="no batch has begun", expected=r"state = state.next\(batch\)"):
         accel.accumulate(ctx, run.start, run.model)
-    with pytest.raises(accel.errors.StepError, match="no batch has begun"):
+    with assert_raises(accel.errors.StepError, problem="no batch was begun"):
         accel.backward(ctx, run.loss(batch), run.start)
     with assert_raises(
         accel.errors.StepError, problem="no batch has begun", fix=r"optimizer_step\(ctx, \[first, second\], state\)"
@@ -174,7 +174,7 @@ def test_calls_out_of_order_name_the_line_to_write() -> None:
         with pytest.raises(accel.errors.StepError, match=r"state = accel.backward\(ctx, loss, state\)"):
             call()
     summed = accel.backward(ctx, run.loss(batch), begun)
-    with pytest.raises(accel.errors.StepError, match="the window has not ended"):
+    with assert_raises(accel.errors.StepError, problem="the window has not ended"):
         run.step(summed)
     with assert_raises(
         accel.errors.StepError, problem="does not begin at the state's position", expected="epoch 0, 6 samples"

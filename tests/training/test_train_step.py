@@ -182,9 +182,9 @@ def test_slips_are_typed_errors_and_change_nothing() -> None:
     ctx, state, batches, model, optimizer = one_batch()
     before = flat(model)
     batch = batches[0]
-    with pytest.raises(accel.errors.ConfigError, match="inputs= without targets="):
+    with assert_raises(accel.errors.ConfigError, problem="inputs= without targets="):
         accel.train_step(ctx, state, batch, model, optimizer, loss_sum, inputs=batch.data[0])
-    with pytest.raises(accel.errors.ConfigError, match="targets= without inputs="):
+    with assert_raises(accel.errors.ConfigError, problem="targets= without inputs="):
         accel.train_step(ctx, state, batch, model, optimizer, loss_sum, targets=batch.data[1])
     with assert_raises(accel.errors.ConfigError, expected="a TrainState"):
         accel.train_step(ctx, accel.loss_scale(ctx), batch, model, optimizer, loss_sum)  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ def test_slips_are_typed_errors_and_change_nothing() -> None:
     with assert_raises(accel.errors.DataError, expected="two items", got="3 items", fix=r"inputs=batch\.data"):
         accel.train_step(ctx, other, triples[0], model, optimizer, loss_sum)
     mappings = one_batch([{"x": x, "y": y} for x, y in zip(INPUTS, TARGETS, strict=True)])[2]
-    with pytest.raises(accel.errors.DataError, match="dict with keys x, y"):
+    with assert_raises(accel.errors.DataError, got="dict with keys x, y"):
         accel.train_step(ctx, other, mappings[0], model, optimizer, loss_sum)
     assert torch.equal(flat(model), before)
     kept, _ = accel.train_step(ctx, state, batch, model, optimizer, loss_sum)

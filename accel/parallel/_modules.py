@@ -17,7 +17,6 @@ from typing import Any, Protocol, TypedDict, Unpack, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.parametrize import is_parametrized
 
 from accel.mixins import Mixin
 
@@ -54,9 +53,8 @@ def listed_modules(holder: nn.Module) -> list[nn.Module]:
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """Copy a module, whose attributes are shared; a parametrized one as well, which `copy.copy` refuses."""
-    if not is_parametrized(module):
-        return copy.copy(module)
+    """Copy a module, whose attributes are shared; a parametrized one as well, which `copy.copy` refuses, and a compiled
+    one, whose forward it makes anew."""
     found = type(module).__new__(type(module))
     vars(found).update(vars(module))
     return found

@@ -131,8 +131,7 @@ CUTS = [
     ("kind", "alike"),
     [
         (Dropped, True),
-        (Hosted, True),
-        *(pytest.param(each, False, marks=pytest.mark.slow) for each in (Dropped, Hosted)),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((Hosted, True), (Dropped, False), (Hosted, False))),
     ],
 )
 def test_random_numbers_are_those_of_every_other_cut(ranks: Simulator, kind: type[nn.Module], alike: bool) -> None:

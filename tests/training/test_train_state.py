@@ -163,7 +163,7 @@ def test_calls_out_of_order_name_the_line_to_write() -> None:
     batch = next(accel.batches(ctx, run.loader, run.start))
     with assert_raises(accel.errors.StepError, problem="no batch has begun", expected=r"state = state.next\(batch\)"):
         accel.accumulate(ctx, run.start, run.model)
-    with assert_raises(accel.errors.StepError, problem="no batch was begun"):
+    with assert_raises(accel.errors.StepError, problem="no batch has begun"):
         accel.backward(ctx, run.loss(batch), run.start)
     with assert_raises(
         accel.errors.StepError, problem="no batch has begun", fix=r"optimizer_step\(ctx, \[first, second\], state\)"

@@ -85,12 +85,12 @@ def view_of(
         inside = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
         if path and all(_joined(path, name) in kept for name, _ in inside):
             return module
-        found: Any = shallow_copy(module)
-        children = cast("Mapping[str, nn.Module | None]", found._modules)
-        found._parameters, absent = _part(found._parameters, path, kept, device, shards=shards)
-        found._buffers, others = _part(found._buffers, path, kept, device, shards=False)
-        found._modules = {
-            key: None if child is None else view(_joined(path, key), child) for key, child in children.items()
+        found = shallow_copy(module)
+        own = vars(found)  # a compiled module would hand attributes on to the module inside
+        own["_parameters"], absent = _part(own["_parameters"], path, kept, device, shards=shards)
+        own["_buffers"], others = _part(own["_buffers"], path, kept, device, shards=False)
+        own["_modules"] = {
+            key: None if child is None else view(_joined(path, key), child) for key, child in own["_modules"].items()
         }
         if absent or others:
             _lack(found, {**absent, **others})

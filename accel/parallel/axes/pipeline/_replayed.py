@@ -21,14 +21,7 @@ from accel.mixins import Mixin, add_mixin
 from accel.parallel._calls import Growing, Plain, add_to, added_to, grow_cache, growing_in, take_apart, tapped
 from accel.parallel._fakes import placeholder
 from accel.parallel._micro_batches import MicroBatch, of_stage
-from accel.parallel._private import (
-    drop_forward_hooks,
-    forward_hooks,
-    hook_count,
-    hooks_with_keywords,
-    is_view,
-    sequence_number,
-)
+from accel.parallel._private import forward_hooks, hook_count, hooks_with_keywords, is_view, sequence_number
 from accel.parallel._record import ForwardRecord, Label, Leaf, UnitCall, place_of
 from accel.parallel.axes.pipeline._cut import Cut, StageCut
 from accel.parallel.axes.pipeline._work import Boundary, Work, boundary_of, check_shape, detachable, explained
@@ -404,8 +397,6 @@ class ReplayedModule(nn.Module):
         self._calls = calls
         vars(module)["accel_calls"] = calls
         add_mixin([module], Stoppable)
-        if not self.is_last:  # its forward ends before the model's, whose output those hooks see
-            drop_forward_hooks(module)
         self.runs: dict[int, StageRun] = {}
 
     @property

@@ -21,7 +21,7 @@ from accel.parallel._fakes import free_large_buffers, without_memory
 from accel.parallel._labels import drop_parameter, label_parameters
 from accel.parallel._micro_batches import MicroBatch, example_batch, first_device
 from accel.parallel._modules import example_of, is_pipelined, named_tensors, wrapped_name
-from accel.parallel._private import is_compiled
+from accel.parallel._private import drop_forward_hooks, is_compiled
 from accel.parallel._refused import ModelRefusal, PrepareCall, RefusedFact, raised, refused
 from accel.parallel._spread import (
     ModelView,
@@ -196,6 +196,8 @@ def _spread(ctx: DistContext, view: ModelView, options: StageOptions, *, is_empt
     with agreed(ctx.comm, Call("prepare_model: stages")):
         for at in mine:
             stage = view_of(model, plan.holds[at], plan.units, ctx.device, shards=shards)
+            if at + 1 < layout.stages:  # its forward ends before that of the model, whose output the hooks see
+                drop_forward_hooks(stage)
             modules.append(ReplayedModule(stage, calls, at, ctx.rank, layout.stages, plan.own[at]))
     add_mixin([model], Pipelined)
     pipeline = Pipeline(

@@ -466,7 +466,7 @@ class MultiQuery(nn.Module):
         mixed = functional.scaled_dot_product_attention(
             q, *(each(x)[:, None].expand_as(q) for each in (self.k, self.v))
         )
-        return x + self.o(mixed.transpose(1, 2).flatten(2))
+        return x + self.o(torch.einsum("bhtd->bthd", mixed).flatten(2))
 
 
 def test_what_stays_whole_in_a_divided_module_is_named() -> None:

@@ -100,7 +100,8 @@ class _MatmulRecorder(TorchFunctionMode):
         if name in _JOINS:
             self._note_joined(*args, **named)
         if name == "einsum" and isinstance(args[0], str):
-            return func(args[0], *self._einsum(args[0], [*args[1]] if len(args) == 2 else [*args[1:]]))
+            operands = args[1] if isinstance(args[1], list | tuple) else args[1:]
+            return func(args[0], *self._einsum(args[0], [*operands]))
         if name in _MATMULS and (found := self._matmul(func, name, [*args], named)) is not None:
             return found
         return func(*args, **named)

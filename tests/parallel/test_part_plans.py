@@ -85,6 +85,7 @@ LEAST: Mapping[str, int] = {
     "listed_losses": 90, "cached_values": 90, "closures": 90, "branch_on_inputs": 90, "checkpointed": 90,
     "reentrant": 90, "in_place": 90, "called_by_parts": 90, "nested_outputs": 90, "frozen_body": 90, "vit": 75,
     "aux_attribute": 90, "lens": 90, "single_stream": 90,
+    "kept_statistics": 90,
 }  # fmt: skip
 
 

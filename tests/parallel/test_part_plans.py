@@ -478,6 +478,24 @@ def test_what_stays_whole_in_a_divided_module_is_named() -> None:
     assert lines_of(plan.left) == [f"0 and 1 like it: {why}"]
 
 
+class ReadBody(nn.Module):
+    """Two equal bodies; of one, the module around it reads a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other, self.body = copy.deepcopy(PAIR), copy.deepcopy(PAIR)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x + self.other(x)) * self.body[0].weight.mean()
+
+
+def test_a_module_whose_weight_another_reads_has_not_the_plan_of_an_equal_one() -> None:
+    plan = found_plan(ReadBody(), 2, [ROWS])
+    assert {name: plan.styles.get(name) for name in ("other.0", "other.2", "body.0", "body.2")} == {
+        "other.0": "colwise", "other.2": "rowwise", "body.0": "replicated_local", "body.2": None,
+    }  # fmt: skip
+
+
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 @pytest.mark.parametrize(("mesh", "size"), [("tp=2", 2), ("tp=4", 4), ("dp=2,tp=2", 4)])

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypedDict, Unpack, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 from accel.mixins import Mixin
 
@@ -63,15 +64,14 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 def copied_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of a model, with a `memo` of `copy.deepcopy`. Functions among its attributes that hold
     modules or lists of the model, as `self.mlp = lambda x: self.down(self.up(x))` and hooks do, hold those of the
-    copy. A tensor that a forward left among the attributes, as a loss of its own, has no graph of gradients there."""
-    for each in (value for module in model.modules() for value in vars(module).values()):
+    copy. A tensor that a forward left among the attributes or in containers of them, as a loss of its own, has no graph
+    of gradients there."""
+    for each in (leaf for module in model.modules() for leaf in pytree.tree_leaves([*vars(module).values()])):
         if isinstance(each, torch.Tensor) and not each.is_leaf:
             _ = memo.setdefault(id(each), each.detach().clone())
     found = copy.deepcopy(model, memo)
     for module in found.modules():
-        own = vars(module)
-        for name, value in own.items():
-            own[name] = _rebound(value, memo)
+        vars(module).update({name: _rebound(value, memo) for name, value in vars(module).items()})
     return found
 
 

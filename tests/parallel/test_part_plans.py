@@ -85,6 +85,7 @@ LEAST: Mapping[str, int] = {
     "listed_losses": 90, "cached_values": 90, "closures": 90, "branch_on_inputs": 90, "checkpointed": 90,
     "reentrant": 90, "in_place": 90, "called_by_parts": 90, "nested_outputs": 90, "frozen_body": 90, "vit": 75,
     "aux_attribute": 90, "lens": 90, "single_stream": 90,
+    "kept_statistics": 90,
 }  # fmt: skip
 
 
@@ -466,7 +467,7 @@ class MultiQuery(nn.Module):
         mixed = functional.scaled_dot_product_attention(
             q, *(each(x)[:, None].expand_as(q) for each in (self.k, self.v))
         )
-        return x + self.o(mixed.transpose(1, 2).flatten(2))
+        return x + self.o(torch.einsum("bhtd->bthd", mixed).flatten(2))
 
 
 def test_what_stays_whole_in_a_divided_module_is_named() -> None:
@@ -475,6 +476,24 @@ def test_what_stays_whole_in_a_divided_module_is_named() -> None:
     why = "no division was found for k.weight, v.weight"
     assert plan.left == {"0": why, "1": why}
     assert lines_of(plan.left) == [f"0 and 1 like it: {why}"]
+
+
+class ReadBody(nn.Module):
+    """Two equal bodies; of one, the module around it reads a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other, self.body = copy.deepcopy(PAIR), copy.deepcopy(PAIR)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x + self.other(x)) * self.body[0].weight.mean()
+
+
+def test_a_module_whose_weight_another_reads_has_not_the_plan_of_an_equal_one() -> None:
+    plan = found_plan(ReadBody(), 2, [ROWS])
+    assert {name: plan.styles.get(name) for name in ("other.0", "other.2", "body.0", "body.2")} == {
+        "other.0": "colwise", "other.2": "rowwise", "body.0": "replicated_local", "body.2": None,
+    }  # fmt: skip
 
 
 @pytest.mark.nightly

@@ -99,8 +99,9 @@ class _MatmulRecorder(TorchFunctionMode):
             return functional.softplus(args[0])
         if name in _JOINS:
             self._note_joined(*args, **named)
-        if name == "einsum" and isinstance(args[0], str):
-            return func(args[0], *self._einsum(args[0], [*args[1]] if len(args) == 2 else [*args[1:]]))
+        if name == "einsum" and len(args) > 1 and isinstance(args[0], str):
+            operands = args[1] if isinstance(args[1], list | tuple) else args[1:]
+            return func(args[0], *self._einsum(args[0], [*operands]))
         if name in _MATMULS and (found := self._matmul(func, name, [*args], named)) is not None:
             return found
         return func(*args, **named)
@@ -238,7 +239,8 @@ class _Search:
         return list(zip(names, found, strict=True))
 
     def found(self) -> list[tuple[str, Candidate]]:
-        """The largest weight that is contracted, and all layouts, of each set of matmuls that are divided together."""
+        """The largest weight that is contracted, with the way of its cut, and all layouts, of each set of matmuls that
+        are divided together."""
         found: list[tuple[str, Candidate]] = []
         for matmuls in self._together():
             length = matmuls[0].weight.shape[matmuls[0].dims[1]]
@@ -248,13 +250,16 @@ class _Search:
             )
             if not alike or length % self._size:
                 continue
-            joined = self._recorder.joined.get(length)  # features of several layers side by side
-            layouts, rows = self._layouts(matmuls, joined or even(length, self._size))
-            if joined and not (rows and all(isinstance(each, RowLayout) for each in layouts.values())):
-                layouts, rows = self._layouts(matmuls, even(length, self._size))
-            matrices = [name for name in layouts if self._parameters[name].dim() > 1]
-            if rows and set(matrices) - set(rows):
-                found.append((max(rows, key=lambda name: self._parameters[name].numel()), layouts))
+            ways = {"": even(length, self._size)}
+            if length in self._recorder.joined:  # features of several layers side by side
+                ways["joined"] = self._recorder.joined[length]
+            for way, cut in ways.items():
+                layouts, rows = self._layouts(matmuls, cut)
+                matrices = [name for name in layouts if self._parameters[name].dim() > 1]
+                is_known = not way or all(isinstance(each, RowLayout) for each in layouts.values())
+                if rows and is_known and set(matrices) - set(rows):
+                    largest = max(rows, key=lambda name: self._parameters[name].numel())
+                    found.append((f"{largest} {way}", layouts))
         return found
 
     def _together(self) -> list[list[_Matmul]]:

@@ -173,14 +173,11 @@ class PlanSearch:
             for own, layouts in self.regions.items()
             if is_in(own, path)
         }
+        readers = {owner.removeprefix(prefix): by for owner, by in self._trace.readers.items() if is_in(owner, path)}
+        outside = sorted(owner for owner, by in readers.items() if not all(is_in(each, path) for each in by))
         signatures = sorted(calls)
-        key = repr((signatures, facts, styles, inner, in_words))
+        key = repr((signatures, facts, styles, inner, sorted(readers), outside, in_words))
         if key not in self._known:
-            outside = {
-                owner.removeprefix(prefix)
-                for owner, readers in self._trace.readers.items()
-                if not all(is_in(reader, path) for reader in readers)
-            }
             called = {each.path for each in self._trace.calls}
             proofs = [(call, read) for (_, read), call in calls.items()]
             unit = _Unit(module, proofs, styles, inner, self._size, called, path)
@@ -191,9 +188,9 @@ class PlanSearch:
             ]
             whole = {name.removeprefix(prefix) for name in self._open(path)}
             if in_words:
-                found = unit.in_words(candidates, {each.removeprefix(prefix) for each in self._trace.read})
+                found = unit.in_words(candidates, {*readers})
             else:
-                found = unit.in_layouts(candidates, whole, outside)
+                found = unit.in_layouts(candidates, whole, {*outside})
             self._known[key] = found._replace(problem=found.problem or problem or _ALL_WHOLE)
         return self._known[key]
 

@@ -75,7 +75,7 @@ def weighted_sum(
         Sum and weight: of tokens, or of sequences. Along cp a rank has its part of a sequence's weight.
 
     Raises:
-        ConfigError: shapes that do not fit each other, or another `average`.
+        ConfigError: shapes that do not fit each other, another `average`, or, on the CPU, factors below 0 or NaN.
     """
     counted, losses = masked(losses, mask)
     times, weight = token_weights(ctx, counted, average, documents)

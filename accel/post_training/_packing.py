@@ -31,7 +31,8 @@ class TokenRow(msgspec.Struct, frozen=True):
 
     Attributes:
         ids: tokens, at least one: integers, or int64 of shape [tokens].
-        loss_weights: factor of the loss of predicting each token: 0 for a prompt's, 1 for an answer's, or any other.
+        loss_weights: factor of the loss of predicting each token: 0 for a prompt's, 1 for an answer's, or another
+            from 0.
     """
 
     ids: Tokens

@@ -217,7 +217,7 @@ def group_advantages(
     """
     check_choice(scale, ("group", "batch", "none"), "unknown scale of advantages", where="group_advantages(scale=)")
     rewards = torch.as_tensor(rewards)
-    if type(size) is not int or size < 2 or rewards.ndim != 1 or rewards.shape[0] % size:
+    if not hasattr(size, "__index__") or size < 2 or rewards.ndim != 1 or rewards.shape[0] % size:
         raise ConfigError(
             "rewards do not form full groups",
             expected="shape [prompts * size], and size of at least 2",

@@ -209,7 +209,7 @@ class _Sending:
         self._flush()
         self._call(lambda to: to.commit(self.digest.value, self.digest.count))
         if self._failure is not None:
-            raise as_server_error(self._failure, "taken the weights")
+            raise as_server_error(self._failure, "publish", "taken the weights")
 
     def _flush(self) -> None:
         chunk, self._chunk = self._chunk, {}

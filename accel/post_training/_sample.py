@@ -260,7 +260,9 @@ def _begin(
         try:
             found.set_result(server.sample(ctx, requests, options))
         except Exception as error:  # a model's own failure stays what it is
-            found.set_exception(as_server_error(error, "drawn the samples") if server.place == "remote" else error)
+            found.set_exception(
+                as_server_error(error, name, "drawn the samples") if server.place == "remote" else error
+            )
 
     if server.place == "ranks":  # a failure is every rank's already
         found.set_result(server.sample(ctx, requests, options))
@@ -283,11 +285,11 @@ def check_server(server: object, where: str) -> None:
         )
 
 
-def as_server_error(error: Exception, task: str) -> AccelError:
+def as_server_error(error: Exception, where: str, task: str) -> AccelError:
     """Return the error of a server, which may be another library's, as one that all ranks can raise."""
     if isinstance(error, AccelError):
         return error
-    found = ServerError(f"a server has not {task}", got=f"{type(error).__name__}: {error}", where=task)
+    found = ServerError(f"a server has not {task}", got=f"{type(error).__name__}: {error}", where=where)
     found.__cause__ = error
     return found
 

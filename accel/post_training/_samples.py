@@ -247,7 +247,7 @@ def _check(rows: Sequence[SampleRow]) -> None:
                 f"{behind} behind the prompt",
             )
             got = ", ".join(map(str, wrong.values()))
-        elif type(row.prompt_length) is not int:
+        elif not hasattr(row.prompt_length, "__index__"):
             problem, expected, got = f"not a length of a prompt in row {at}", "an integer", repr(row.prompt_length)
         elif row.finish_reason not in get_args(FinishReason):
             problem, expected = f"unknown reason of the end of row {at}", ", ".join(get_args(FinishReason))

@@ -120,5 +120,7 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         with pytest.raises(AccelError) as caught:
             call()
         assert got in caught.value.got
+    length: Any = torch.tensor(1).numpy()[()]
+    assert described(Samples.of([SampleRow([1, 2], length)])) == described(Samples.of([SampleRow([1, 2], 1)]))
     tool = SampleRow([1, 2, 3], 1, mask=[False, True], logprobs=[float("nan"), -0.5])  # any number of a tool's token
     assert described(Samples.of([tool]))[0][3] == [0.0, 0.0, -0.5]

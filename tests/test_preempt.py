@@ -175,7 +175,7 @@ def test_a_refusal_on_one_rank_is_every_ranks() -> None:
     def rank(ctx: accel.DistContext) -> None:
         before = handlers()
         with (
-            pytest.raises((ConfigError, PeerError), match="rank 1: not signals"),
+            pytest.raises((ConfigError, PeerError), match="rank 1: the signals cannot request a stop"),
             accel.preempt.stop_requests(ctx, [signal.SIGTERM] if ctx.rank != 1 else []),
         ):
             pass

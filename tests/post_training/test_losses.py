@@ -354,7 +354,7 @@ def test_numbers_of_16_bits_are_summed_in_32(dtype: torch.dtype) -> None:
         *(
             (
                 lambda given=given: post.weighted_sum(ONE, NEW, MASK, average="sequence", documents=given),
-                "not the numbers",
+                "numbers of sequences in their rows",
             )
             for given in (
                 torch.zeros(2, 3, dtype=torch.int64),

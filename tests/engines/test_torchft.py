@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import end, patience
 from services import tried_again
 
 import accel
@@ -50,20 +51,20 @@ def read(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.filterwarnings("default")
 @tried_again
 def test_a_killed_group_costs_a_step_and_no_sample(tmp_path: Path) -> None:
-    with torchft.lighthouse(join_timeout_s=60, heartbeat_timeout_s=4) as address:
+    with torchft.lighthouse(join_timeout_s=patience(60), heartbeat_timeout_s=patience(4)) as address:
         first = start(tmp_path, address, "a", "a")
         second = start(tmp_path, address, "b", "b")
         third = None
         try:
-            assert second.wait(90) == 9, (tmp_path / "b.out").read_text()
+            assert second.wait(patience(90)) == 9, (tmp_path / "b.out").read_text()
             died = time.time()
             third = start(tmp_path, address, "b", "c")
             for process, name in ((first, "a"), (third, "c")):
-                assert process.wait(120) == 0, (tmp_path / f"{name}.out").read_text()
+                assert process.wait(patience(120)) == 0, (tmp_path / f"{name}.out").read_text()
         finally:
             for process in (first, second, third):
-                if process is not None and process.poll() is None:
-                    process.kill()
+                if process is not None:
+                    end(process)
     assert_ledgers(tmp_path, died)
 
 

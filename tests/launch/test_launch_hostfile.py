@@ -12,7 +12,7 @@ import pytest
 from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from launching import HERE, REST, Workspace
-from processes import free_ports, wait_for
+from processes import free_ports, patience, wait_for
 from profiles import share
 
 from accel.config import LaunchConfig
@@ -149,7 +149,7 @@ def test_two_hosts_meet_and_a_stop_here_ends_both(workspace: Workspace) -> None:
     running = workspace.start(*words, workspace.write(f"{HERE}\nhere()\n{REST}\n", "wait.py"))
     pids = workspace.pids(2)
     running.send_signal(signal.SIGTERM)
-    assert running.wait(60) == 128 + signal.SIGTERM
+    assert running.wait(patience(60)) == 128 + signal.SIGTERM
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from catching import assert_raises
+from processes import patience
 
 import accel
 from accel.config import LaunchConfig
@@ -127,7 +128,11 @@ def test_a_real_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     nbclient.NotebookClient(
-        notebook, timeout=120, allow_errors=True, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+        notebook,
+        timeout=int(patience(120)),
+        allow_errors=True,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
     ).execute()
     _, trained, failed = notebook.cells
 

@@ -518,7 +518,7 @@ def test_a_plan_is_found_for_what_a_declared_one_passes_over(
         assert divided == {f"{path}.{name}" for path, rule in rules.items() for name in rule.dims}
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
     assert declared == {**kept, "blocks.*.mlp": "copy_input"}
-    rest = ", and one beside it that is found and proved" if found else "; whole: blocks.0.attention: "
+    rest = ", and one beside it that is found and proved" if found else "; whole: blocks.0.attention and 1 like it: "
     assert f"by the plan that it declares{rest}" in caplog.text
 
 
@@ -557,7 +557,7 @@ def test_prepare_says_what_is_divided_and_what_stays_whole(ranks: Any, caplog: A
         assert ranks.run(rank, 2, default_group=True) == ["", ""]
     (text,) = [each.getMessage() for each in caplog.records if each.name == "accel.parallel"]
     assert text.startswith("BertModel: 38% of the parameters are divided along tp=2, by a plan that is found and")
-    assert "encoder.layer.0.attention: self.query.weight: several ranks need rows 8 to 15" in text
+    assert "encoder.layer.0.attention and 1 like it: self.query.weight: several ranks need rows 8 to 15" in text
 
 
 @pytest.mark.parametrize("what", ["refuted", "failed"])

@@ -129,8 +129,8 @@ class PlanSearch:
                 layouts = {prefix + name: layout for name, layout in found.layouts.items()}
                 self.regions[path] = {**self.regions.get(path, {}), **layouts}
             self._left = {other: problem for other, problem in self._left.items() if len(self._open(other)) > 1}
-            if found.problem == _ALL_WHOLE:  # no reason of the look for styles holds for the rest
-                _ = self._left.pop(path, None)
+            if found.problem == _ALL_WHOLE:  # reasons of looks before, also around it, do not hold for the rest
+                self._left = {other: problem for other, problem in self._left.items() if not is_in(path, other)}
         if found.problem and len(self._open(path)) > 1 and not (path in self._left and found.problem == _ALL_WHOLE):
             self._left[path] = found.problem
 
@@ -143,9 +143,10 @@ class PlanSearch:
             inner = {name for other in found if other != path and is_in(other, path) for name in self._open(other)}
             names = [name.removeprefix(prefix) for name in self._open(path) if name not in inner]
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            if names:
-                none = f"no division was found for {', '.join(names[:_SHOWN])}{more}"
-                found[path] = none if problem == _ALL_WHOLE else problem
+            if problem != _ALL_WHOLE:
+                found[path] = problem
+            elif names:
+                found[path] = f"no division was found for {', '.join(names[:_SHOWN])}{more}"
         return found
 
     def _is_copied(self, path: str) -> bool:

@@ -383,7 +383,8 @@ def decode(
         if drops and len(stay) < len(ids) > 1:
             stay = stay if len(stay) else stay.new_zeros(1)  # one row keeps the ranks in step
             if decoder.keep(stay):
-                ids, live = ids[stay], stay if isinstance(live, slice) else live[stay]
+                ids = ids[stay]
+                live = stay if isinstance(live, slice) else live[stay]
     tokens = found[0, :, : step + 1].to(ids.dtype)
     return DecodedTokens(tokens, counts, found[1, :, : step + 1] if scores else None)
 

@@ -229,7 +229,7 @@ def test_a_class_that_other_ranks_cannot_import(ranks):
         pass
 
     make = lambda ctx: make_loader(ctx, Stream(9), "dispatch", 2, collate_fn=lambda _: [Local()])  # noqa: E731
-    _everywhere(ranks, make, TreeError, r"cannot import by its name.*Local.*\$\[0\]")
+    _everywhere(ranks, make, TreeError, r"cannot import the class by its name.*Local.*\$\[0\]")
 
 
 class Shapes(IterableDataset):

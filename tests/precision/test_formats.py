@@ -62,7 +62,7 @@ def test_a_record_without_a_name_says_so():
         (lambda: Precision(compute="tf32", fp32_modules=("head",)), "no effect where all is computed in tf32"),
         (lambda: Precision(compute="fp16", fp8=Fp8()), "expected compute='bf16'"),
         (lambda: Fp8(backend="msamp"), "one of torchao, transformer_engine"),
-        (lambda: Fp8(scaling="delayed"), "not a scaling of torchao.*tensorwise, rowwise"),
+        (lambda: Fp8(scaling="delayed"), "torchao does not have this scaling.*tensorwise, rowwise"),
         (lambda: Fp8(backend="transformer_engine", scaling="rowwise"), "delayed, current, mxfp8"),
         (lambda: Fp8(backend="transformer_engine", emulate=True), "Fp8.emulate"),
         (lambda: Fp8(scaling="rowwise", fp8_all_gather=True), "no effect with torchao and rowwise.*fp8_all_gather"),

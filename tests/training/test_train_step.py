@@ -182,9 +182,9 @@ def test_slips_are_typed_errors_and_change_nothing() -> None:
     ctx, state, batches, model, optimizer = one_batch()
     before = flat(model)
     batch = batches[0]
-    with assert_raises(accel.errors.ConfigError, problem="inputs= without targets="):
+    with assert_raises(accel.errors.ConfigError, problem="inputs= is given without targets="):
         accel.train_step(ctx, state, batch, model, optimizer, loss_sum, inputs=batch.data[0])
-    with assert_raises(accel.errors.ConfigError, problem="targets= without inputs="):
+    with assert_raises(accel.errors.ConfigError, problem="targets= is given without inputs="):
         accel.train_step(ctx, state, batch, model, optimizer, loss_sum, targets=batch.data[1])
     with assert_raises(accel.errors.ConfigError, expected="a TrainState"):
         accel.train_step(ctx, accel.loss_scale(ctx), batch, model, optimizer, loss_sum)  # type: ignore[arg-type]

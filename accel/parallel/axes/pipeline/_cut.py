@@ -89,9 +89,7 @@ def costs_of(calls: Sequence[CallCosts], balance: Balance, given: Mapping[str, f
                 fix=did_you_mean(path, paths),
             )
         if not isinstance(cost, int | float) or not 0 <= cost < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(
-                "the cost is not valid", expected="a number from 0", got=repr(cost), where=f"costs=, {path}"
-            )
+            raise ConfigError("the cost is not valid", expected="0 or above", got=repr(cost), where=f"costs=, {path}")
     return [(given or {}).get(each.path, each.cost(balance)) for each in calls]
 
 

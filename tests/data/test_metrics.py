@@ -163,7 +163,9 @@ def test_gathered_objects_are_those_of_the_dataset_each_once(ranks, n, world, si
 def test_what_is_not_an_object_a_row_is_refused_on_every_rank(ranks, wrong):
     def rank(ctx):
         batch = _first_batch(ctx)
-        with pytest.raises(DataError, match=r"rank 1: the objects do not match the rows of the batch.*expected a list of 2, got"):
+        with pytest.raises(
+            DataError, match=r"rank 1: the objects do not match the rows of the batch.*expected a list of 2, got"
+        ):
             accel.gather_for_metrics(ctx, wrong if ctx.rank == 1 else ["a", "b"], batch, use_gather_object=True)
         assert accel.gather_for_metrics(ctx, ["a", "b"], batch, use_gather_object=True) == ["a", "b"] * 2
         return True

@@ -160,7 +160,7 @@ def write_everything(folder: Path) -> list[Path]:
     write_run(plain, config={"model": {"width": 128, "depth": 4}, "lr": 3e-4, "batch": 64})
     write_launch(plain)
     write_metrics(wide, 2600, seed=1, rate=0.01, bad=2400)
-    error = "NonFiniteGradientError: the gradient of head.weight is not finite at step 2400"
+    error = "NonFiniteError: the gradient of head.weight is not finite at step 2400"
     write_run(wide, config={"model": {"width": 512, "depth": 4}, "lr": 1e-3, "batch": 64}, status="failed", error=error)
     write_launch(wide, failed=error)
     write_metrics(short, 1200, seed=2, rate=0.03)

@@ -148,7 +148,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_page_says_what_happened(page: str) -> None:
     found = Texts(page)
     for text in (
-        *("finished", "rank 1 failed: NonFiniteGradientError", "stopped by SIGTERM", "no output for 600 s"),
+        *("finished", "rank 1 failed: NonFiniteError", "stopped by SIGTERM", "no output for 600 s"),
         *("0123456789ab on main, clean", "0123456789ab on main, 2 changed files", "bf16 (flag --precision)"),
         *("loss", "grad_norm", "time/tokens_per_s", "model.width", "Configuration (4 of 4 differ)"),
         *("20 values not finite, nan at step 2400", "0.438444 at step 3990", "nan at step 2590", "--token=***"),

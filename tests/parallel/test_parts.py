@@ -18,7 +18,7 @@ from torch.nn import functional
 from accel.comm import ThreadGroup, run_in_threads
 from accel.errors import PrepareError
 from accel.parallel.parts import NoRuleError, PartTensor, Ranks, RowCut, RowLayout, leave, make, plain_of, rows_of
-from accel.parallel.parts._layout import cut_of, fit
+from accel.parallel.parts._layout import cut_of, fit, scaled
 from accel.parallel.parts._rules import find_rule
 
 RANDOM = st.integers(0, 2**32).map(random.Random)
@@ -454,6 +454,11 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
             lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),
             [(2, 12, 3, 4), *[(2, draw_keys, 3, 4) for draw_keys in [draw.choice([1, 2, 4, 6])] for _ in range(2)]],
             [RowLayout(1, RowCut(1, ((12, size),))), None, None],
+        ),
+        "attention of groups that layouts cut": Region(
+            lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+            [(2, 2 * n, 3, 4), (2, n, 3, 4), (2, n, 3, 4)],
+            [RowLayout(1, scaled(cut, 2)), draw.choice([None, RowLayout(1, cut)]), RowLayout(1, cut)],
         ),
         "multi-head attention": Region(
             _multi_head,

@@ -14,6 +14,7 @@ from accel.parallel.parts._layout import RowCut, RowLayout, even, no_rule
 from accel.parallel.parts._part import (
     Args,
     Named,
+    PartTensor,
     Ranks,
     aligned,
     entered,
@@ -25,6 +26,7 @@ from accel.parallel.parts._part import (
     ranks_of,
     whole_shape,
 )
+from accel.parallel.parts._shapes import repeat_interleave
 from accel.random import Key, torch_rng_scope
 
 
@@ -39,9 +41,12 @@ def scaled_dot_product(func: Any, args: Args, kwargs: Named) -> Any:
     layouts = layouts_of(tensors[:3])
     if any(each.dim >= rank - 2 for each in layouts):
         raise no_rule("over a divided dimension")
-    if given.get("enable_gqa") and any(each.dim == rank - 3 for each in layouts):
+    grouped = given.get("enable_gqa") and any(each.dim == rank - 3 for each in layouts)
+    if grouped and _share_groups(*tensors[:2], ranks):
         own, layout = _grouped(tensors, ranks)
     else:
+        if grouped:
+            tensors[1:3] = [_of_queries(each, whole_shape(tensors[0])[-3]) for each in tensors[1:3]]
         own, alignment = aligned(tensors, ranks)
         layout = alignment.layout(rank)
     if len(own) > 3:
@@ -54,14 +59,28 @@ def scaled_dot_product(func: Any, args: Args, kwargs: Named) -> Any:
         return make(func(*own, **given), layout, ranks)
 
 
+def _share_groups(query: Tensor, key: Tensor, ranks: Ranks) -> bool:
+    """Whether ranks have equal runs of queries, with whole groups or parts of one."""
+    layout = layout_of(query)
+    keys = whole_shape(key)[-3]
+    is_even = layout is not None and layout.cut == even(layout.cut.total, ranks.size)
+    return is_even and math.gcd(keys, ranks.size) in (keys, ranks.size)
+
+
+def _of_queries(each: Tensor, heads: int) -> Tensor:
+    """Keys or values, repeated for the queries of their groups."""
+    times = heads // whole_shape(each)[-3]
+    if isinstance(each, PartTensor):
+        return repeat_interleave(torch.repeat_interleave, (each, times, -3), {})
+    return each.repeat_interleave(times, -3)
+
+
 def _grouped(tensors: list[Tensor], ranks: Ranks) -> tuple[list[Tensor], RowLayout]:
     """Heads of queries with the keys and values of their groups: as many of them on each rank, or one."""
     query, key, value, *masks = tensors
-    layout = layout_of(query)
+    layout = layouts_of([query])[0]
     keys = whole_shape(key)[-3]
     ways = math.gcd(keys, ranks.size)
-    if layout is None or layout.cut != even(layout.cut.total, ranks.size) or ways not in (keys, ranks.size):
-        raise no_rule("of groups that ranks cannot share")
     need = RowCut(1, ((keys, ways),))
     own = [entered(each, ranks) if ways == 1 else own_rows(each, each.dim() - 3, need, ranks) for each in (key, value)]
     for mask in masks:

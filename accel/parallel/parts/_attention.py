@@ -42,7 +42,7 @@ def scaled_dot_product(func: Any, args: Args, kwargs: Named) -> Any:
     if any(each.dim >= rank - 2 for each in layouts):
         raise no_rule("over a divided dimension")
     grouped = given.get("enable_gqa") and any(each.dim == rank - 3 for each in layouts)
-    if grouped and _share_groups(*tensors[:2], ranks):
+    if grouped and _share_groups(tensors[0], tensors[1], ranks):
         own, layout = _grouped(tensors, ranks)
     else:
         if grouped:

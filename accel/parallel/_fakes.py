@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from accel.comm import mark_recording
 from accel.mixins import add_mixin
-from accel.parallel._modules import KeepsParameters, copied_model, has_parameters, named_modules
+from accel.parallel._modules import KeepsParameters, copied_model, has_parameters, named_modules, note_tensor
 from accel.parallel._private import without_subclasses, written_arguments
 from accel.tensors import fake_mode, is_fake
 
@@ -183,7 +183,11 @@ def stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def placeholder(dtype: torch.dtype, shape: Sequence[int], device: torch.device, *, dense: bool = False) -> torch.Tensor:
-    """Return a tensor of NaN, or of 0 for integers, in the memory of one element; `dense` in memory of its own."""
+    """Return a tensor of NaN, or of 0 for integers, in the memory of one element and with a note; `dense` in memory of
+    its own, to be filled."""
     is_number = dtype.is_floating_point or dtype.is_complex
     one = torch.full((), float("nan") if is_number else 0, dtype=dtype, device=device).expand(tuple(shape))
-    return one.clone() if dense else one
+    if dense:
+        return one.clone()
+    note_tensor(one, placeholder=True)
+    return one

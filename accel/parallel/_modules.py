@@ -303,6 +303,7 @@ class TensorNotes(TypedDict, total=False):
         name: its name in the prepared model. By prepare_model; read by errors.
         needed: a step needs its gradient. By prepare_model; read by steps.
         on_host: the optimizer keeps its state on the host. By prepare_model; read by prepare_optimizer and steps.
+        placeholder: activation; another stage computes it. By stages; read by the look at a loss.
         reached: activation; a unit is gathered again when its gradient comes. By the unit's forward.
         reports: id of the parameter that a hook notes as used.
         settled: gradient; ranks have exchanged its bit. By steps.
@@ -322,6 +323,7 @@ class TensorNotes(TypedDict, total=False):
     name: str
     needed: bool
     on_host: bool
+    placeholder: bool
     reached: bool
     reports: int
     settled: bool

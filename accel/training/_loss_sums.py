@@ -11,11 +11,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from accel.context import DistContext
 from accel.errors import StepError
 from accel.parallel._micro_batches import MicroBatch, first_rows, first_tensor
-from accel.parallel._modules import is_pipelined, note_prepared, prepared_of, unwrap_model
+from accel.parallel._modules import note_prepared, prepared_of, tensor_notes, unwrap_model
 from accel.parallel._private import is_view
 from accel.random import isolated_rng
 from accel.training._backward import check_loss, rooted
@@ -59,7 +61,8 @@ class LossProbe:
     def halves(self, given: tuple[Any, ...], rows: int) -> tuple[float, ...]:
         """Return the losses of a micro-batch's halves; none if the function is known, or raises on halves.
 
-        To be called before the loss itself, which may change its arguments.
+        To be called before the loss itself, which may change its arguments. Raises `StepError` for a function that
+        reads what a module of another stage keeps.
         """
         if self._done or rows < 2:
             return ()
@@ -71,13 +74,10 @@ class LossProbe:
         return found
 
     def check(self, loss: torch.Tensor, halves: tuple[float, ...], given: tuple[Any, ...], rows: int) -> None:
-        """Raise `StepError` if a loss is a mean over rows, by its `halves`, or reads what another stage has computed.
-        Waits for the device, once a function."""
+        """Raise `StepError` if a loss is a mean over rows, by its `halves`. Waits for the device, once a function."""
         if not halves:
             return
         whole = float(loss.detach())
-        if math.isnan(whole) and is_pipelined(self._model):
-            self._check_read(given[0])
         if not all(map(math.isfinite, (whole, *halves))) or whole == 0:
             return  # the next batch may show it
         if not self._is_mean(whole, halves, given, rows):
@@ -96,19 +96,6 @@ class LossProbe:
             where=_WHERE,
             fix='Return the sum: cross_entropy(logits, targets, reduction="sum"), or losses.sum(). weight= is the'
             " number of units in the full batch.",
-        )
-
-    def _check_read(self, output: Any) -> None:
-        """Raise `StepError` for a loss that is not a number, where the output has none that is not."""
-        if any(bool(each.isnan().any()) for _, each in tensors(output, self._ctx.containers)):
-            return
-        raise StepError(
-            "the loss is not a number, though all numbers of the output are: modules of other stages keep no values",
-            expected="a loss_fn that reads the output and the targets alone",
-            got="nan",
-            where=_WHERE,
-            fix="Return what modules keep from the forward, too:"
-            " return logits, torch.stack([block.loss for block in self.blocks]).sum().",
         )
 
     def _check_own(self, loss: torch.Tensor, output: Any, got: str) -> None:
@@ -143,7 +130,8 @@ class LossProbe:
         """Return the losses of rows of a micro-batch, without gradient and with random streams put back; none if one
         raises."""
         found: list[float] = []
-        with torch.no_grad(), isolated_rng(self._ctx.device):
+        reads = _Reads()
+        with torch.no_grad(), isolated_rng(self._ctx.device), reads:
             for take in takes:
 
                 def taken(tensor: torch.Tensor, take: Callable[[torch.Tensor], torch.Tensor] = take) -> torch.Tensor:
@@ -152,8 +140,33 @@ class LossProbe:
                 try:
                     found.append(float(self._loss_fn(*map_tensors(taken, given, self._ctx.containers))))
                 except Exception:  # whatever a user's function makes of fewer rows
-                    return ()
+                    found = []
+                    break
+        if reads.shape is not None:
+            raise StepError(
+                "loss_fn reads a tensor of a module in another stage, which has no values on the last one",
+                expected="a loss_fn that reads the output and the targets alone",
+                got=f"a tensor of shape {list(reads.shape)}",
+                where=_WHERE,
+                fix="Return what modules keep from the forward, too:"
+                " return logits, torch.stack([block.loss for block in self.blocks]).sum().",
+            )
         return tuple(found)
+
+
+class _Reads(TorchFunctionMode):
+    """Notes the shape of a tensor in place of what another stage computes, if a function gets one."""
+
+    shape: torch.Size | None = None
+
+    def __torch_function__(  # pyright: ignore[reportIncompatibleMethodOverride] - torch leaves its types open
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call the function."""
+        for each in pytree.tree_leaves((args, kwargs or {})):
+            if isinstance(each, torch.Tensor) and "placeholder" in tensor_notes(each):
+                self.shape = each.shape
+        return func(*args, **(kwargs or {}))
 
 
 def is_models_own(loss: torch.Tensor, output: Any, rows: int, containers: Containers) -> bool:

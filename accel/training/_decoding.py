@@ -7,8 +7,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -359,11 +358,13 @@ def decode(
     live: Tensor | slice = slice(None)  # numbers of the rows that are still run
     step = 0
     for step in range(count):
-        with _tables_fit(ids, longest, count, where):
+        try:
             logits = decoder.logits(ids)
-        # A buffer on every rank: those without the last stage receive the tokens in it.
-        drawn = torch.zeros(1 + scores, len(ids), dtype=torch.float64, device=ids.device)
-        if logits is not None:
+        except IndexError as error:
+            raise _beyond_tables(error, ids, longest, count, where) from error
+        if logits is None:  # ranks without the last stage receive the tokens in it
+            drawn = torch.zeros(1 + scores, len(ids), dtype=torch.float64, device=ids.device)
+        else:
             whole = whole_rows(ctx, logits) if vocab_parallel else logits
             drawn = next_tokens(whole, sampling, None if numbers is None else numbers[live, step], scores=scores)
         share_tokens(ctx, model, drawn)
@@ -389,20 +390,15 @@ def decode(
     return DecodedTokens(tokens, counts, found[1, :, : step + 1] if scores else None)
 
 
-@contextmanager
-def _tables_fit(ids: Tensor, longest: int, count: int, where: str) -> Generator[None]:
-    """Raise `DataError` for rows whose tokens or positions a model's tables do not have."""
-    try:
-        yield
-    except IndexError as error:
-        most = int(ids.max())
-        raise DataError(
-            "the model has not so many positions, or not these tokens",
-            expected="prompts and new tokens within the model's context, and tokens within its vocabulary",
-            got=f"prompts of up to {longest} tokens with {count} new ones, and tokens up to {most}: {error}",
-            where=where,
-            fix="Shorten the prompts, or lower max_new_tokens.",
-        ) from error
+def _beyond_tables(error: IndexError, ids: Tensor, longest: int, count: int, where: str) -> DataError:
+    """Rows whose tokens or positions a model's tables do not have."""
+    return DataError(
+        "the model has not so many positions, or not these tokens",
+        expected="prompts and new tokens within the model's context, and tokens within its vocabulary",
+        got=f"prompts of up to {longest} tokens with {count} new ones, and tokens up to {int(ids.max())}: {error}",
+        where=where,
+        fix="Shorten the prompts, or lower max_new_tokens.",
+    )
 
 
 def _warn_long(model: nn.Module, length: int) -> None:

@@ -43,12 +43,28 @@ def exports(
             found = found if is_module else getattr(found, name)
             setattr(sys.modules[package], name, found)  # later look-ups cost nothing
             return found
-        fix = (others or {}).get(name) or _place(package, name, modules) or _nearest(name, homes)
-        if fix and _is_imported(sys._getframe(1)):  # pyright: ignore[reportPrivateUsage]
-            raise ImportError(f"cannot import name {name!r} from {package!r}. {fix}", name=package)
-        raise AttributeError(f"module {package!r} has no attribute {name!r}" + (f". {fix}" if fix else ""))
+
+        def fix() -> str:
+            return (others or {}).get(name) or _place(package, name, modules) or _nearest(name, homes)
+
+        if _is_imported(sys._getframe(1)) and (found := fix()):  # pyright: ignore[reportPrivateUsage]
+            raise ImportError(f"cannot import name {name!r} from {package!r}. {found}", name=package)
+        raise _MissingNameError(f"module {package!r} has no attribute {name!r}", fix)
 
     return find
+
+
+class _MissingNameError(AttributeError):
+    """A name that a package lacks. The fix, which reads sources, is made with the text: an import of a module in the
+    package asks for the name first, and drops this error."""
+
+    def __init__(self, problem: str, fix: Callable[[], str]) -> None:
+        super().__init__(problem)
+        self._fix = fix
+
+    def __str__(self) -> str:
+        problem, fix = super().__str__(), self._fix()
+        return f"{problem}. {fix}" if fix else problem
 
 
 def _place(package: str, name: str, modules: Sequence[str]) -> str:
@@ -60,22 +76,29 @@ def _place(package: str, name: str, modules: Sequence[str]) -> str:
     root = Path(sys.modules[package].__path__[0])
     for module in modules:
         file = root / f"{module.replace('.', '/')}.py"
-        if name in _listed((file if file.exists() else file.with_suffix("") / "__init__.py").read_text()):
+        file = file if file.exists() else file.with_suffix("") / "__init__.py"
+        try:
+            source = file.read_text(encoding="utf-8")
+        except OSError:  # installed without sources, or in an archive
+            return ""
+        if name in _listed(source):
             return f"Use {package}.{module}.{name}."
     return ""
 
 
 def _listed(source: str) -> set[str]:
-    """Return the names in the `__all__` of a module, and those that it imports under their names."""
+    """Return the names in the `__all__` of a module, and without one those that it imports under their names."""
     import ast
 
+    tree = ast.parse(source)
     found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom):
-            found |= {each.name for each in node.names if each.asname == each.name}
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            found |= {str(each.value) for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
-    return found
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            found = {str(each.value) for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
+    if found:
+        return found
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {each.name for node in imports for each in node.names if each.asname == each.name}
 
 
 def _nearest(name: str, homes: Mapping[str, str]) -> str:

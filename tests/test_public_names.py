@@ -30,6 +30,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
+from accel import lazy
 from accel.config import _settings
 from accel.post_training import _sample
 
@@ -253,6 +254,33 @@ def test_a_name_of_a_module_is_answered_by_its_place(name: str) -> None:
         getattr(accel, name)
     with pytest.raises(ImportError, match=rf"name '{name}' from 'accel'\. Use accel\.{re.escape(ELSEWHERE[name])}\."):
         exec(f"from accel import {name}", {})
+
+
+def test_a_missing_name_reads_no_source_until_its_text_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`from accel import xla` asks for the name first, in every process."""
+    read: list[str] = []
+    monkeypatch.setattr("accel.lazy._place", lambda _package, name, _modules: read.append(name) or "")
+    assert not hasattr(accel, "jsonl")
+    assert read == []
+    with pytest.raises(AttributeError) as caught:
+        _ = accel.jsonl  # pyright: ignore[reportAttributeAccessIssue]
+    assert "no attribute 'jsonl'" in str(caught.value)
+    assert read == ["jsonl"]
+
+
+def test_without_sources_a_missing_name_has_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(path: Path, encoding: str) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    with pytest.raises(AttributeError, match=r"no attribute 'jsonl'$"):
+        _ = accel.jsonl  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@rows("package", MODULES)
+def test_a_place_is_given_for_public_names_alone(package: str) -> None:
+    module = importlib.import_module(package)
+    assert lazy._listed(Path(module.__file__ or "").read_text(encoding="utf-8")) <= {*module.__all__}
 
 
 def test_the_core_is_the_same_table_on_the_page_and_in_help() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -83,9 +84,12 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
 
 def _check_exists(place: object, *, is_made: bool) -> None:
     """Raise `ConfigError` for a local folder to read that does not exist."""
-    if isinstance(place, LocalPlace) and not is_made and not place.path.exists():
-        fix = "Pass the folder that the script passes to save_state."
-        raise ConfigError("there is no such folder", got=repr(str(place)), where="accel checkpoint", fix=fix)
+    if is_made or not isinstance(place, LocalPlace):
+        return
+    with contextlib.suppress(OSError):  # which the verb reports
+        if not place.path.exists():
+            fix = "Pass the folder that the script passes to save_state."
+            raise ConfigError("there is no such folder", got=repr(str(place)), where="accel checkpoint", fix=fix)
 
 
 def _help() -> str:

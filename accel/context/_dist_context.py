@@ -243,7 +243,7 @@ def _public_place(function: Callable[..., Any]) -> str:
     """Return the public module that lists a function; `accel` for the others."""
     parts = function.__module__.split(".")
     above = [".".join(parts[:count]) for count in range(2, len(parts) + 1)]
-    others = sorted(name for name in sys.modules if name.startswith("accel.") and "._" not in name)
+    others = sorted(name for name in list(sys.modules) if name.startswith("accel.") and "._" not in name)
     return next((name for name in (*above, *others) if _lists(sys.modules.get(name), function)), "accel")
 
 

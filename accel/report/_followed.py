@@ -56,7 +56,7 @@ class FollowedRun:
         self._curves = Curves()
         self.alerts: Sequence[Alert] = ()
         self._checkpoints: Sequence[StoredCheckpoint] = ()
-        self._listed = 0  # change of the folder at the last listing
+        self._listed: int | None = None  # change of the folder at the last listing
         self._read_profile = read_profile
         self._profile = ""
         self._profiled: Stamps | None = None
@@ -115,10 +115,10 @@ class FollowedRun:
                 return
 
     def _look_at_checkpoints(self) -> None:
-        changed = self._folder.stat().st_mtime_ns if self._folder.is_dir() else 0
+        changed = self._folder.stat().st_mtime_ns if self._folder.is_dir() else None
         if changed != self._listed:  # a checkpoint that commits or goes changes its folder's list of names
             self._listed = -1  # until they are listed
-            self._checkpoints = self._list_checkpoints(self._folder) if changed else ()
+            self._checkpoints = () if changed is None else self._list_checkpoints(self._folder)
             self._listed = changed
 
     def stamps(self) -> Stamps:

@@ -180,8 +180,8 @@ def train(
     for step, size in enumerate(rows, begin):
         for micro in range(accumulation):
             inputs, targets = batch_of(size * shares, 100 * step + micro)
-            inputs = {key: each[share::shares] for key, each in inputs.items()}
-            targets = targets[share::shares]
+            inputs = {key: each[share::shares].contiguous() for key, each in inputs.items()}
+            targets = targets[share::shares].contiguous()
             state = begin_batch(ctx, state)
             weight = (targets != -100).sum()
             loss, state = accel.forward_backward(

@@ -63,7 +63,8 @@ class _MissingNameError(AttributeError):
         self._fix = fix
 
     def __str__(self) -> str:
-        problem, fix = super().__str__(), self._fix()
+        problem = super().__str__()
+        fix = self._fix()
         return f"{problem}. {fix}" if fix else problem
 
 

@@ -16,6 +16,7 @@ import hashlib
 import operator
 import random as python_random
 import sys
+from collections import OrderedDict
 from collections.abc import Generator, Sequence
 from typing import Any, cast
 
@@ -94,15 +95,27 @@ def host_streams() -> tuple[object, object]:
     return python_random.getstate(), _capture_numpy()
 
 
+# types of most attributes of modules; a step may ask for the stream of each
+_NO_GENERATORS = frozenset({bool, int, float, str, type(None), dict, OrderedDict, list, tuple, set, torch.Tensor})
+
+
 def stream_state(value: object) -> object:
-    """Return the state of a generator of torch, python or numpy that somebody holds; None for another value."""
+    """Return the state of a generator of torch, python or numpy that somebody holds; None for another value, or for
+    one without a state."""
+    if type(value) in _NO_GENERATORS:
+        return None
     if isinstance(value, torch.Generator):
         return _to_bytes(value.get_state())
+    if isinstance(value, python_random.SystemRandom):
+        return None
     if isinstance(value, python_random.Random):
         return value.getstate()
-    numpy: Any = sys.modules.get("numpy")
-    is_numpy = numpy is not None and isinstance(value, numpy.random.Generator)
-    return cast(Any, value).bit_generator.state if is_numpy else None
+    random: Any = getattr(sys.modules.get("numpy"), "random", None)
+    if random is None:
+        return None
+    if isinstance(value, random.RandomState):
+        return cast(Any, value).get_state(legacy=False)
+    return cast(Any, value).bit_generator.state if isinstance(value, random.Generator) else None
 
 
 def set_stream_state(generator: object, state: object) -> None:
@@ -111,6 +124,8 @@ def set_stream_state(generator: object, state: object) -> None:
         _ = generator.set_state(_from_bytes(cast(bytes, state)))
     elif isinstance(generator, python_random.Random):
         generator.setstate(cast(Any, state))
+    elif hasattr(generator, "set_state"):  # of numpy's older kind
+        cast(Any, generator).set_state(state)
     else:
         cast(Any, generator).bit_generator.state = state
 

@@ -98,7 +98,7 @@ BEHIND_THE_DOOR = {
     "wait_stream",
 }
 # a new subject may bring a file
-MOST_FILES, MOST_LINES, MOST_FUNCTION_LINES = 479, 500, 60
+MOST_FILES, MOST_LINES, MOST_FUNCTION_LINES = 480, 500, 60
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 CHANGING = {"append", "add", "update", "pop", "clear", "extend", "setdefault", "remove", "popitem", "insert", "discard"}
 MUTABLE_CALLS = {"list", "dict", "set", "defaultdict", "OrderedDict", "deque", "Counter", "bytearray", "count", "local"}

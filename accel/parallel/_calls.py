@@ -221,7 +221,7 @@ _OF_EACH = frozenset(vars(nn.Module())) - {"training"}
 def _items(value: object) -> object:
     """The identities of a container's items; the state of a generator."""
     if not isinstance(value, list | tuple | dict):
-        return repr(stream_state(value))
+        return (state := stream_state(value)) and repr(state)
     items = cast("dict[Any, Any]", value).values() if isinstance(value, dict) else cast("Sequence[Any]", value)
     return [id(each) for each in items]
 

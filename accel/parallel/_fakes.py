@@ -14,7 +14,8 @@ from torch.utils.flop_counter import flop_registry
 
 from accel.comm import mark_recording
 from accel.mixins import add_mixin
-from accel.parallel._modules import KeepsParameters, copied_model, has_parameters, named_modules, note_tensor
+from accel.parallel._copies import copied_model
+from accel.parallel._modules import KeepsParameters, has_parameters, named_modules, note_tensor
 from accel.parallel._private import without_subclasses, written_arguments
 from accel.tensors import fake_mode, is_fake
 

@@ -4,20 +4,17 @@
 from __future__ import annotations
 
 import ast
-import copy
 import functools
 import inspect
 import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import CellType, FunctionType
 from typing import Any, Protocol, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 from accel.mixins import Mixin
 
@@ -51,60 +48,6 @@ def listed_modules(holder: nn.Module) -> list[nn.Module]:
     """Return the entries of a list or dict of modules, without those that are None, as norms that a layer lacks."""
     entries = cast(Any, holder).values() if isinstance(holder, nn.ModuleDict) else cast("Iterable[Any]", holder)
     return [each for each in entries if each is not None]
-
-
-def shallow_copy(module: nn.Module) -> nn.Module:
-    """Copy a module, whose attributes are shared; a parametrized one as well, which `copy.copy` refuses, and a compiled
-    one, whose forward it makes anew."""
-    found = type(module).__new__(type(module))
-    vars(found).update(vars(module))
-    return found
-
-
-def copied_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Return a deep copy of a model, with a `memo` of `copy.deepcopy`. Functions among its attributes that hold
-    modules or lists of the model, as `self.mlp = lambda x: self.down(self.up(x))` and hooks do, hold those of the
-    copy. A tensor that a forward left among the attributes or in containers of them, as a loss of its own, has no graph
-    of gradients there."""
-    for each in (leaf for module in model.modules() for leaf in pytree.tree_leaves([*vars(module).values()])):
-        if isinstance(each, torch.Tensor) and not each.is_leaf:
-            _ = memo.setdefault(id(each), each.detach().clone())
-    found = copy.deepcopy(model, memo)
-    for module in found.modules():
-        vars(module).update({name: _rebound(value, memo) for name, value in vars(module).items()})
-    return found
-
-
-def _rebound(value: Any, memo: dict[int, Any]) -> Any:
-    """An attribute of a copied module, where functions hold what the copy has in the place of what they held."""
-    if type(value) in (list, tuple) and any(isinstance(each, FunctionType) for each in value):
-        return type(value)(_rebound(each, memo) for each in value)
-    if isinstance(value, dict):  # as of hooks
-        held_by_name = cast("dict[Any, Any]", value)
-        for key, each in held_by_name.items():
-            if isinstance(each, FunctionType):
-                held_by_name[key] = _rebound(each, memo)
-        return held_by_name
-    if not isinstance(value, FunctionType) or not (value.__closure__ or value.__defaults__):
-        return value
-
-    def of_copy(each: Any) -> Any:
-        return copy.deepcopy(each, memo) if id(each) in memo or _holds_modules(each) else each
-
-    cells = tuple(CellType(of_copy(cell.cell_contents)) for cell in value.__closure__ or ())
-    defaults = tuple(map(of_copy, value.__defaults__ or ()))
-    made = FunctionType(value.__code__, value.__globals__, value.__name__, defaults or None, cells or None)
-    made.__dict__.update(vars(value))
-    made.__kwdefaults__ = value.__kwdefaults__
-    return made
-
-
-def _holds_modules(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        value = [*cast("Mapping[Any, Any]", value).values()]
-    return isinstance(value, nn.Module) or (
-        isinstance(value, list | tuple) and any(isinstance(each, nn.Module) for each in cast("list[Any]", value))
-    )
 
 
 def matching(paths: Iterable[str], pattern: str) -> list[str]:

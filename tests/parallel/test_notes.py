@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import accel
+from accel.parallel._copies import shallow_copy
 from accel.parallel._labels import heir_of, label_parameters, name_of, replace_parameter
 from accel.parallel._modules import (
     ModuleNotes,
@@ -27,7 +28,6 @@ from accel.parallel._modules import (
     note_tensor,
     notes_of,
     prepared_of,
-    shallow_copy,
     tensor_notes,
 )
 

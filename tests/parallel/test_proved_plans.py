@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import accel
 from accel.comm import run_in_threads, summed
 from accel.errors import PrepareError
+from accel.parallel.axes.tensor._found_plan import found_plan
 from accel.parallel.axes.tensor._prove import prove
 from accel.parallel.axes.tensor._rules import rules_of
 from accel.parallel.axes.tensor._trace import trace
@@ -252,6 +253,26 @@ def test_a_plan_of_a_module_that_short_inputs_replace_is_not_that_of_the_replace
     kept, replaced = (accel.parallel.tensor_plan(Replacing(most)) for most in (0, 8))
     assert kept == replaced
     assert not any(path.startswith("attention") for path in replaced)
+
+
+class MakingLater(nn.Module):
+    """Makes a module without parameters in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "act"):
+            self.act = nn.GELU()
+        return self.attention(self.act(x))
+
+
+def test_a_forward_may_make_modules_and_one_that_always_replaces_its_own_is_named() -> None:
+    made = found_plan(MakingLater(), 2, [torch.empty(2, 5, WIDTH)])
+    assert {path for path in made.styles if path.startswith("attention")} >= {"attention.q", "attention.o"}
+    always = found_plan(Replacing(10**6), 2)
+    assert "it replaces attention" in always.left[""]
 
 
 class Model(nn.Module):

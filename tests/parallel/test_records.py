@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
 from accel.errors import AccelError, PrepareError, StageError
+from accel.parallel._copies import copied_model
 from accel.parallel._fakes import without_memory
-from accel.parallel._modules import copied_model
 from accel.parallel._record import ForwardRecord, Label
 from accel.parallel._recorder import record_forward
 from accel.parallel.axes.pipeline._cut import MOST_TWICE, Cut, cut_record, share_twice

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from typing import Any, cast
 
 import numpy
@@ -74,6 +74,32 @@ class HookedModel(Short):
         super().__init__()
         self.register_forward_pre_hook(lambda _module, args: ((args[0] + 1) % 32,))
         self.register_forward_hook(lambda _module, _args, output: output * 0.9)
+
+
+class Caching(Short):
+    """Keeps a value in an attribute without `__setattr__`, and a dictionary that holds itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: dict[str, Any] = {}
+        self.places["self"] = self.places
+
+    @cached_property
+    def scale(self) -> float:
+        return 0.5
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x) * self.scale
+        return self.head(self.norm(x))
+
+
+class Traced(nn.Module):
+    """A graph of torch.fx, whose class has no forward until it is made."""
+
+    def __new__(cls) -> Any:
+        return torch.fx.symbolic_trace(Short())
 
 
 class Catching(Short):
@@ -382,6 +408,8 @@ def _run(ranks: Simulator, kind: type[nn.Module], containers: Sequence[Container
         Changed,
         Hooked,
         HookedModel,
+        Caching,
+        Traced,
         Catching,
         Composed,
         ReadingWeights,
@@ -645,6 +673,12 @@ class LateNumpyStream(LatePythonStream):
         self.stream = numpy.random.default_rng(3)
 
 
+class LateOlderNumpyStream(LateNumpyStream):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = numpy.random.RandomState(3)
+
+
 class EarlyStream(LateTorchStream):
     """Draws before the first module is called."""
 
@@ -691,7 +725,11 @@ class Fresh(Late):
 
 @pytest.mark.parametrize(
     "kind",
-    [LateTorchStream, *(pytest.param(each, marks=pytest.mark.slow) for each in (LatePythonStream, LateNumpyStream))],
+    [
+        LateTorchStream,
+        LateOlderNumpyStream,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (LatePythonStream, LateNumpyStream)),
+    ],
 )
 def test_a_generator_of_which_stages_would_draw_different_numbers_of_times_is_refused(
     ranks: Simulator, kind: type[nn.Module]

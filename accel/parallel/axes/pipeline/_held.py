@@ -11,8 +11,9 @@ from torch import nn
 
 from accel.errors import PrepareError
 from accel.mixins import Mixin, add_mixin
+from accel.parallel._copies import shallow_copy
 from accel.parallel._fakes import stand_in
-from accel.parallel._modules import note_module, notes_of, shallow_copy
+from accel.parallel._modules import named_tensors, note_module, notes_of
 from accel.parallel._spread import ModelView
 
 
@@ -82,8 +83,7 @@ def view_of(
     """
 
     def view(path: str, module: nn.Module) -> nn.Module:
-        inside = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-        if path and all(_joined(path, name) in kept for name, _ in inside):
+        if path and all(_joined(path, name) in kept for name, _ in named_tensors(module)):
             return module
         found = shallow_copy(module)
         own = vars(found)  # a compiled module would hand attributes on to the module inside

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -84,8 +83,11 @@ def _recorded(model: nn.Module, times: int, example: Mapping[str, Any] | Sequenc
     for longer in _LONGER:
         if (inputs := example_of(model, times * longer)) is None:
             return None
-        with contextlib.suppress(ReplacedModulesError):
+        try:
             return trace(model, inputs)
+        except ReplacedModulesError:
+            if longer == _LONGER[-1]:
+                raise
     return None
 
 

@@ -19,7 +19,8 @@ from accel.comm import SilentGroup, ThreadGroup, run_in_threads
 from accel.errors import PrepareError
 from accel.mixins import remove_mixin
 from accel.parallel._compile import Recomputed
-from accel.parallel._modules import copied_model, named_modules
+from accel.parallel._copies import copied_model
+from accel.parallel._modules import named_modules
 from accel.parallel._private import forward_hooks, forward_pre_hooks
 from accel.parallel.axes.tensor._layers import SEQUENCE_DIM, GroupLayer
 from accel.parallel.axes.tensor._rules import install, is_in, rules_of

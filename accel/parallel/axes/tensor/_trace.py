@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from accel.mixins import Mixin, add_mixin
-from accel.parallel._modules import KeepsParameters, copied_model, has_parameters, named_modules, written_class
+from accel.parallel._copies import copied_model
+from accel.parallel._modules import KeepsParameters, has_parameters, named_modules, written_class
 from accel.parallel._private import forward_hooks, forward_pre_hooks
 from accel.parallel.axes.tensor._styles import is_adapted, is_linear
 from accel.tensors import emptied_caches, fake_mode
@@ -177,11 +178,12 @@ def _recorded(
         for path, module in named_modules(copied):
             stack.callback(module.register_forward_pre_hook(partial(recorder.enter, path), with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(partial(recorder.leave, path), with_kwargs=True).remove)
-        before = dict(named_modules(copied))
+        before = {path: module for path, module in named_modules(copied) if any(True for _ in module.parameters())}
         with recorder:
             output = copied(**given) if isinstance(given, Mapping) else copied(*given)
-        if replaced := [path for path, module in named_modules(copied) if before.get(path) is not module]:
-            raise ReplacedModulesError(f"it replaces {replaced[0]}")
+        behind = dict(named_modules(copied))
+        if replaced := [path for path, module in before.items() if behind.get(path, module) is not module]:
+            raise ReplacedModulesError(f"it replaces {replaced[-1]}")
     return tuple(map(recorder.number, tensors_in(plain(output))))
 
 

@@ -48,6 +48,7 @@ def test_a_model_takes_the_steps_of_one_process(ranks: Simulator, monkeypatch: p
 
 
 @pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")  # blocks of OPT
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(("mesh", "world", "accumulation"), [("pp=2", 2, 3), ("pp=4", 4, 1), ("dp=2,pp=2", 4, 3)])
 def test_families_take_the_steps_of_one_process(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, TimeoutError as FutureTimeout
 from math import isfinite
 from operator import index
@@ -207,6 +207,7 @@ class PendingSamples:
                     got=str(error) or "none",
                     where="PendingSamples.result",
                 ) from error
+            _check_logprobs(found)
         if found.drawn_from == "model" and self._options.is_limited:
             warnings.warn(_BIAS, stacklevel=2)  # once for each line that asks, by Python's own filter
         return found
@@ -264,8 +265,11 @@ def _begin(
                 as_server_error(error, name, "drawn the samples") if server.place == "remote" else error
             )
 
-    if server.place == "ranks":  # a failure is every rank's already
-        found.set_result(server.sample(ctx, requests, options))
+    if server.place == "ranks":  # a failure of a collective is every rank's already
+        try:
+            found.set_result(server.sample(ctx, requests, options))
+        except ServerError as error:  # of what was drawn, which differs between ranks: `result` tells the others
+            found.set_exception(error)
     elif server.place == "rank":
         draw()
     else:  # nothing in it communicates with ranks
@@ -331,13 +335,7 @@ def samples_of(
     """
     wrong = {asked.prompt for asked, each in zip(requests, drawn, strict=True) if not all(map(isfinite, each.logprobs))}
     if wrong:
-        raise ServerError(
-            "log-probabilities of samples are not finite",
-            expected="finite logits of the server's model",
-            got=f"inf or NaN in samples of prompts {sorted(wrong)}",
-            where="sample",
-            fix="Begin again from a checkpoint of finite weights, and publish them to the server.",
-        )
+        raise _not_finite(wrong)
     rows = [
         SampleRow(
             ids=[*asked.ids, *found.tokens],
@@ -352,3 +350,22 @@ def samples_of(
     nothing = SampleRow([0], 1, logprobs=[])
     found = Samples.of(rows or [nothing], drawn_from="sampler" if limited else "model", version=version)
     return found if rows else found.rows([])
+
+
+def _check_logprobs(samples: Samples) -> None:
+    """Raise `ServerError` for log-probabilities that are inf or NaN, as a user's own server may give them."""
+    if samples.logprobs is None:
+        return
+    rows = (~samples.logprobs.isfinite() & samples.mask).any(1)
+    if bool(rows.any()):
+        raise _not_finite({samples.prompts[at] for at in integers(rows.nonzero()[:, 0])})
+
+
+def _not_finite(prompts: Set[int]) -> ServerError:
+    return ServerError(
+        "log-probabilities of samples are not finite",
+        expected="finite logits of the server's model",
+        got=f"inf or NaN in samples of prompts {sorted(prompts)}",
+        where="sample",
+        fix="Begin again from a checkpoint of finite weights, and publish them to the server.",
+    )

@@ -198,15 +198,18 @@ def join_samples(parts: Sequence[Samples], *, pad_id: int = 0, width: int | None
 
 def token_ids(ids: Any, where: str, *, or_one: bool = False) -> Tensor:
     """Return tokens as int64 of shape [tokens], with `or_one` also of a single number; raise `DataError` for others."""
-    if isinstance(ids, Set | Iterator):
+    if isinstance(ids, Set | Iterator | bytes):
         ids = [*cast("Iterable[Any]", ids)]
-    try:
-        found = torch.as_tensor(ids)
+    try:  # a copy: torch warns of memory that may only be read, as of a file of tokens
+        found = ids if isinstance(ids, Tensor) else torch.tensor(ids)
     except (TypeError, ValueError, RuntimeError):  # texts, objects, rows of several lengths
         found = torch.zeros((1, 1))
     found = found.reshape(-1) if or_one and found.ndim < 2 else found
-    whole = found.to(torch.int64)
-    if found.ndim != 1 or found.dtype == torch.bool or not bool(((whole == found) & (whole >= 0)).all()):
+    whole = (found.real if found.is_complex() else found).to(torch.int64)
+    # torch compares unsigned integers of 16 bits and more with no others; those beyond int64 are below 0 here.
+    has_parts = found.is_floating_point() or found.is_complex()
+    is_row = found.ndim == 1 and found.dtype != torch.bool
+    if not is_row or bool((whole < 0).any()) or (has_parts and not bool((whole == found).all())):
         raise DataError(
             "the tokens are not valid",
             expected="integers from 0 in one row",

@@ -235,11 +235,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 def next_tokens(logits: Tensor, sampling: Sampling, numbers: Tensor | None, *, scores: bool = False) -> Tensor:
     """Return a token for each row, the most probable one or by the inverse distribution function of a number, and with
-    `scores` its log-probability: float64 of shape [1 or 2, rows].
+    `scores` its log-probability: of shape [1 or 2, rows], float64 where there are numbers or scores, int64 elsewhere.
 
     A row's token is a function of its logits and its number alone, whichever rows are beside it.
     """
-    chances = log_chances(logits, sampling) if scores or numbers is not None else logits
+    if numbers is None and not scores:
+        return logits.argmax(-1)[None]  # no float64, which MPS and XLA do not have
+    chances = log_chances(logits, sampling)
     tokens = logits.argmax(-1) if numbers is None else tokens_at(chances, numbers)
     return torch.stack([tokens, *([chances.gather(-1, tokens[:, None])[:, 0]] if scores else [])]).double()
 
@@ -352,7 +354,8 @@ def decode(
     _warn_long(model, longest + count)
     ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     counts = torch.full((len(ids),), 0 if stop else count, device=ids.device)
-    found = torch.zeros(1 + scores, len(ids), count, dtype=torch.float64, device=ids.device)
+    wide = torch.float64 if scores or numbers is not None else torch.int64  # as of `next_tokens`
+    found = torch.zeros(1 + scores, len(ids), count, dtype=wide, device=ids.device)
     found[0] = stop[0] if stop else 0
     ends = torch.tensor(stop, dtype=ids.dtype, device=ids.device)
     live: Tensor | slice = slice(None)  # numbers of the rows that are still run
@@ -363,7 +366,7 @@ def decode(
         except IndexError as error:
             raise _beyond_tables(error, ids, longest, count, where) from error
         if logits is None:  # ranks without the last stage receive the tokens in it
-            drawn = torch.zeros(1 + scores, len(ids), dtype=torch.float64, device=ids.device)
+            drawn = torch.zeros(1 + scores, len(ids), dtype=wide, device=ids.device)
         else:
             whole = whole_rows(ctx, logits) if vocab_parallel else logits
             drawn = next_tokens(whole, sampling, None if numbers is None else numbers[live, step], scores=scores)

@@ -11,6 +11,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from language_models import LENGTH, WORDS, make_objects, plan_of
 from profiles import share
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import accel
 from accel.parallel import Axes
@@ -150,6 +152,32 @@ def test_a_mesh_with_cp_is_refused(ranks: Simulator) -> None:
             _generate(ctx, Axes(cp=2))
 
     ranks.run(rank, 2, default_group=True)
+
+
+class NoFloat64(TorchDispatchMode):
+    """Refuses float64, as MPS and XLA do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if any(isinstance(each, torch.Tensor) and each.dtype == torch.float64 for each in tree_leaves(found)):
+            raise TypeError(f"no float64: {func}")
+        return found
+
+
+class Next(torch.nn.Module):
+    """Takes the next number of 5, in a tuple."""
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return (torch.nn.functional.one_hot((ids + 1) % 5, 5).float(),)
+
+
+@pytest.mark.parametrize(("eos", "expected"), [(None, [3, 4, 0, 1, 2]), (0, [3, 4, 0])])
+def test_the_most_probable_tokens_need_no_float64(eos: int | None, expected: list[int]) -> None:
+    with NoFloat64(), pytest.raises(TypeError):
+        _ = torch.zeros(1).double()
+    with NoFloat64():
+        found = accel.training.generate(accel.single(), Next(), torch.tensor([[3]]), max_new_tokens=4, eos=eos)
+    assert found.tolist() == [expected]
 
 
 @settings(deadline=None, max_examples=share(0.2))

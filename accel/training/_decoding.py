@@ -28,6 +28,10 @@ from accel.random import Key
 _CACHE = "past_key_values"
 
 
+class OutsideTableError(IndexError):
+    """A model's forward asks for a place that a table does not have; no error of a function around the model."""
+
+
 class Decoder(Protocol):
     """A way to get the logits of the next tokens."""
 
@@ -178,13 +182,39 @@ def _run(
     probe: list[MicroBatch] | None = None,
     shapes: Any = None,
 ) -> Tensor | None:
-    """Run micro-batches without gradients; return what `select` makes of the last stage's outputs, on its ranks."""
+    """Run micro-batches without gradients; return what `select` makes of the last stage's outputs, on its ranks.
+
+    Raises:
+        OutsideTableError: an `IndexError` of the model; one of `select` stays what it is.
+    """
     found: list[Tensor] = []
+    in_model = True
 
     def keep(output: Any, batch: MicroBatch) -> Tensor:
+        nonlocal in_model
+        in_model = False
         found.append(first_rows(select(output), batch.rows)[: batch.rows.real])
+        in_model = True
         return first_tensor(output, ctx.containers)
 
+    try:
+        _forward(ctx, model, micro, keep, probe, shapes)
+    except IndexError as error:
+        if not in_model:
+            raise
+        raise OutsideTableError(str(error)) from error
+    return torch.cat(found) if found else None
+
+
+def _forward(
+    ctx: DistContext,
+    model: nn.Module,
+    micro: list[MicroBatch],
+    keep: Callable[[Any, MicroBatch], Tensor],
+    probe: list[MicroBatch] | None,
+    shapes: Any,
+) -> None:
+    """Run micro-batches without gradients, and pass the last stage's outputs to `keep`."""
     pipeline: Pipeline | None = pipeline_of(unwrap_model(model))
     with torch.no_grad():
         if pipeline is None:
@@ -197,7 +227,6 @@ def _run(
         else:
             work = Work(micro, keep, lambda: autocast(ctx), ctx.containers, probe, shapes)
             _ = pipeline.run(ctx, unwrap_model(model), work, trains=False)
-    return torch.cat(found) if found else None
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -363,7 +392,7 @@ def decode(
     for step in range(count):
         try:
             logits = decoder.logits(ids)
-        except IndexError as error:
+        except OutsideTableError as error:
             raise _beyond_tables(error, ids, longest, count, where) from error
         if logits is None:  # ranks without the last stage receive the tokens in it
             drawn = torch.zeros(1 + scores, len(ids), dtype=wide, device=ids.device)
@@ -393,7 +422,7 @@ def decode(
     return DecodedTokens(tokens, counts, found[1, :, : step + 1] if scores else None)
 
 
-def _beyond_tables(error: IndexError, ids: Tensor, longest: int, count: int, where: str) -> DataError:
+def _beyond_tables(error: OutsideTableError, ids: Tensor, longest: int, count: int, where: str) -> DataError:
     """Rows whose tokens or positions a model's tables do not have."""
     return DataError(
         "the model has not so many positions, or not these tokens",

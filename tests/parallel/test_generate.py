@@ -180,6 +180,33 @@ def test_the_most_probable_tokens_need_no_float64(eos: int | None, expected: lis
     assert found.tolist() == [expected]
 
 
+@pytest.mark.parametrize("mesh", ["", "pp=2"])
+@pytest.mark.parametrize(
+    ("options", "right"),
+    [
+        ({"select": lambda output: (output,)[1]}, {"select": lambda output: (output,)[0]}),
+        ({"select": lambda output: output[[7]]}, {"select": lambda output: output[[0]]}),
+        ({"inputs_of": lambda ids: [ids][1]}, {"inputs_of": lambda ids: [ids][0]}),
+    ],
+)
+def test_an_index_error_of_one_s_own_function_stays_what_it_is(
+    ranks: Simulator, mesh: str, options: Any, right: Any
+) -> None:
+    def rank(ctx: accel.DistContext, given: Any) -> torch.Tensor:
+        ctx = accel.replace(ctx, mesh=mesh)
+        model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5))
+        model = accel.prepare_model(ctx, model, example=torch.zeros(1, 4, dtype=torch.int64))
+        return accel.training.generate(ctx, model, torch.tensor([[3]]), max_new_tokens=3, **given)
+
+    size = 2 if mesh else 1
+    assert ranks.run(lambda ctx: rank(ctx, right), size, default_group=True)[0].shape == (1, 4)
+    with pytest.raises((IndexError, accel.errors.StageError)) as caught:  # a stage names the function's line
+        ranks.run(lambda ctx: rank(ctx, options), size, default_group=True)
+    own = caught.type is IndexError
+    assert own or "IndexError" in str(caught.value)
+    assert own or mesh
+
+
 @settings(deadline=None, max_examples=share(0.2))
 @given(seed=st.integers(0, 99), top_k=st.integers(1, 6), top_p=st.floats(0.01, 1.0))
 def test_draws_are_among_the_most_probable_tokens(seed: int, top_k: int, top_p: float) -> None:

@@ -268,7 +268,7 @@ def _begin(
     if server.place == "ranks":  # a failure of a collective is every rank's already
         try:
             found.set_result(server.sample(ctx, requests, options))
-        except ServerError as error:  # of what was drawn, which differs between ranks: `result` tells the others
+        except ServerError as error:  # of what was drawn, which differs between ranks: `result` raises it on all
             found.set_exception(error)
     elif server.place == "rank":
         draw()

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -146,6 +147,13 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         (lambda: Samples.of([]), "none"),
         (lambda: Samples.of([SampleRow([1], 2)]), "prompt_length=2"),
         (lambda: Samples.of([SampleRow([1], 1.0)]), "1.0"),  # type: ignore[arg-type]
+        (lambda: Samples.of([SampleRow([1], "1")]), "'1'"),  # type: ignore[arg-type]
+        (lambda: Samples.of([SampleRow([1], None)]), "None"),  # type: ignore[arg-type]
+        (lambda: Samples.of([SampleRow([1, 2, 3], 1, routed=torch.ones(5, 1, 1))]), "5"),
+        *(
+            (lambda wide=wide: join_samples([one, msgspec.structs.replace(one, **wide)]), "3")
+            for wide in ({"logprobs": torch.zeros(1, 3)}, {"mask": torch.ones(1, 3, dtype=torch.bool)})
+        ),
         (lambda: Samples.of([SampleRow([1.5], 1)]), "[1.5]"),  # type: ignore[list-item]
         (lambda: Samples.of([SampleRow([1, 2], 1, logprobs=[float("nan")])]), "nan"),
         (lambda: Samples.of([SampleRow([1, 2], 1, logprobs=[-float("inf")])]), "inf"),
@@ -165,5 +173,9 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         assert got in caught.value.got
     length: Any = torch.tensor(1).numpy()[()]
     assert described(Samples.of([SampleRow([1, 2], length)])) == described(Samples.of([SampleRow([1, 2], 1)]))
+    routed = [torch.arange(2.0).view(2, 1, 1), torch.arange(3.0).view(3, 1, 1)]  # of the last token none is known
+    found = Samples.of([SampleRow([1, 2, 3], 1, routed=each) for each in routed]).routed
+    assert found is not None
+    assert found[:, :, 0, 0].tolist() == [[0, 1, 0], [0, 1, 2]]
     tool = SampleRow([1, 2, 3], 1, mask=[False, True], logprobs=[float("nan"), -0.5])  # any number of a tool's token
     assert described(Samples.of([tool]))[0][3] == [0.0, 0.0, -0.5]

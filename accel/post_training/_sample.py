@@ -22,7 +22,7 @@ from accel.post_training._samples import FinishReason, SampleRow, Samples, Versi
 from accel.random import Key
 from accel.tensors import integers
 from accel.terminal import show_limit
-from accel.training._decoding import Sampling
+from accel.training._decoding import Sampling, plain_number
 
 Place = Literal["rank", "ranks", "remote"]
 _BY_NUMBER = "the tokens of each prompt by its number, an integer"
@@ -304,9 +304,10 @@ def _asked(prompts: Any, *, n: int = 1, stop: Any = (), **options: Any) -> tuple
     check_kind(options["key"], Key, "the key is not valid", where="sample(key=)", fix="Pass accel.seeding.Key(seed).")
     check_kind(options.get("version"), Version | None, "the version is not valid", where="sample(version=)")
     ends = token_ids(stop, "sample(stop=)", or_one=True)
+    options |= {name: plain_number(options[name]) for name in ("temperature", "top_p") if name in options}
     asked = SampleOptions(stop=tuple(integers(ends)), **options)
     check_count(asked.max_new_tokens, "the number of tokens is not valid", where="sample(max_new_tokens=)")
-    asked.check(has_key=bool(asked.temperature), where="sample")
+    asked.check(has_key=asked.temperature != 0, where="sample")
     fix = "Number them: prompts = dict(enumerate(prompts))."
     check_kind(prompts, Mapping, "the prompts have no numbers", expected=_BY_NUMBER, where="sample(prompts)", fix=fix)
     if wrong := [number for number in prompts if not hasattr(number, "__index__")]:

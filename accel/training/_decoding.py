@@ -249,8 +249,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
             problem, expected = f"temperature={self.temperature!r}", "a number from 0"
         elif self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
             problem, expected = f"top_k={self.top_k!r}", "an integer from 1"
-        elif self.top_p is not None and not 0 < self.top_p <= 1:
-            problem, expected = f"top_p={self.top_p}", "a number above 0, up to 1"
+        elif self.top_p is not None and not (isinstance(self.top_p, int | float) and 0 < self.top_p <= 1):  # pyright: ignore[reportUnnecessaryIsInstance] - from users
+            problem, expected = f"top_p={self.top_p!r}", "a number above 0, up to 1"
         elif self.temperature and not has_key:
             problem, expected = (
                 f"temperature={self.temperature} without key=",
@@ -260,6 +260,16 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
             problem, expected = "key, top_k or top_p without a temperature", "temperature above 0 beside them"
         if problem:
             raise ConfigError("tokens cannot be drawn like this", expected=expected, got=problem, where=where)
+
+
+def plain_number(value: Any) -> Any:
+    """Return a number of numpy or torch as a float; other values as they are, for `Sampling.check`."""
+    if isinstance(value, int | float) or not hasattr(value, "__float__"):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # several numbers
+        return value
 
 
 def next_tokens(logits: Tensor, sampling: Sampling, numbers: Tensor | None, *, scores: bool = False) -> Tensor:

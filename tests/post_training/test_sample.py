@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from fractions import Fraction
 from typing import Any, cast
 
 import pytest
@@ -229,7 +230,11 @@ def test_slips_are_refused() -> None:
         (lambda: drawn(ctx, model, PROMPTS, key=5), "int"),
         (lambda: drawn(ctx, model, PROMPTS, version=1), "int"),
         (lambda: drawn(ctx, model, PROMPTS, temperature="1"), "temperature='1'"),
+        (lambda: drawn(ctx, model, PROMPTS, temperature=torch.ones(2)), "temperature=tensor"),
+        (lambda: drawn(ctx, model, PROMPTS, temperature=None), "temperature=None"),
+        (lambda: drawn(ctx, model, PROMPTS, temperature=torch.tensor(float("nan"))), "temperature=nan"),
         (lambda: drawn(ctx, model, PROMPTS, top_p=0.0), "top_p=0.0"),
+        (lambda: drawn(ctx, model, PROMPTS, top_p="0.5"), "top_p='0.5'"),
         (lambda: drawn(ctx, model, PROMPTS, rows=0), "0"),
         (lambda: sample(ctx, cast(Any, model), PROMPTS, key=KEY, max_new_tokens=1), "Recurrent"),
         (lambda: drawn(ctx, model, PROMPTS, n=0), "0"),
@@ -251,6 +256,19 @@ def test_slips_are_refused() -> None:
     for stop in (torch.tensor(STOP), torch.tensor([STOP]), [STOP], {STOP}, torch.tensor(STOP).numpy()):
         assert described(drawn(ctx, model, numbered, stop=stop)) == right
     assert drawn(ctx, model, numbered, top_p=1.0).drawn_from == "model"  # no limit
+
+
+@pytest.mark.parametrize("number", [torch.tensor(0.5), torch.tensor(0.5).numpy()[()], Fraction(1, 2), 0.5])
+def test_temperatures_are_numbers_of_any_library(number: Any) -> None:
+    ctx, model = accel.single(), Recurrent()
+    assert described(drawn(ctx, model, PROMPTS, temperature=number, top_p=number)) == described(
+        drawn(ctx, model, PROMPTS, temperature=0.5, top_p=0.5)
+    )
+    ids = torch.ones(2, 1, dtype=torch.int64)
+    found, right = (
+        accel.training.generate(ctx, model, ids, max_new_tokens=4, key=KEY, temperature=each) for each in (number, 0.5)
+    )
+    assert torch.equal(found, right)
 
 
 def test_sequences_beyond_the_declared_context_are_warned_of() -> None:

@@ -177,12 +177,12 @@ def http(urls: str | Sequence[str], *, token: str, timeout_s: float = 300.0) -> 
     listed = [urls] if isinstance(urls, str) else list(urls)
     if not listed:
         raise ConfigError("the list of addresses is empty", expected="http://host:port", got="none", where="http(urls)")
-    check_address(listed, timeout_s, "http")
+    check_address(listed, timeout_s, "http", "urls")
     _check_token(token, "http")
     return HttpServer([url.rstrip("/") for url in listed], token, timeout_s)
 
 
-def check_address(urls: Sequence[str], timeout_s: float, call: str) -> None:
+def check_address(urls: Sequence[str], timeout_s: float, call: str, name: str) -> None:
     """Raise `ConfigError` for addresses that are neither http nor https, and for no time to answer."""
     for url in urls:
         try:
@@ -192,7 +192,7 @@ def check_address(urls: Sequence[str], timeout_s: float, call: str) -> None:
             is_right = False
         if not is_right:
             raise ConfigError(
-                "the address is not valid", expected="http://host:port", got=repr(url), where=f"{call}(urls)"
+                "the address is not valid", expected="http://host:port", got=repr(url), where=f"{call}({name})"
             )
     if not timeout_s > 0:
         raise ConfigError(

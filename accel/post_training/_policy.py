@@ -123,7 +123,8 @@ def _k3(gaps: Tensor) -> Tensor:
 
 def _check_options(clip: tuple[float, float], cap: float, beta: float, reference: Tensor | None) -> None:
     if not isinstance(clip, tuple | list) or len(clip) != 2:  # pyright: ignore[reportUnnecessaryIsInstance] - from users
-        fix = f"Pass clip=({clip}, {clip})."
+        near = clip if isinstance(clip, int | float) and 0 <= clip <= 1 else 0.2
+        fix = f"Pass clip=({near}, {near})."
         raise ConfigError("clip is no pair", expected="(0.2, 0.2)", got=repr(clip), where="policy_loss", fix=fix)
     for name, is_right, expected, got in (
         ("clip", 0 <= clip[0] <= 1 and clip[1] >= 0, "from 0 to 1, and 0 or above", clip),
@@ -255,7 +256,7 @@ def whiten(ctx: DistContext, values: Tensor, mask: Tensor, *, shift_mean: bool =
     counted, values = masked(values.detach(), mask != 0, kind=("as the values", ""), where="whiten")
     mean, variance = _moments(ctx, values, counted)
     whitened = (values - mean) * (variance + eps).rsqrt()
-    return (whitened if shift_mean else whitened + mean) * counted
+    return (whitened if shift_mean else whitened + mean).masked_fill(counted == 0, 0.0)
 
 
 def _moments(ctx: DistContext, values: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:

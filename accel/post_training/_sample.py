@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, TimeoutError as FutureTimeout
 from math import isfinite
 from operator import index
@@ -22,7 +22,7 @@ from accel.post_training._samples import FinishReason, SampleRow, Samples, Versi
 from accel.random import Key
 from accel.tensors import integers
 from accel.terminal import show_limit
-from accel.training._decoding import Sampling
+from accel.training._decoding import Sampling, plain_number
 
 Place = Literal["rank", "ranks", "remote"]
 _BY_NUMBER = "the tokens of each prompt by its number, an integer"
@@ -207,6 +207,7 @@ class PendingSamples:
                     got=str(error) or "none",
                     where="PendingSamples.result",
                 ) from error
+            _check_logprobs(found)
         if found.drawn_from == "model" and self._options.is_limited:
             warnings.warn(_BIAS, stacklevel=2)  # once for each line that asks, by Python's own filter
         return found
@@ -264,8 +265,11 @@ def _begin(
                 as_server_error(error, name, "drawn the samples") if server.place == "remote" else error
             )
 
-    if server.place == "ranks":  # a failure is every rank's already
-        found.set_result(server.sample(ctx, requests, options))
+    if server.place == "ranks":  # a failure of a collective is every rank's already
+        try:
+            found.set_result(server.sample(ctx, requests, options))
+        except ServerError as error:  # of what was drawn, which differs between ranks: `result` raises it on all
+            found.set_exception(error)
     elif server.place == "rank":
         draw()
     else:  # nothing in it communicates with ranks
@@ -300,9 +304,10 @@ def _asked(prompts: Any, *, n: int = 1, stop: Any = (), **options: Any) -> tuple
     check_kind(options["key"], Key, "the key is not valid", where="sample(key=)", fix="Pass accel.seeding.Key(seed).")
     check_kind(options.get("version"), Version | None, "the version is not valid", where="sample(version=)")
     ends = token_ids(stop, "sample(stop=)", or_one=True)
+    options |= {name: plain_number(options[name]) for name in ("temperature", "top_p") if name in options}
     asked = SampleOptions(stop=tuple(integers(ends)), **options)
     check_count(asked.max_new_tokens, "the number of tokens is not valid", where="sample(max_new_tokens=)")
-    asked.check(has_key=bool(asked.temperature), where="sample")
+    asked.check(has_key=asked.temperature != 0, where="sample")
     fix = "Number them: prompts = dict(enumerate(prompts))."
     check_kind(prompts, Mapping, "the prompts have no numbers", expected=_BY_NUMBER, where="sample(prompts)", fix=fix)
     if wrong := [number for number in prompts if not hasattr(number, "__index__")]:
@@ -331,13 +336,7 @@ def samples_of(
     """
     wrong = {asked.prompt for asked, each in zip(requests, drawn, strict=True) if not all(map(isfinite, each.logprobs))}
     if wrong:
-        raise ServerError(
-            "log-probabilities of samples are not finite",
-            expected="finite logits of the server's model",
-            got=f"inf or NaN in samples of prompts {sorted(wrong)}",
-            where="sample",
-            fix="Begin again from a checkpoint of finite weights, and publish them to the server.",
-        )
+        raise _not_finite(wrong)
     rows = [
         SampleRow(
             ids=[*asked.ids, *found.tokens],
@@ -352,3 +351,22 @@ def samples_of(
     nothing = SampleRow([0], 1, logprobs=[])
     found = Samples.of(rows or [nothing], drawn_from="sampler" if limited else "model", version=version)
     return found if rows else found.rows([])
+
+
+def _check_logprobs(samples: Samples) -> None:
+    """Raise `ServerError` for log-probabilities that are inf or NaN, as a user's own server may give them."""
+    if samples.logprobs is None:
+        return
+    rows = (~samples.logprobs.isfinite() & samples.mask).any(1)
+    if bool(rows.any()):
+        raise _not_finite({samples.prompts[at] for at in integers(rows.nonzero()[:, 0])})
+
+
+def _not_finite(prompts: Set[int]) -> ServerError:
+    return ServerError(
+        "log-probabilities of samples are not finite",
+        expected="finite logits of the server's model",
+        got=f"inf or NaN in samples of prompts {sorted(prompts)}",
+        where="sample",
+        fix="Begin again from a checkpoint of finite weights, and publish them to the server.",
+    )

@@ -108,7 +108,8 @@ class Samples(msgspec.Struct, frozen=True, eq=False):
 
         Raises:
             DataError: no row, a prompt that is longer than its row, a mask or log-probabilities of another length than
-                the tokens behind the prompt, or log-probabilities of some rows alone.
+                the tokens behind the prompt, experts of more tokens than the row's, or log-probabilities of some rows
+                alone.
         """
         check_choice(drawn_from, ("model", "sampler"), "unknown distribution", where="Samples.of(drawn_from=)")
         _check(rows)
@@ -151,8 +152,9 @@ def join_samples(parts: Sequence[Samples], *, pad_id: int = 0, width: int | None
         width: number of tokens of a row, so that shapes stay alike from step to step; None for the longest row's.
 
     Raises:
-        DataError: no samples, a width below the longest row's, or log-probabilities, distributions or versions of
-            different kinds. Samples of several versions join as those of none: compare them before.
+        DataError: no samples, a width below the longest row's, a tensor that is wider than its tokens, or
+            log-probabilities, distributions or versions of different kinds. Samples of several versions join as those
+            of none: compare them before.
     """
     if not parts:
         raise DataError("no samples to join", expected="one Samples at least", got="none", where="join_samples")
@@ -172,6 +174,7 @@ def join_samples(parts: Sequence[Samples], *, pad_id: int = 0, width: int | None
                 got=", ".join(sorted(map(repr, kinds))),
                 where="join_samples",
             )
+    _check_widths(parts)
     wide = width or widest
     versions = {each.version for each in parts}
     logprobs = [each.logprobs for each in parts if each.logprobs is not None]
@@ -196,17 +199,34 @@ def join_samples(parts: Sequence[Samples], *, pad_id: int = 0, width: int | None
     )
 
 
+def _check_widths(parts: Sequence[Samples]) -> None:
+    """Raise `DataError` for a tensor that is wider than its tokens: padding would cut it."""
+    for at, part in enumerate(parts):
+        tensors = {"mask": part.mask, "logprobs": part.logprobs, "routed": part.routed}
+        sizes = {name: each.shape[1] for name, each in tensors.items() if each is not None}
+        if wider := {name: size for name, size in sizes.items() if size > part.ids.shape[1]}:
+            raise DataError(
+                f"{' and '.join(wider)} of samples {at} do not fit their tokens",
+                expected=f"at most {part.ids.shape[1]} in a row",
+                got=", ".join(map(str, wider.values())),
+                where="join_samples",
+            )
+
+
 def token_ids(ids: Any, where: str, *, or_one: bool = False) -> Tensor:
     """Return tokens as int64 of shape [tokens], with `or_one` also of a single number; raise `DataError` for others."""
-    if isinstance(ids, Set | Iterator):
+    if isinstance(ids, Set | Iterator | bytes):
         ids = [*cast("Iterable[Any]", ids)]
-    try:
-        found = torch.as_tensor(ids)
+    try:  # a copy: torch warns of memory that may only be read, as of a file of tokens
+        found = ids if isinstance(ids, Tensor) else torch.tensor(ids)
     except (TypeError, ValueError, RuntimeError):  # texts, objects, rows of several lengths
         found = torch.zeros((1, 1))
     found = found.reshape(-1) if or_one and found.ndim < 2 else found
-    whole = found.to(torch.int64)
-    if found.ndim != 1 or found.dtype == torch.bool or not bool(((whole == found) & (whole >= 0)).all()):
+    whole = (found.real if found.is_complex() else found).to(torch.int64)
+    # torch compares unsigned integers of 16 bits and more with no others; those beyond int64 are below 0 here.
+    has_parts = found.is_floating_point() or found.is_complex()
+    is_row = found.ndim == 1 and found.dtype != torch.bool
+    if not is_row or bool((whole < 0).any()) or (has_parts and not bool((whole == found).all())):
         raise DataError(
             "the tokens are not valid",
             expected="integers from 0 in one row",
@@ -235,6 +255,9 @@ def _check(rows: Sequence[SampleRow]) -> None:
     if not rows:
         problem, expected, got = "no rows", "one row at least", "none"
     for at, row in enumerate(rows):
+        if not hasattr(row.prompt_length, "__index__"):
+            problem, expected, got = f"not a length of a prompt in row {at}", "an integer", repr(row.prompt_length)
+            break
         behind = len(row.ids) - row.prompt_length
         sizes = {"mask": row.mask, "logprobs": row.logprobs}
         wrong = {name: len(each) for name, each in sizes.items() if each is not None and len(each) != behind}
@@ -247,8 +270,9 @@ def _check(rows: Sequence[SampleRow]) -> None:
                 f"{behind} behind the prompt",
             )
             got = ", ".join(map(str, wrong.values()))
-        elif not hasattr(row.prompt_length, "__index__"):
-            problem, expected, got = f"not a length of a prompt in row {at}", "an integer", repr(row.prompt_length)
+        elif row.routed is not None and len(row.routed) > len(row.ids):
+            problem, expected = f"experts of row {at} do not fit its tokens", f"those of at most {len(row.ids)} tokens"
+            got = str(len(row.routed))
         elif row.finish_reason not in get_args(FinishReason):
             problem, expected = f"unknown reason of the end of row {at}", ", ".join(get_args(FinishReason))
             got = repr(row.finish_reason)

@@ -226,7 +226,7 @@ def vllm(
         raise ConfigError(
             "unknown log-probabilities", expected="raw or processed", got=logprobs, where="vllm(logprobs=)"
         )
-    check_address([url], timeout_s, "vllm")
+    check_address([url], timeout_s, "vllm", "url")
     at = Path(folder)
     processed = logprobs == "processed"
     name = model or str(folder)

@@ -28,6 +28,10 @@ from accel.random import Key
 _CACHE = "past_key_values"
 
 
+class OutsideTableError(IndexError):
+    """A model's forward asks for a place that a table does not have; no error of a function around the model."""
+
+
 class Decoder(Protocol):
     """A way to get the logits of the next tokens."""
 
@@ -178,13 +182,39 @@ def _run(
     probe: list[MicroBatch] | None = None,
     shapes: Any = None,
 ) -> Tensor | None:
-    """Run micro-batches without gradients; return what `select` makes of the last stage's outputs, on its ranks."""
+    """Run micro-batches without gradients; return what `select` makes of the last stage's outputs, on its ranks.
+
+    Raises:
+        OutsideTableError: an `IndexError` of the model; one of `select` stays what it is.
+    """
     found: list[Tensor] = []
+    in_model = True
 
     def keep(output: Any, batch: MicroBatch) -> Tensor:
+        nonlocal in_model
+        in_model = False
         found.append(first_rows(select(output), batch.rows)[: batch.rows.real])
+        in_model = True
         return first_tensor(output, ctx.containers)
 
+    try:
+        _forward(ctx, model, micro, keep, probe, shapes)
+    except IndexError as error:
+        if not in_model:
+            raise
+        raise OutsideTableError(str(error)) from error
+    return torch.cat(found) if found else None
+
+
+def _forward(
+    ctx: DistContext,
+    model: nn.Module,
+    micro: list[MicroBatch],
+    keep: Callable[[Any, MicroBatch], Tensor],
+    probe: list[MicroBatch] | None,
+    shapes: Any,
+) -> None:
+    """Run micro-batches without gradients, and pass the last stage's outputs to `keep`."""
     pipeline: Pipeline | None = pipeline_of(unwrap_model(model))
     with torch.no_grad():
         if pipeline is None:
@@ -197,7 +227,6 @@ def _run(
         else:
             work = Work(micro, keep, lambda: autocast(ctx), ctx.containers, probe, shapes)
             _ = pipeline.run(ctx, unwrap_model(model), work, trains=False)
-    return torch.cat(found) if found else None
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,8 +249,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
             problem, expected = f"temperature={self.temperature!r}", "a number from 0"
         elif self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
             problem, expected = f"top_k={self.top_k!r}", "an integer from 1"
-        elif self.top_p is not None and not 0 < self.top_p <= 1:
-            problem, expected = f"top_p={self.top_p}", "a number above 0, up to 1"
+        elif self.top_p is not None and not (isinstance(self.top_p, int | float) and 0 < self.top_p <= 1):  # pyright: ignore[reportUnnecessaryIsInstance] - from users
+            problem, expected = f"top_p={self.top_p!r}", "a number above 0, up to 1"
         elif self.temperature and not has_key:
             problem, expected = (
                 f"temperature={self.temperature} without key=",
@@ -233,13 +262,25 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("tokens cannot be drawn like this", expected=expected, got=problem, where=where)
 
 
+def plain_number(value: Any) -> Any:
+    """Return a number of numpy or torch as a float; other values as they are, for `Sampling.check`."""
+    if isinstance(value, int | float) or not hasattr(value, "__float__"):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # several numbers
+        return value
+
+
 def next_tokens(logits: Tensor, sampling: Sampling, numbers: Tensor | None, *, scores: bool = False) -> Tensor:
     """Return a token for each row, the most probable one or by the inverse distribution function of a number, and with
-    `scores` its log-probability: float64 of shape [1 or 2, rows].
+    `scores` its log-probability: of shape [1 or 2, rows], float64 where there are numbers or scores, int64 elsewhere.
 
     A row's token is a function of its logits and its number alone, whichever rows are beside it.
     """
-    chances = log_chances(logits, sampling) if scores or numbers is not None else logits
+    if numbers is None and not scores:
+        return logits.argmax(-1)[None]  # no float64, which MPS and XLA do not have
+    chances = log_chances(logits, sampling)
     tokens = logits.argmax(-1) if numbers is None else tokens_at(chances, numbers)
     return torch.stack([tokens, *([chances.gather(-1, tokens[:, None])[:, 0]] if scores else [])]).double()
 
@@ -352,7 +393,8 @@ def decode(
     _warn_long(model, longest + count)
     ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     counts = torch.full((len(ids),), 0 if stop else count, device=ids.device)
-    found = torch.zeros(1 + scores, len(ids), count, dtype=torch.float64, device=ids.device)
+    wide = torch.float64 if scores or numbers is not None else torch.int64  # as of `next_tokens`
+    found = torch.zeros(1 + scores, len(ids), count, dtype=wide, device=ids.device)
     found[0] = stop[0] if stop else 0
     ends = torch.tensor(stop, dtype=ids.dtype, device=ids.device)
     live: Tensor | slice = slice(None)  # numbers of the rows that are still run
@@ -360,10 +402,10 @@ def decode(
     for step in range(count):
         try:
             logits = decoder.logits(ids)
-        except IndexError as error:
+        except OutsideTableError as error:
             raise _beyond_tables(error, ids, longest, count, where) from error
         if logits is None:  # ranks without the last stage receive the tokens in it
-            drawn = torch.zeros(1 + scores, len(ids), dtype=torch.float64, device=ids.device)
+            drawn = torch.zeros(1 + scores, len(ids), dtype=wide, device=ids.device)
         else:
             whole = whole_rows(ctx, logits) if vocab_parallel else logits
             drawn = next_tokens(whole, sampling, None if numbers is None else numbers[live, step], scores=scores)
@@ -390,7 +432,7 @@ def decode(
     return DecodedTokens(tokens, counts, found[1, :, : step + 1] if scores else None)
 
 
-def _beyond_tables(error: IndexError, ids: Tensor, longest: int, count: int, where: str) -> DataError:
+def _beyond_tables(error: OutsideTableError, ids: Tensor, longest: int, count: int, where: str) -> DataError:
     """Rows whose tokens or positions a model's tables do not have."""
     return DataError(
         "the model has not so many positions, or not these tokens",

@@ -28,6 +28,7 @@ from accel.training._decoding import (
     WholeSequences,
     decode,
     numbers_of,
+    plain_number,
     takes_cache,
 )
 
@@ -104,7 +105,7 @@ def generate(
     )
     if select is first_tensor:
         select = partial(first_tensor, containers=ctx.containers)
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    sampling = Sampling(temperature=plain_number(temperature), top_k=top_k, top_p=plain_number(top_p))
     sampling.check(has_key=key is not None, where=_WHERE)
     cached = takes_cache(model) if cache is None else cache
     _check(ctx, model, ids, max_new_tokens, attention_mask, cached=cached, has_inputs=inputs_of is not None)

@@ -11,6 +11,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from language_models import LENGTH, WORDS, make_objects, plan_of
 from profiles import share
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import accel
 from accel.parallel import Axes
@@ -150,6 +152,59 @@ def test_a_mesh_with_cp_is_refused(ranks: Simulator) -> None:
             _generate(ctx, Axes(cp=2))
 
     ranks.run(rank, 2, default_group=True)
+
+
+class NoFloat64(TorchDispatchMode):
+    """Refuses float64, as MPS and XLA do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if any(isinstance(each, torch.Tensor) and each.dtype == torch.float64 for each in tree_leaves(found)):
+            raise TypeError(f"no float64: {func}")
+        return found
+
+
+class Next(torch.nn.Module):
+    """Takes the next number of 5, in a tuple."""
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return (torch.nn.functional.one_hot((ids + 1) % 5, 5).float(),)
+
+
+@pytest.mark.parametrize(("eos", "expected"), [(None, [3, 4, 0, 1, 2]), (0, [3, 4, 0])])
+def test_the_most_probable_tokens_need_no_float64(eos: int | None, expected: list[int]) -> None:
+    with NoFloat64(), pytest.raises(TypeError):
+        _ = torch.zeros(1).double()
+    with NoFloat64():
+        found = accel.training.generate(accel.single(), Next(), torch.tensor([[3]]), max_new_tokens=4, eos=eos)
+    assert found.tolist() == [expected]
+
+
+@pytest.mark.parametrize("mesh", ["", "pp=2"])
+@pytest.mark.parametrize(
+    ("options", "right"),
+    [
+        ({"select": lambda output: (output,)[1]}, {"select": lambda output: (output,)[0]}),
+        ({"select": lambda output: output[[7]]}, {"select": lambda output: output[[0]]}),
+        ({"inputs_of": lambda ids: [ids][1]}, {"inputs_of": lambda ids: [ids][0]}),
+    ],
+)
+def test_an_index_error_of_one_s_own_function_stays_what_it_is(
+    ranks: Simulator, mesh: str, options: Any, right: Any
+) -> None:
+    def rank(ctx: accel.DistContext, given: Any) -> torch.Tensor:
+        ctx = accel.replace(ctx, mesh=mesh)
+        model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5))
+        model = accel.prepare_model(ctx, model, example=torch.zeros(1, 4, dtype=torch.int64))
+        return accel.training.generate(ctx, model, torch.tensor([[3]]), max_new_tokens=3, **given)
+
+    size = 2 if mesh else 1
+    assert ranks.run(lambda ctx: rank(ctx, right), size, default_group=True)[0].shape == (1, 4)
+    with pytest.raises((IndexError, accel.errors.StageError)) as caught:  # a stage names the function's line
+        ranks.run(lambda ctx: rank(ctx, options), size, default_group=True)
+    own = caught.type is IndexError
+    assert own or "IndexError" in str(caught.value)
+    assert own or mesh
 
 
 @settings(deadline=None, max_examples=share(0.2))

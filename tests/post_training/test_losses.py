@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from typing import Any
 
@@ -375,6 +376,26 @@ def test_numbers_of_16_bits_are_summed_in_32(dtype: torch.dtype) -> None:
 def test_slips_are_errors(call: Callable[[], object], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         _ = call()
+
+
+@pytest.mark.parametrize(
+    ("clip", "right"),
+    [(0.1, "(0.1, 0.1)"), *((each, "(0.2, 0.2)") for each in (-1.0, 3, (0.1,), (0.1, 0.2, 0.3), "0.1", None))],
+)
+def test_the_fix_of_a_clip_is_a_pair_that_passes(clip: Any, right: str) -> None:
+    with pytest.raises(ConfigError, match="clip is no pair") as caught:
+        _ = post.policy_loss(ONE, NEW, OLD, GAINS, MASK, clip=clip)
+    assert caught.value.fix == f"Pass clip={right}."
+    assert post.policy_loss(ONE, NEW, OLD, GAINS, MASK, clip=ast.literal_eval(right)).sum.isfinite()
+
+
+@pytest.mark.parametrize("shift_mean", [True, False])
+def test_tokens_that_do_not_count_stay_0_beside_an_inf(shift_mean: bool) -> None:
+    values = torch.tensor([[1.0, 2.0, float("inf")], [4.0, 5.0, 6.0]])
+    mask = torch.tensor([[0, 1, 1], [0, 0, 1]])
+    found = post.whiten(ONE, values, mask, shift_mean=shift_mean)
+    assert (found[mask == 0] == 0).all()
+    assert not found[0, 1:].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.int32, torch.bfloat16])

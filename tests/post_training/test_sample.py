@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from fractions import Fraction
 from typing import Any, cast
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import accel
 from accel.errors import AccelError, ConfigError
-from accel.post_training import Samples, Version, join_samples, publish, sample, servers
+from accel.post_training import SampleRow, Samples, Version, join_samples, publish, sample, servers
 from accel.seeding import Key
 from accel.testing import Simulator, simulate
 
@@ -229,7 +230,11 @@ def test_slips_are_refused() -> None:
         (lambda: drawn(ctx, model, PROMPTS, key=5), "int"),
         (lambda: drawn(ctx, model, PROMPTS, version=1), "int"),
         (lambda: drawn(ctx, model, PROMPTS, temperature="1"), "temperature='1'"),
+        (lambda: drawn(ctx, model, PROMPTS, temperature=torch.ones(2)), "temperature=tensor"),
+        (lambda: drawn(ctx, model, PROMPTS, temperature=None), "temperature=None"),
+        (lambda: drawn(ctx, model, PROMPTS, temperature=torch.tensor(float("nan"))), "temperature=nan"),
         (lambda: drawn(ctx, model, PROMPTS, top_p=0.0), "top_p=0.0"),
+        (lambda: drawn(ctx, model, PROMPTS, top_p="0.5"), "top_p='0.5'"),
         (lambda: drawn(ctx, model, PROMPTS, rows=0), "0"),
         (lambda: sample(ctx, cast(Any, model), PROMPTS, key=KEY, max_new_tokens=1), "Recurrent"),
         (lambda: drawn(ctx, model, PROMPTS, n=0), "0"),
@@ -251,6 +256,19 @@ def test_slips_are_refused() -> None:
     for stop in (torch.tensor(STOP), torch.tensor([STOP]), [STOP], {STOP}, torch.tensor(STOP).numpy()):
         assert described(drawn(ctx, model, numbered, stop=stop)) == right
     assert drawn(ctx, model, numbered, top_p=1.0).drawn_from == "model"  # no limit
+
+
+@pytest.mark.parametrize("number", [torch.tensor(0.5), torch.tensor(0.5).numpy()[()], Fraction(1, 2), 0.5])
+def test_temperatures_are_numbers_of_any_library(number: Any) -> None:
+    ctx, model = accel.single(), Recurrent()
+    assert described(drawn(ctx, model, PROMPTS, temperature=number, top_p=number)) == described(
+        drawn(ctx, model, PROMPTS, temperature=0.5, top_p=0.5)
+    )
+    ids = torch.ones(2, 1, dtype=torch.int64)
+    found, right = (
+        accel.training.generate(ctx, model, ids, max_new_tokens=4, key=KEY, temperature=each) for each in (number, 0.5)
+    )
+    assert torch.equal(found, right)
 
 
 def test_sequences_beyond_the_declared_context_are_warned_of() -> None:
@@ -314,6 +332,67 @@ def test_logits_that_are_not_finite_draw_nothing(bad: float, temperature: float)
         return ""
 
     assert all("inf or NaN in samples of prompts [4]" in said for said in simulate(rank, 2))
+
+
+class Embedded(nn.Module):
+    """A causal model whose logits of some tokens are NaN."""
+
+    def __init__(self, *wrong: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.table = nn.Embedding(WORDS, 8, _weight=torch.randn(WORDS, 8, generator=generator))
+        self.head = nn.Linear(8, WORDS)
+        with torch.no_grad():
+            self.table.weight[list(wrong)] = float("nan")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.table(ids))
+
+
+class Own:
+    """A user's server that returns what it has."""
+
+    place: Any = "rank"
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+
+    def sample(self, ctx: accel.DistContext, requests: Any, options: Any) -> Samples:
+        return self._samples
+
+
+def told(ctx: accel.DistContext, server: Any, prompts: Any) -> str:
+    """Return the error of a draw, or of the collective behind it."""
+    try:
+        _ = sample(ctx, server, prompts, key=KEY, max_new_tokens=1)
+        _ = accel.gather(ctx, torch.ones(1))
+    except AccelError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("mesh", "strategy"), [("dp=2", "fsdp"), ("pp=2", "ddp")])
+@pytest.mark.parametrize("wrong", [(), (9,)])
+def test_logits_of_one_rank_fail_the_draw_on_all(ranks: Simulator, mesh: str, strategy: Any, wrong: Any) -> None:
+    def rank(ctx: accel.DistContext) -> str:
+        ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
+        own = 9 if strategy == "ddp" or ctx.rank else 1  # stages share the prompts
+        return told(ctx, servers.local(accel.prepare_model(ctx, Embedded(*wrong))), {own: [own]})
+
+    said = ranks.run(rank, 2, default_group=True)
+    assert all(("inf or NaN in samples of prompts [9]" in each) == bool(wrong) for each in said), said
+
+
+@pytest.mark.parametrize("bad", [-0.5, float("nan"), float("-inf")])
+def test_samples_of_one_s_own_server_are_checked(bad: float) -> None:
+    def rank(ctx: accel.DistContext) -> str:
+        samples = Samples.of([SampleRow([1, 2, 3], 1, logprobs=[-1.0, -1.0], prompt=4 + ctx.rank)])
+        assert samples.logprobs is not None
+        samples.logprobs[0, 1] = bad if ctx.rank else -1.0
+        return told(ctx, Own(samples), {4 + ctx.rank: [1]})
+
+    said = simulate(rank, 2)
+    assert all(("inf or NaN in samples of prompts [5]" in each) == (bad != -0.5) for each in said), said
 
 
 @pytest.mark.parametrize("kind", ["LlamaModel", "BertLMHeadModel", "T5ForConditionalGeneration"])

@@ -4,14 +4,22 @@
 from __future__ import annotations
 
 import itertools
+from array import array
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from accel.errors import AccelError
+from accel.errors import AccelError, DataError
 from accel.post_training import SampleRow, Samples, Version, join_samples
+from accel.post_training._samples import token_ids
+
+DTYPES = ("uint8", "uint16", "uint32", "uint64", "int16", "int32", "int64", "float16", "float64")
 
 
 @st.composite
@@ -76,6 +84,42 @@ def test_rows_come_out_as_they_went_in(rows: list[SampleRow]) -> None:
     assert samples.truncated.tolist() == [row.finish_reason == "length" for row in rows]
 
 
+FORMS: dict[str, Callable[[list[int]], Any]] = {
+    **{f"torch {name}": lambda ids, name=name: torch.tensor(ids).to(getattr(torch, name)) for name in DTYPES},
+    **{f"numpy {name}": lambda ids, name=name: np.array(ids, dtype=name) for name in DTYPES},
+    "numbers": lambda ids: [np.uint16(each) for each in ids],
+    "a file": lambda ids: np.frombuffer(np.array(ids, dtype=np.uint16).tobytes(), dtype=np.uint16),
+    "bytes": bytes,
+    "bytearray": bytearray,
+    "array": lambda ids: array("H", ids),
+    "deque": deque,
+    "complex": lambda ids: torch.tensor(ids).to(torch.complex64),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("form", FORMS)
+def test_whole_numbers_of_any_kind_are_tokens(form: str) -> None:
+    for ids in ([], [0, 3, 100]):
+        found = token_ids(FORMS[form](ids), "here")
+        assert (found.dtype, found.tolist()) == (torch.int64, ids)
+
+
+@pytest.mark.parametrize(
+    "ids", [np.array([2**63], dtype=np.uint64), [2**70], torch.tensor([1j]), torch.tensor([1.5]).half(), np.array([-1])]
+)
+def test_other_numbers_are_no_tokens(ids: Any) -> None:
+    with pytest.raises(DataError, match="the tokens are not valid"):
+        token_ids(ids, "here")
+
+
+def test_tokens_are_a_copy_of_an_array() -> None:
+    ids = np.array([1, 2])
+    samples = Samples.of([SampleRow(ids, 1)])  # type: ignore[arg-type]
+    ids[0] = 7
+    assert samples.ids.tolist() == [[1, 2]]
+
+
 @given(sample_rows(), st.data())
 def test_parts_are_joined_and_taken_again(rows: list[SampleRow], data: st.DataObject) -> None:
     whole = Samples.of(rows)
@@ -103,6 +147,13 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         (lambda: Samples.of([]), "none"),
         (lambda: Samples.of([SampleRow([1], 2)]), "prompt_length=2"),
         (lambda: Samples.of([SampleRow([1], 1.0)]), "1.0"),  # type: ignore[arg-type]
+        (lambda: Samples.of([SampleRow([1], "1")]), "'1'"),  # type: ignore[arg-type]
+        (lambda: Samples.of([SampleRow([1], None)]), "None"),  # type: ignore[arg-type]
+        (lambda: Samples.of([SampleRow([1, 2, 3], 1, routed=torch.ones(5, 1, 1))]), "5"),
+        *(
+            (lambda wide=wide: join_samples([one, msgspec.structs.replace(one, **wide)]), "3")
+            for wide in ({"logprobs": torch.zeros(1, 3)}, {"mask": torch.ones(1, 3, dtype=torch.bool)})
+        ),
         (lambda: Samples.of([SampleRow([1.5], 1)]), "[1.5]"),  # type: ignore[list-item]
         (lambda: Samples.of([SampleRow([1, 2], 1, logprobs=[float("nan")])]), "nan"),
         (lambda: Samples.of([SampleRow([1, 2], 1, logprobs=[-float("inf")])]), "inf"),
@@ -122,5 +173,9 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         assert got in caught.value.got
     length: Any = torch.tensor(1).numpy()[()]
     assert described(Samples.of([SampleRow([1, 2], length)])) == described(Samples.of([SampleRow([1, 2], 1)]))
+    routed = [torch.arange(2.0).view(2, 1, 1), torch.arange(3.0).view(3, 1, 1)]  # of the last token none is known
+    found = Samples.of([SampleRow([1, 2, 3], 1, routed=each) for each in routed]).routed
+    assert found is not None
+    assert found[:, :, 0, 0].tolist() == [[0, 1, 0], [0, 1, 2]]
     tool = SampleRow([1, 2, 3], 1, mask=[False, True], logprobs=[float("nan"), -0.5])  # any number of a tool's token
     assert described(Samples.of([tool]))[0][3] == [0.0, 0.0, -0.5]

@@ -320,6 +320,10 @@ def test_slips_are_refused() -> None:
     for call in slips:
         with pytest.raises(ConfigError):
             call()
+    for wrong, where in ((slips[0], "http(urls)"), (lambda: servers.vllm("host:80", "folder"), "vllm(url)")):
+        with pytest.raises(ConfigError) as caught:
+            wrong()
+        assert caught.value.where == where
 
 
 class Slow:

@@ -256,7 +256,11 @@ def _check(rows: Sequence[SampleRow]) -> None:
         problem, expected, got = "no rows", "one row at least", "none"
     for at, row in enumerate(rows):
         if not hasattr(row.prompt_length, "__index__"):
-            problem, expected, got = f"not a length of a prompt in row {at}", "an integer", repr(row.prompt_length)
+            problem, expected, got = (
+                f"the prompt length in row {at} is not valid",
+                "an integer",
+                repr(row.prompt_length),
+            )
             break
         behind = len(row.ids) - row.prompt_length
         sizes = {"mask": row.mask, "logprobs": row.logprobs}

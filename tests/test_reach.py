@@ -27,6 +27,7 @@ REASONS = {
     "env": "names of hosts in Slurm's notation",
     "estimate": "the arithmetic of a plan, without a model",
     "items": "the parts of a save and a load, exchanged by a test; which files a load has read",
+    "lazy": "reads of sources, counted",
     "launching": "pure parts of a launcher (plans, relays, reports, stacks, records), without processes",
     "trackers": "snapshots of CUDA's memory, with no GPU",
     "optim": "the orthogonalization, counted",

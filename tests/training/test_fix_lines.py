@@ -941,7 +941,7 @@ ELSEWHERE = {
     Site("training/_loss_sums.py", "the model has computed its loss with rows that fill up"): (
         "training/test_loss_probe.py", "test_a_loss_of_the_models_own_takes_the_line_to_write"
     ),
-    Site("training/_loss_sums.py", "the loss is not a number, though all numbers of the output are"): (
+    Site("training/_loss_sums.py", "loss_fn reads a tensor of a module in another stage"): (
         "parallel/test_replayed_forms.py",
         "test_a_loss_that_reads_what_modules_of_another_stage_keep_takes_the_line_to_write",
     ),

@@ -265,10 +265,10 @@ def unchanged(model: nn.Module) -> Generator[None]:
     """Put parameters, buffers, and attributes of modules, back behind a forward that is none of the user's."""
     modules = [(each, dict(vars(each)), dict(each.named_buffers(recurse=False))) for each in model.modules()]
     hooked = _hooks_of(model)
-    attributes_too = [value for _, held, _ in modules for value in held.values() if isinstance(value, torch.Tensor)]
-    present = [each for each in (*model.parameters(), *model.buffers(), *attributes_too) if not is_absent(each)]
-    generators = [value for _, held, _ in modules for value in held.values() if stream_state(value) is not None]
-    streams = list(map(stream_state, generators))
+    values = [value for _, held, _ in modules for value in held.values()]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    present = [each for each in (*model.parameters(), *model.buffers(), *tensors) if not is_absent(each)]
+    streams = [(each, state) for each in values if (state := stream_state(each)) is not None]
     kept = _KeptValues(present)
     try:
         with kept:
@@ -284,7 +284,7 @@ def unchanged(model: nn.Module) -> Generator[None]:
             for name, buffer in buffers.items():
                 if each.get_buffer(name) is not buffer:
                     setattr(each, name, buffer)
-        for generator, state in zip(generators, streams, strict=True):
+        for generator, state in streams:
             set_stream_state(generator, state)
         with torch.no_grad():
             for tensor, before in kept.before:

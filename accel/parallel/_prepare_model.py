@@ -131,7 +131,7 @@ def prepare_model(
         broadcast_buffers: whether rank 0's buffers replace the others' before each forward.
         bucket_cap_mb, static_graph, gradient_as_bucket_view: as in DistributedDataParallel, under `ddp` only; the
             bucket's unit is MiB.
-        comm_hook: dtype in which gradients are sent, under `ddp` only: "fp16" or "bf16" sends them in that dtype,
+        comm_hook: dtype of the messages with gradients, under `ddp` only: "fp16" or "bf16" sends them in that dtype,
             a `PowerSgd` as thin matrices; or a function for DDP's register_comm_hook, with the process group as its
             state. None sends them as they are.
         plan: styles, stages and units for the mesh's axes of several ranks; None for `ctx.plan`, else `Plan()`.

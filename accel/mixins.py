@@ -16,19 +16,12 @@ _MARK = "_accel_mixed"  # attribute of each class made here: its description
 
 
 class Inserted(NamedTuple):
-    """A class, or its subclasses, in front of users' classes.
+    """A class, or its subclasses, in front of users' classes."""
 
-    Attributes:
-        name: of the class.
-        home: its file in `accel/`.
-        by: the function that inserts it.
-        until: event that removes it; "" for none.
-    """
-
-    name: str
-    home: str
-    by: str
-    until: str = ""
+    name: str  # of the class
+    home: str  # its file in `accel/`
+    by: str  # the function that inserts it
+    until: str = ""  # event that removes it; "" for none
 
 
 # The order of the classes in a call. It does not depend on the order of insertion. `fully_shard` puts a class in front

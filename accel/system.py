@@ -67,19 +67,13 @@ _KILLED_S = 1.5  # a program that waits for a device may outlive SIGKILL
 
 
 class HelperEnd(NamedTuple):
-    """The end of a helper program.
+    """The end of a helper program."""
 
-    Attributes:
-        status: exit status, or minus the number of the signal that killed it; None if it was killed at its limit.
-        out: first bytes of its standard output.
-        err: last 4 kB of its standard error.
-        is_cut: whether it was killed because its output was longer than what is kept.
-    """
-
+    # Exit status, or minus the number of the signal that killed it; None if it was killed at its limit.
     status: int | None
-    out: bytes = b""
-    err: bytes = b""
-    is_cut: bool = False
+    out: bytes = b""  # first bytes of its standard output
+    err: bytes = b""  # last 4 kB of its standard error
+    is_cut: bool = False  # whether it was killed because its output was longer than what is kept
 
     def last_line(self) -> str:
         """Return the last line of its standard error."""

@@ -365,18 +365,13 @@ def _holds_fakes(cache: object) -> bool:
 
 
 class WordLayers(NamedTuple):
-    """The layers of a model that map words to vectors and back, by path.
+    """The layers of a model that map words to vectors and back, by path."""
 
-    Attributes:
-        tables: embeddings.
-        heads: the layer that the model's `get_output_embeddings` returns; else the linear layers that share a table's
-            weight; else those with as many outputs as a table has rows.
-        sized: all linear layers with as many outputs as a table has rows.
-    """
-
-    tables: Mapping[str, nn.Module]
+    tables: Mapping[str, nn.Module]  # embeddings
+    # The layer that the model's `get_output_embeddings` returns; else the linear layers that share a table's
+    # weight; else those with as many outputs as a table has rows.
     heads: Mapping[str, nn.Module]
-    sized: Mapping[str, nn.Module]
+    sized: Mapping[str, nn.Module]  # all linear layers with as many outputs as a table has rows
 
 
 def word_layers(model: nn.Module) -> WordLayers:

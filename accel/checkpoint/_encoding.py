@@ -293,19 +293,13 @@ def _unsaveable(value: object, path: str) -> CheckpointError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Making:
-    """Makes records of stored fields.
+    """Makes records of stored fields."""
 
-    Attributes:
-        kept: live records by path: a record at the same path has the class of that one.
-        classes: else its class by name.
-        own: maps path and record to the final record.
-        exact: whether records inside values have the names of their classes, as since format 4; else a dict in the
-            place of a live record is one.
-    """
-
-    kept: Mapping[str, object]
-    classes: Classes
-    own: Callable[[str, object], object]
+    kept: Mapping[str, object]  # live records by path: a record at the same path has the class of that one
+    classes: Classes  # else its class by name
+    own: Callable[[str, object], object]  # maps path and record to the final record
+    # Whether records inside values have the names of their classes, as since format 4; else a dict in the place
+    # of a live record is one.
     exact: bool
 
     def record(self, name: str, fields: dict[str, Any], path: str) -> object:

@@ -42,23 +42,14 @@ from accel.storage import Place, as_place, host_name
 
 
 class HostNote(msgspec.Struct, frozen=True):
-    """A rank's message about its host's folder.
+    """A rank's message about its host's folder."""
 
-    Attributes:
-        node: rank of the host.
-        name: its name.
-        commits: names of the folder's checkpoints, newest first, each with the number of its save.
-        leads: whether this rank commits for its host.
-        save: number of the save that begins; rank 0's is used.
-        main: digest of names and shapes of what rank 0 alone would write.
-    """
-
-    node: int
-    name: str
-    commits: list[tuple[str, str]]
-    leads: bool = False
-    save: str = ""
-    main: str = ""
+    node: int  # rank of the host
+    name: str  # its name
+    commits: list[tuple[str, str]]  # names of the folder's checkpoints, newest first, each with the number of its save
+    leads: bool = False  # whether this rank commits for its host
+    save: str = ""  # number of the save that begins; rank 0's is used
+    main: str = ""  # digest of names and shapes of what rank 0 alone would write
 
     @property
     def label(self) -> str:
@@ -67,15 +58,10 @@ class HostNote(msgspec.Struct, frozen=True):
 
 
 class HostWrites(NamedTuple):
-    """The writing, where each host has a separate folder.
+    """The writing, where each host has a separate folder."""
 
-    Attributes:
-        ranks: boxes that each rank writes, on its host.
-        sent: boxes that some host needs and does not have, each with the rank that sends it.
-    """
-
-    ranks: list[tuple[NamedBox, ...]]
-    sent: dict[NamedBox, int]
+    ranks: list[tuple[NamedBox, ...]]  # boxes that each rank writes, on its host
+    sent: dict[NamedBox, int]  # boxes that some host needs and does not have, each with the rank that sends it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,17 +34,11 @@ _STEP = re.compile(r"step-([0-9]{8,18})", re.ASCII)
 
 
 class StoredPiece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A box of a tensor, stored in a file under the tensor's name.
+    """A box of a tensor, stored in a file under the tensor's name."""
 
-    Attributes:
-        file: the safetensors file.
-        offset: first element of the box in the whole tensor, one index a dimension.
-        shape: the box's extent.
-    """
-
-    file: str
-    offset: tuple[Size, ...]
-    shape: tuple[Size, ...]
+    file: str  # the safetensors file
+    offset: tuple[Size, ...]  # first element of the box in the whole tensor, one index a dimension
+    shape: tuple[Size, ...]  # the box's extent
 
     @property
     def box(self) -> Box:
@@ -53,31 +47,20 @@ class StoredPiece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor.
+    """A tensor."""
 
-    Attributes:
-        dtype: torch's name, such as "float32".
-        shape: shape of the whole tensor.
-        pieces: boxes that together hold each element once, each in another file; in format 1 a single one.
-    """
-
-    dtype: str
-    shape: tuple[Size, ...]
+    dtype: str  # torch's name, such as "float32"
+    shape: tuple[Size, ...]  # shape of the whole tensor
+    # Boxes that together hold each element once, each in another file; in format 1 a single one.
     pieces: tuple[StoredPiece, ...]
 
 
 class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The contents that were saved under one name.
+    """The contents that were saved under one name."""
 
-    Attributes:
-        kind: kind of the item, which decides how it is loaded.
-        type: the class's name.
-        value: its non-tensor state, encoded.
-    """
-
-    kind: ItemKind
-    type: str
-    value: Any
+    kind: ItemKind  # kind of the item, which decides how it is loaded
+    type: str  # the class's name
+    value: Any  # its non-tensor state, encoded
 
 
 class HostPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

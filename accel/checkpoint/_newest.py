@@ -23,17 +23,11 @@ _BITS = 8
 
 
 class _Pick(msgspec.Struct, frozen=True):
-    """Rank 0's choice.
+    """Rank 0's choice."""
 
-    Attributes:
-        name: name of the checkpoint's folder in the run's; "" where the path is the checkpoint's own.
-        digest: digest of its manifest; "" if there is no checkpoint.
-        damaged: damaged checkpoints with reasons; only if no other exists.
-    """
-
-    name: str = ""
-    digest: str = ""
-    damaged: tuple[str, ...] = ()
+    name: str = ""  # name of the checkpoint's folder in the run's; "" where the path is the checkpoint's own
+    digest: str = ""  # digest of its manifest; "" if there is no checkpoint
+    damaged: tuple[str, ...] = ()  # damaged checkpoints with reasons; only if no other exists
 
 
 @dataclass(slots=True)
@@ -65,23 +59,14 @@ class SkippedCheckpoints:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A checkpoint that this rank holds open.
+    """A checkpoint that this rank holds open."""
 
-    Attributes:
-        place: the checkpoint's folder, the same on every rank.
-        digest: digest of its manifest on rank 0.
-        is_newest: whether it was chosen from a run's folder, so that another may take its place.
-        is_own_choice: whether this rank chose it, and notes its damage.
-        opened: its contents, or the reason why this rank cannot read it.
-        node: rank of the host whose part this is; None if all ranks read the same files.
-    """
-
-    place: Place
-    digest: str
-    is_newest: bool
-    is_own_choice: bool
-    opened: Saved | CheckpointError
-    node: int | None
+    place: Place  # the checkpoint's folder, the same on every rank
+    digest: str  # digest of its manifest on rank 0
+    is_newest: bool  # whether it was chosen from a run's folder, so that another may take its place
+    is_own_choice: bool  # whether this rank chose it, and notes its damage
+    opened: Saved | CheckpointError  # its contents, or the reason why this rank cannot read it
+    node: int | None  # rank of the host whose part this is; None if all ranks read the same files
 
 
 @contextlib.contextmanager

@@ -42,33 +42,22 @@ _DIRECT_BYTES = 1 << 20  # from here on a system call costs less than the faults
 
 @dataclass(frozen=True, slots=True)
 class _StoredTensor:
-    """A tensor, or a box of one, in a file.
+    """A tensor, or a box of one, in a file."""
 
-    Attributes:
-        view: the tensor, on the mapped file.
-        start: its first byte in the file.
-    """
-
-    view: torch.Tensor
-    start: int
+    view: torch.Tensor  # the tensor, on the mapped file
+    start: int  # its first byte in the file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """An open checkpoint with a checked manifest and checked sizes of files.
+    """An open checkpoint with a checked manifest and checked sizes of files."""
 
-    Attributes:
-        path: the folder.
-        manifest: its contents.
-        digest: digest of the manifest, in hex, which covers every byte of the checkpoint; of a host's part the number
-            of the save, the same on all hosts.
-        entries: tensors by name, aliases included.
-    """
-
-    path: Place
-    manifest: Manifest
+    path: Place  # the folder
+    manifest: Manifest  # its contents
+    # Digest of the manifest, in hex, which covers every byte of the checkpoint; of a host's part the number of
+    # the save, the same on all hosts.
     digest: str
-    entries: Mapping[str, TensorEntry]
+    entries: Mapping[str, TensorEntry]  # tensors by name, aliases included
     _folder: OpenDirectory
     _listed: Mapping[str, Mapping[str, StoredPiece]]
     _readers: ThreadPoolExecutor

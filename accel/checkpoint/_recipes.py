@@ -18,49 +18,29 @@ _GAP = 32 << 10  # unwanted bytes between two rows that cost less than another r
 
 
 class StridedPart(msgspec.Struct, frozen=True):
-    """A box of a tensor in a file.
+    """A box of a tensor in a file."""
 
-    Attributes:
-        file: name of the file, or of the tensor whose memory is meant.
-        start: byte of the box's first element.
-        box: place in the tensor.
-        strides: bytes from an element to the next, one a dimension.
-    """
-
-    file: str
-    start: int
-    box: Box
-    strides: tuple[int, ...]
+    file: str  # name of the file, or of the tensor whose memory is meant
+    start: int  # byte of the box's first element
+    box: Box  # place in the tensor
+    strides: tuple[int, ...]  # bytes from an element to the next, one a dimension
 
 
 class Strided(msgspec.Struct, frozen=True):
-    """A tensor in files.
+    """A tensor in files."""
 
-    Attributes:
-        dtype: safetensors' name of its dtype, such as "BF16".
-        shape: its sizes.
-        parts: boxes that together hold each element once.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    parts: tuple[StridedPart, ...]
+    dtype: str  # safetensors' name of its dtype, such as "BF16"
+    shape: tuple[int, ...]  # its sizes
+    parts: tuple[StridedPart, ...]  # boxes that together hold each element once
 
 
 class ElementRun(msgspec.Struct, frozen=True):
-    """Elements of a part that one read brings, with the elements between them.
+    """Elements of a part that one read brings, with the elements between them."""
 
-    Attributes:
-        start: first byte in the file.
-        nbytes: bytes from there to the end of the last element.
-        box: place in the part.
-        strides: bytes from an element to the next, one a dimension.
-    """
-
-    start: int
-    nbytes: int
-    box: Box
-    strides: tuple[int, ...]
+    start: int  # first byte in the file
+    nbytes: int  # bytes from there to the end of the last element
+    box: Box  # place in the part
+    strides: tuple[int, ...]  # bytes from an element to the next, one a dimension
 
 
 def row_major(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:

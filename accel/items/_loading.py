@@ -190,21 +190,14 @@ def load_newest(
 
 
 class _Request(msgspec.Struct, frozen=True):
-    """A rank's intention.
+    """A rank's intention."""
 
-    Attributes:
-        bytes_of_files: bytes to read of each file; empty in a large group, where they would be most of the message.
-        left: entries of `Part`s that this rank does not load.
-        bases: sums of sharded frozen parameters, by name.
-        damage: reason why this rank cannot read a replaceable checkpoint; "" for none.
-        node: as in `Held`.
-    """
-
+    # Bytes to read of each file; empty in a large group, where they would be most of the message.
     bytes_of_files: list[int] = []
-    left: set[str] = set()
-    bases: dict[str, Sums] = {}
-    damage: str = ""
-    node: int | None = None
+    left: set[str] = set()  # entries of `Part`s that this rank does not load
+    bases: dict[str, Sums] = {}  # sums of sharded frozen parameters, by name
+    damage: str = ""  # reason why this rank cannot read a replaceable checkpoint; "" for none
+    node: int | None = None  # as in `Held`
 
 
 class _Loading:
@@ -318,22 +311,15 @@ class _Loading:
 
 @dataclass(slots=True)
 class Matching:
-    """A checkpoint that fits live items.
+    """A checkpoint that fits live items."""
 
-    Attributes:
-        source: the checkpoint.
-        passed: the caller's live items.
-        loads: the items to load, in order of names; folders last, as what they load is not undone.
-        rows: position of the rows of ranks that this rank reads.
-        streams: this rank's random streams, once read.
-        whole: items through which an engine's are loaded, by name.
-    """
-
-    source: CheckpointSource
-    passed: Mapping[str, object]
+    source: CheckpointSource  # the checkpoint
+    passed: Mapping[str, object]  # the caller's live items
+    # The items to load, in order of names; folders last, as what they load is not undone.
     loads: list[ItemLoad] = field(default_factory=list[ItemLoad])
-    rows: tuple[str, Box] | None = None
-    streams: RngState | None = None
+    rows: tuple[str, Box] | None = None  # position of the rows of ranks that this rank reads
+    streams: RngState | None = None  # this rank's random streams, once read
+    # Items through which an engine's are loaded, by name.
     whole: Mapping[str, object] = field(default_factory=dict[str, object])
 
     def wanted(self) -> list[Wanted]:

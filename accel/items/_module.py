@@ -193,17 +193,12 @@ def _capture(name: str, live: nn.Module, to: Captured) -> Item:
 
 @dataclass(kw_only=True, slots=True)
 class ModuleLoad(ItemLoad):
-    """A module: tensors are copied in place at the end, extra state is set before.
+    """A module: tensors are copied in place at the end, extra state is set before."""
 
-    Attributes:
-        live: the module's state.
-        _tensors: live tensors to load, by full name.
-        _extras: stored extra states to load.
-    """
-
-    live: ModuleState
+    live: ModuleState  # the module's state
+    # Live tensors to load, by full name.
     _tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    _extras: dict[str, Any] = field(default_factory=dict[str, Any])
+    _extras: dict[str, Any] = field(default_factory=dict[str, Any])  # stored extra states to load
 
     def compare(self) -> None:
         """Compare names, shapes and dtypes, and a frozen base with its digests."""

@@ -57,19 +57,12 @@ class ParamFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OptimizerValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An optimizer's entry in a manifest.
+    """An optimizer's entry in a manifest."""
 
-    Attributes:
-        groups: parameter groups.
-        params: dtype and shape of every parameter.
-        state: encoded state by parameter.
-        rest: encoded state beside torch's own, of some optimizers; its `state` is that of no parameter.
-    """
-
-    groups: tuple[ParameterGroup, ...]
-    params: dict[str, ParamFacts]
-    state: dict[str, Any]
-    rest: dict[str, Any]
+    groups: tuple[ParameterGroup, ...]  # parameter groups
+    params: dict[str, ParamFacts]  # dtype and shape of every parameter
+    state: dict[str, Any]  # encoded state by parameter
+    rest: dict[str, Any]  # encoded state beside torch's own, of some optimizers; its `state` is that of no parameter
 
     def encoded(self) -> list[Any]:
         """Return all encoded values."""

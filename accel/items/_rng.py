@@ -42,15 +42,10 @@ class _RankPart(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One rank's row.
+    """One rank's row."""
 
-    Attributes:
-        rng: random streams of the rank.
-        parts: parts of records, by path; the path of an item is its name.
-    """
-
-    rng: RngState
-    parts: dict[str, _RankPart]
+    rng: RngState  # random streams of the rank
+    parts: dict[str, _RankPart]  # parts of records, by path; the path of an item is its name
 
 
 def capture_row(ctx: DistContext, records: Mapping[str, object]) -> bytes:

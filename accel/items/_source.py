@@ -72,17 +72,11 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of a live object that runs code of others, and so can fail.
+    """A change of a live object that runs code of others, and so can fail."""
 
-    Attributes:
-        where: the item, for errors.
-        apply: makes the change.
-        undo: puts the former state back; None where nothing can.
-    """
-
-    where: str
-    apply: Callable[[], object]
-    undo: Callable[[], object] | None
+    where: str  # the item, for errors
+    apply: Callable[[], object]  # makes the change
+    undo: Callable[[], object] | None  # puts the former state back; None where nothing can
 
 
 def apply_changes(changes: Sequence[Change]) -> None:
@@ -117,15 +111,10 @@ def undo_changes(changes: Sequence[Change]) -> bool:
 
 @dataclass(slots=True)
 class Problems:
-    """A list that grows while one checkpoint is compared; empty means that it fits.
+    """A list that grows while one checkpoint is compared; empty means that it fits."""
 
-    Attributes:
-        cast: whether another floating-point dtype fits, too.
-        found: differences, each under its title.
-    """
-
-    cast: bool = False
-    found: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    cast: bool = False  # whether another floating-point dtype fits, too
+    found: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # differences, each under its title
 
     def __bool__(self) -> bool:
         return bool(self.found)
@@ -193,21 +182,13 @@ class ModuleState:
 
 @dataclass(kw_only=True, slots=True)
 class Captured:
-    """The gathered parts of one item, for a save.
+    """The gathered parts of one item, for a save."""
 
-    Attributes:
-        modules: states of all live modules, by item.
-        names: names of parameters in the checkpoint, by `id`.
-        equal: receives tensors by name whose copies on several ranks are equal.
-        loose: receives other tensors by name; of copies the first rank's is saved.
-        kept: receives records by path.
-    """
-
-    modules: Mapping[str, ModuleState]
-    names: Mapping[int, str]
-    equal: dict[str, torch.Tensor]
-    loose: dict[str, torch.Tensor]
-    kept: Kept
+    modules: Mapping[str, ModuleState]  # states of all live modules, by item
+    names: Mapping[int, str]  # names of parameters in the checkpoint, by `id`
+    equal: dict[str, torch.Tensor]  # receives tensors by name whose copies on several ranks are equal
+    loose: dict[str, torch.Tensor]  # receives other tensors by name; of copies the first rank's is saved
+    kept: Kept  # receives records by path
 
 
 @dataclass(kw_only=True)

@@ -17,19 +17,12 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # torch gives them no forward
 
 
 class ModelBlock(NamedTuple):
-    """A module that a model repeats.
+    """A module that a model repeats."""
 
-    Attributes:
-        path: its first path in the model.
-        module: the module.
-        holder: path of the outermost list that holds it, or of the module whose numbered attribute it is.
-        kind: its class, as written by its author.
-    """
-
-    path: str
-    module: nn.Module
-    holder: str
-    kind: type[nn.Module]
+    path: str  # its first path in the model
+    module: nn.Module  # the module
+    holder: str  # path of the outermost list that holds it, or of the module whose numbered attribute it is
+    kind: type[nn.Module]  # its class, as written by its author
 
 
 class ModuleGroup(NamedTuple):

@@ -33,22 +33,14 @@ _WHERE = "prepare_model"
 
 
 class _Brought(NamedTuple):
-    """A DTensor of a model.
+    """A DTensor of a model."""
 
-    Attributes:
-        path: its name in the model.
-        owner: the module that holds it.
-        is_buffer: whether it is a buffer.
-        mesh: its mesh.
-        split: dimensions of the mesh along which ranks hold different parts, or summands.
-        exchanged: those along which `fully_shard` gathers it and reduces its gradient; None where it has not taken it.
-    """
-
-    path: str
-    owner: nn.Module
-    is_buffer: bool
-    mesh: DeviceMesh
-    split: tuple[int, ...]
+    path: str  # its name in the model
+    owner: nn.Module  # the module that holds it
+    is_buffer: bool  # whether it is a buffer
+    mesh: DeviceMesh  # its mesh
+    split: tuple[int, ...]  # dimensions of the mesh along which ranks hold different parts, or summands
+    # Those along which `fully_shard` gathers it and reduces its gradient; None where it has not taken it.
     exchanged: tuple[int, ...] | None
 
     def is_computed(self) -> bool:

@@ -152,19 +152,12 @@ def let_watch(module: nn.Module, watch: Watch | None) -> None:
 
 
 class State(NamedTuple):
-    """An attribute or buffer that code between calls changes, of a module that is in no unit.
+    """An attribute or buffer that code between calls changes, of a module that is in no unit."""
 
-    Attributes:
-        name: with the path of the module.
-        read: number of the calls before its first read, of what the forward before has left.
-        change: number of the calls before its last change.
-        is_buffer: whether it is one.
-    """
-
-    name: str
-    read: int
-    change: int
-    is_buffer: bool
+    name: str  # with the path of the module
+    read: int  # number of the calls before its first read, of what the forward before has left
+    change: int  # number of the calls before its last change
+    is_buffer: bool  # whether it is one
 
 
 class ChangedStates:
@@ -330,15 +323,10 @@ class _KeptValues(TorchDispatchMode):
 
 
 class Tree(NamedTuple):
-    """A tree taken apart.
+    """A tree taken apart."""
 
-    Attributes:
-        leaves: its tensors and other values.
-        rebuild: returns a tree of the same structure with as many other leaves.
-    """
-
-    leaves: list[Any]
-    rebuild: Callable[[Sequence[Any]], Any]
+    leaves: list[Any]  # its tensors and other values
+    rebuild: Callable[[Sequence[Any]], Any]  # returns a tree of the same structure with as many other leaves
 
 
 _Build = Callable[[Iterator[Any]], Any]
@@ -426,19 +414,12 @@ def add_to(held: Growing, items: Any) -> None:
 
 
 class CacheGrowth(NamedTuple):
-    """Growth, by a call, of a layer of a cache of transformers.
+    """Growth, by a call, of a layer of a cache of transformers."""
 
-    Attributes:
-        argument: number of the cache among the leaves of (args, kwargs).
-        layer: number of the layer.
-        positions: number of positions whose keys and values it adds.
-        states: numbers of the states of convolutions that it sets.
-    """
-
-    argument: int
-    layer: int
-    positions: int
-    states: tuple[int, ...]
+    argument: int  # number of the cache among the leaves of (args, kwargs)
+    layer: int  # number of the layer
+    positions: int  # number of positions whose keys and values it adds
+    states: tuple[int, ...]  # numbers of the states of convolutions that it sets
 
 
 class GivenCaches:

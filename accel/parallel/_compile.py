@@ -59,15 +59,10 @@ _PRODUCTS = (
 
 
 class Recomputed(Mixin, nn.Module):
-    """Stands before the class of a block that is computed again in backward.
+    """Stands before the class of a block that is computed again in backward."""
 
-    Attributes:
-        kept: names of the operators whose outputs are kept.
-        accel_region: of `compile_model`, around the block; None outside of regions.
-    """
-
-    kept: tuple[str, ...] = ()
-    accel_region: _Inside | None = None
+    kept: tuple[str, ...] = ()  # names of the operators whose outputs are kept
+    accel_region: _Inside | None = None  # of `compile_model`, around the block; None outside of regions
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward, remembering its inputs and kept outputs only."""

@@ -26,25 +26,16 @@ ENGINES: Mapping[str, tuple[str, str]] = {"deepspeed": ("accel.engines.deepspeed
 
 
 class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of one optimizer step.
+    """Options of one optimizer step."""
 
-    Attributes:
-        factor: multiplies the gradients before anything else: it divides by the window's weight and the loss scale.
-        max_norms: longest norm for all optimizers together, or one for each; None does not clip.
-        joint: whether all optimizers share one norm.
-        norm_type: p of the p-norm.
-        max_value: largest absolute value of an element; None does not clip.
-        check_finite: whether gradients with inf or NaN leave the step out.
-        accumulation: micro-batches of a full window.
-    """
-
+    # Multiplies the gradients before anything else: it divides by the window's weight and the loss scale.
     factor: float | torch.Tensor
-    max_norms: Sequence[float | None]
-    joint: bool
-    norm_type: float
-    max_value: float | None
-    check_finite: bool
-    accumulation: int
+    max_norms: Sequence[float | None]  # longest norm for all optimizers together, or one for each; None does not clip
+    joint: bool  # whether all optimizers share one norm
+    norm_type: float  # p of the p-norm
+    max_value: float | None  # largest absolute value of an element; None does not clip
+    check_finite: bool  # whether gradients with inf or NaN leave the step out
+    accumulation: int  # micro-batches of a full window
 
 
 class EngineOutcome(NamedTuple):

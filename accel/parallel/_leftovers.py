@@ -109,18 +109,13 @@ def found_gradient(parameter: torch.Tensor) -> bool | None:
 
 
 class _FoundGradient(NamedTuple):
-    """A gradient that a window found.
+    """A gradient that a window found."""
 
-    Attributes:
-        parameter: as an optimizer has it.
-        reached: the tensor whose gradient a backward computes before it adds to this one; None if `zero_grad` cannot
-            clear it.
-        grad: the gradient.
-    """
-
-    parameter: torch.Tensor
+    parameter: torch.Tensor  # as an optimizer has it
+    # The tensor whose gradient a backward computes before it adds to this one; None if `zero_grad` cannot clear
+    # it.
     reached: torch.Tensor | None
-    grad: torch.Tensor
+    grad: torch.Tensor  # the gradient
 
 
 def _note(found: list[_FoundGradient]) -> None:

@@ -14,17 +14,11 @@ from accel.tree._walk import Containers, leaves, tensors
 
 
 class Rows(NamedTuple):
-    """Rows of one micro-batch.
+    """Rows of one micro-batch."""
 
-    Attributes:
-        begin: first row.
-        real: number of rows of the batch.
-        size: number of rows, with copies of the batch's last row behind the real ones.
-    """
-
-    begin: int
-    real: int
-    size: int
+    begin: int  # first row
+    real: int  # number of rows of the batch
+    size: int  # number of rows, with copies of the batch's last row behind the real ones
 
 
 class MicroBatch(NamedTuple):

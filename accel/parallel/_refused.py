@@ -21,31 +21,19 @@ _HOOK = "_hf_hook"  # attribute of a module with a hook of Accelerate's, or seve
 
 
 class RefusedFact(NamedTuple):
-    """Something in a model that is refused.
+    """Something in a model that is refused."""
 
-    Attributes:
-        got: text of it, for the error.
-        where: place of it, for the error.
-    """
-
-    got: str
-    where: str = "prepare_model"
+    got: str  # text of it, for the error
+    where: str = "prepare_model"  # place of it, for the error
 
 
 class PrepareCall(NamedTuple):
-    """A call of `prepare` for one model.
+    """A call of `prepare` for one model."""
 
-    Attributes:
-        ctx: its context.
-        view: the model.
-        waiting: the spreads that are to come.
-        options: those of the spread whose rows are asked.
-    """
-
-    ctx: DistContext
-    view: ModelView
-    waiting: Sequence[Spread] = ()
-    options: Any = None
+    ctx: DistContext  # its context
+    view: ModelView  # the model
+    waiting: Sequence[Spread] = ()  # the spreads that are to come
+    options: Any = None  # those of the spread whose rows are asked
 
 
 class ModelRefusal(NamedTuple):

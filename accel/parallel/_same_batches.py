@@ -42,17 +42,12 @@ _TOLERANCE = 1e-3  # of absolute sums: outputs of an encoder differ in their las
 
 
 class _Known(NamedTuple):
-    """Facts of one leaf to compare.
+    """Facts of one leaf to compare."""
 
-    Attributes:
-        text: path, dtype and shape, or type.
-        values: bytes to be equal on all ranks.
-        figures: sum and absolute sum of all elements; then, of a sample, the sum weighted by place and the absolute
-            sum. Large batches of one distribution have nearly equal sums, samples of them have not.
-    """
-
-    text: str
-    values: bytes = b""
+    text: str  # path, dtype and shape, or type
+    values: bytes = b""  # bytes to be equal on all ranks
+    # Sum and absolute sum of all elements; then, of a sample, the sum weighted by place and the absolute sum.
+    # Large batches of one distribution have nearly equal sums, samples of them have not.
     figures: tuple[float, ...] = _NO_FIGURES
 
 

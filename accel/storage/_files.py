@@ -55,15 +55,10 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Size and digests of a written file, checked when it is read.
+    """Size and digests of a written file, checked when it is read."""
 
-    Attributes:
-        size: bytes.
-        sha256: digests in hex: of every 16 MiB, the last of the rest; or one of the whole.
-    """
-
-    size: Annotated[int, msgspec.Meta(ge=0)]
-    sha256: tuple[Digest, ...] | Digest
+    size: Annotated[int, msgspec.Meta(ge=0)]  # bytes
+    sha256: tuple[Digest, ...] | Digest  # digests in hex: of every 16 MiB, the last of the rest; or one of the whole
 
     @property
     def is_complete(self) -> bool:

@@ -196,17 +196,11 @@ _TRIALS = 3
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """The contents of a lock's object.
+    """The contents of a lock's object."""
 
-    Attributes:
-        holder: the process.
-        token: token of this lock alone.
-        renewed: time of the last renewal, in seconds since 1970.
-    """
-
-    holder: Holder
-    token: str
-    renewed: float
+    holder: Holder  # the process
+    token: str  # token of this lock alone
+    renewed: float  # time of the last renewal, in seconds since 1970
 
 
 class Beat:

@@ -35,19 +35,12 @@ _LEFTOVER = re.compile(
 
 
 class Leftover(msgspec.Struct, frozen=True):
-    """A folder that a writer used beside its target.
+    """A folder that a writer used beside its target."""
 
-    Attributes:
-        path: the folder.
-        target: the name that it had or was to get.
-        kind: "tmp" for one being written or deleted, "old" for one moved aside.
-        dead: whether its writer ran on this host and is gone.
-    """
-
-    path: Path
-    target: str
-    kind: Literal["tmp", "old"]
-    dead: bool
+    path: Path  # the folder
+    target: str  # the name that it had or was to get
+    kind: Literal["tmp", "old"]  # "tmp" for one being written or deleted, "old" for one moved aside
+    dead: bool  # whether its writer ran on this host and is gone
 
 
 class Lock(Protocol):

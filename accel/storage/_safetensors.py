@@ -61,31 +61,19 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class TensorHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor in a file.
+    """A tensor in a file."""
 
-    Attributes:
-        dtype: the format's name, such as "F32".
-        shape: its sizes.
-        data_offsets: first byte and end of its bytes, counted from the end of the header.
-    """
-
-    dtype: str
-    shape: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=_MOST_DIMS)]
-    data_offsets: tuple[_Count, _Count]
+    dtype: str  # the format's name, such as "F32"
+    shape: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=_MOST_DIMS)]  # its sizes
+    data_offsets: tuple[_Count, _Count]  # first byte and end of its bytes, counted from the end of the header
 
 
 class Header(msgspec.Struct, frozen=True):
-    """A file's header.
+    """A file's header."""
 
-    Attributes:
-        tensors: by name, in the order of their bytes.
-        metadata: texts of the writer.
-        end: first byte after the header in the file.
-    """
-
-    tensors: dict[str, TensorHeader]
-    metadata: dict[str, str]
-    end: int
+    tensors: dict[str, TensorHeader]  # by name, in the order of their bytes
+    metadata: dict[str, str]  # texts of the writer
+    end: int  # first byte after the header in the file
 
 
 def encode_header(tensors: Mapping[str, TensorHeader], metadata: Mapping[str, str]) -> bytes:

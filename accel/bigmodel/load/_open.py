@@ -48,18 +48,12 @@ _LARGEST_INDEX = 64 << 20
 
 
 class WeightFiles(NamedTuple):
-    """Files that together hold weights.
+    """Files that together hold weights."""
 
-    Attributes:
-        kind: their format.
-        folder: their place.
-        names: names of the files; none of a checkpoint, whose manifest lists them.
-        listed: the file of each tensor by name, from an index; empty without one.
-    """
-
-    kind: Kind
-    folder: Place
-    names: tuple[str, ...]
+    kind: Kind  # their format
+    folder: Place  # their place
+    names: tuple[str, ...]  # names of the files; none of a checkpoint, whose manifest lists them
+    # The file of each tensor by name, from an index; empty without one.
     listed: Mapping[str, str] = MappingProxyType({})
 
 

@@ -45,15 +45,10 @@ Homes = Mapping[str, int | None]
 
 
 class Homeless(NamedTuple):
-    """Segments for which no place is left.
+    """Segments for which no place is left."""
 
-    Attributes:
-        least: the smallest limit of the host, or of the first place that has one, with which they all have a home.
-        error: the refusal.
-    """
-
-    least: int
-    error: PlacementError
+    least: int  # the smallest limit of the host, or of the first place that has one, with which they all have a home
+    error: PlacementError  # the refusal
 
 
 def choose_homes(

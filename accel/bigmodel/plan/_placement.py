@@ -16,25 +16,15 @@ _MOST_SIZES = 12  # of slots that are tried
 
 
 class Sizes(NamedTuple):
-    """A segment's bytes of memory.
+    """A segment's bytes of memory."""
 
-    Attributes:
-        name: of the segment.
-        moving: bytes that stream.
-        fixed: bytes that stay on the computing device.
-        rows: whether only rows of it stream, without a slot.
-        at_home: bytes that it takes in a home other than the computing device.
-        resident: bytes of `moving` that it takes while it stays: fewer if it is cast.
-        casting: further bytes of a call that casts it while it stays.
-    """
-
-    name: str
-    moving: int
-    fixed: int
-    rows: bool
-    at_home: int
-    resident: int
-    casting: int
+    name: str  # of the segment
+    moving: int  # bytes that stream
+    fixed: int  # bytes that stay on the computing device
+    rows: bool  # whether only rows of it stream, without a slot
+    at_home: int  # bytes that it takes in a home other than the computing device
+    resident: int  # bytes of `moving` that it takes while it stays: fewer if it is cast
+    casting: int  # further bytes of a call that casts it while it stays
 
 
 def sizes_of(segment: Segment) -> Sizes:
@@ -225,15 +215,10 @@ class Units:
 
 
 class TooSmall(NamedTuple):
-    """A device without room.
+    """A device without room."""
 
-    Attributes:
-        device: the device of all that needs the fewest further bytes.
-        least: its smallest limit with which the model runs, given those of the others.
-    """
-
-    device: str
-    least: int
+    device: str  # the device of all that needs the fewest further bytes
+    least: int  # its smallest limit with which the model runs, given those of the others
 
 
 def divide_resident(units: Units, limits: Mapping[str, int], fill: Fill) -> Cuts | None:

@@ -24,13 +24,9 @@ class Named(Protocol):
 
 
 class NoMemory:
-    """Base of tensors without memory, before `torch.Tensor`.
+    """Base of tensors without memory, before `torch.Tensor`."""
 
-    Attributes:
-        origin: the place of the values.
-    """
-
-    origin: Named
+    origin: Named  # the place of the values
 
     def untyped_storage(self) -> NoReturn:
         """Refuse: safetensors and save_pretrained of transformers ask for it."""

@@ -194,25 +194,15 @@ def put_table(task: Task, supply: Supply, fetches: Fetches, opened: ExitStack) -
 
 
 class Streaming(NamedTuple):
-    """The streamed segments of one device.
+    """The streamed segments of one device."""
 
-    Attributes:
-        segments: tasks of the weights that move, by segment, in the planned order.
-        supplies: supplies of weights by name.
-        fetches: counts by segment.
-        slots: the device's slots.
-        streams: the door to the computing device.
-        prefetch: whether blocks are fetched ahead of their use.
-        casts: whether the blocks stay on the device, and are cast there.
-    """
-
-    segments: dict[str, list[Task]]
-    supplies: dict[str, Supply]
-    fetches: dict[str, Fetches]
-    slots: list[Slot]
-    streams: DeviceStreams
-    prefetch: bool
-    casts: bool = False
+    segments: dict[str, list[Task]]  # tasks of the weights that move, by segment, in the planned order
+    supplies: dict[str, Supply]  # supplies of weights by name
+    fetches: dict[str, Fetches]  # counts by segment
+    slots: list[Slot]  # the device's slots
+    streams: DeviceStreams  # the door to the computing device
+    prefetch: bool  # whether blocks are fetched ahead of their use
+    casts: bool = False  # whether the blocks stay on the device, and are cast there
 
 
 def put_blocks(model: nn.Module, streaming: Streaming, opened: ExitStack) -> dict[str, Block]:

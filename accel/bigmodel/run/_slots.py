@@ -30,36 +30,22 @@ SlotPlace: TypeAlias = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, to
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BlockWeight:
-    """One place of a weight in the model.
+    """One place of a weight in the model."""
 
-    Attributes:
-        registry: the dict of parameters or buffers of the module that has it.
-        key: its name there.
-        absent: the placeholder, while the block does not run; of a part that of the packed weight.
-        whole: the packed weight that it is a part of; None for a parameter or buffer.
-        part: name of the part.
-    """
-
-    registry: dict[str, Any]
-    key: str
-    absent: torch.Tensor
-    whole: PackedWeight | None = None
-    part: str = ""
+    registry: dict[str, Any]  # the dict of parameters or buffers of the module that has it
+    key: str  # its name there
+    absent: torch.Tensor  # the placeholder, while the block does not run; of a part that of the packed weight
+    whole: PackedWeight | None = None  # the packed weight that it is a part of; None for a parameter or buffer
+    part: str = ""  # name of the part
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StreamedWeight:
-    """A weight of a streamed block.
+    """A weight of a streamed block."""
 
-    Attributes:
-        supply: the place of its bytes.
-        offset: its first byte in a slot.
-        holders: its places in the model; several where it is tied.
-    """
-
-    supply: Supply
-    offset: int
-    holders: tuple[BlockWeight, ...]
+    supply: Supply  # the place of its bytes
+    offset: int  # its first byte in a slot
+    holders: tuple[BlockWeight, ...]  # its places in the model; several where it is tied
 
 
 @dataclass(eq=False, slots=True)
@@ -104,43 +90,27 @@ class Block:
 
 @dataclass(eq=False, slots=True)
 class SlotView:
-    """Tensors of a block on a slot, made once: addresses stay, so that compiled code and captured graphs hold.
+    """Tensors of a block on a slot, made once: addresses stay, so that compiled code and captured graphs hold."""
 
-    Attributes:
-        tensors: by weight of the block.
-        places: places in the model.
-    """
-
-    tensors: Sequence[torch.Tensor]
-    places: Sequence[SlotPlace]
+    tensors: Sequence[torch.Tensor]  # by weight of the block
+    places: Sequence[SlotPlace]  # places in the model
 
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """Memory for one block at a time.
+    """Memory for one block at a time."""
 
-    Attributes:
-        memory: bytes on the computing device.
-        staging: bytes of pinned host memory on the way to it; the same tensor where none are needed.
-        block: the block that it holds, or is being filled with.
-        ready: whether the fill has ended.
-        failed: error of the fill.
-        users: number of running calls that use it; above 0 it is not filled anew.
-        version: count of changes that torch saw when the fill ended.
-        filled: event of the device after the fill.
-        left: events of the device after the last calls that used it, by stream.
-        kept: streams whose work is done before the allocator may give the memory away.
-    """
-
-    memory: torch.Tensor
-    staging: torch.Tensor
-    block: Block | None = None
-    ready: bool = False
-    failed: BaseException | None = None
-    users: int = 0
-    version: int = 0
-    filled: DeviceEvent | None = None
+    memory: torch.Tensor  # bytes on the computing device
+    staging: torch.Tensor  # bytes of pinned host memory on the way to it; the same tensor where none are needed
+    block: Block | None = None  # the block that it holds, or is being filled with
+    ready: bool = False  # whether the fill has ended
+    failed: BaseException | None = None  # error of the fill
+    users: int = 0  # number of running calls that use it; above 0 it is not filled anew
+    version: int = 0  # count of changes that torch saw when the fill ended
+    filled: DeviceEvent | None = None  # event of the device after the fill
+    # Events of the device after the last calls that used it, by stream.
     left: dict[int, DeviceEvent] = field(default_factory=dict[int, DeviceEvent])
+    # Streams whose work is done before the allocator may give the memory away.
     kept: set[int] = field(default_factory=set[int])
     views: dict[int, SlotView] = field(default_factory=dict[int, SlotView])
 

@@ -22,17 +22,11 @@ from accel.errors._base import describe, rebuild
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BlockCall:
-    """A call of a block.
+    """A call of a block."""
 
-    Attributes:
-        block: the block.
-        slot: the slot that the call uses; None if its weights are fetched one by one.
-        plain: whether autograd records nothing, so that the slot's tensors may be in the model.
-    """
-
-    block: Block
-    slot: Slot | None
-    plain: bool
+    block: Block  # the block
+    slot: Slot | None  # the slot that the call uses; None if its weights are fetched one by one
+    plain: bool  # whether autograd records nothing, so that the slot's tensors may be in the model
 
 
 def drop_abandoned(calls: list[BlockCall], release: Callable[[BlockCall], None]) -> None:

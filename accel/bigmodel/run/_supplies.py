@@ -81,22 +81,15 @@ class TensorSource:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Supply:
-    """Place of a weight's bytes between uses.
+    """Place of a weight's bytes between uses."""
 
-    Attributes:
-        name: name of the weight in the source.
-        shape: sizes of the weight.
-        dtype: dtype in which the model computes.
-        tensor: the values, in host memory, a mapped file, or on the computing device; None where the source reads them.
-        source: reads the values where `tensor` is None.
-        files: the source of a mapped `tensor`, which knows whether its file has been rewritten; None for other tensors.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    name: str  # name of the weight in the source
+    shape: tuple[int, ...]  # sizes of the weight
+    dtype: torch.dtype  # dtype in which the model computes
+    # The values, in host memory, a mapped file, or on the computing device; None where the source reads them.
     tensor: torch.Tensor | None
-    source: WeightSource | None
+    source: WeightSource | None  # reads the values where `tensor` is None
+    # The source of a mapped `tensor`, which knows whether its file has been rewritten; None for other tensors.
     files: Watched | None = None
 
     @property
@@ -178,24 +171,16 @@ _SHOWN = 5
 
 
 class Task(NamedTuple):
-    """A weight, and how the model gets it.
+    """A weight, and how the model gets it."""
 
-    Attributes:
-        weight: the weight.
-        segment: its segment.
-        way: "resident" on the computing device, "cast" there for each call, "mapped" in place, "streamed" through
-            slots, or "rows" looked up.
-        home: place of its bytes between uses.
-        device: the computing device.
-        places: its places in the model.
-    """
-
-    weight: Weight
-    segment: Segment
+    weight: Weight  # the weight
+    segment: Segment  # its segment
+    # "resident" on the computing device, "cast" there for each call, "mapped" in place, "streamed" through slots,
+    # or "rows" looked up.
     way: Way
-    home: str
-    device: torch.device
-    places: tuple[WeightPlace, ...]
+    home: str  # place of its bytes between uses
+    device: torch.device  # the computing device
+    places: tuple[WeightPlace, ...]  # its places in the model
 
 
 def list_tasks(

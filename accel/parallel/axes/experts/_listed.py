@@ -94,13 +94,9 @@ def calls_around(module: nn.Module) -> ExpertCalls | None:
 
 
 class ListedExpert(Mixin):
-    """An expert of a list, whose calls are collected.
+    """An expert of a list, whose calls are collected."""
 
-    Attributes:
-        accel_calls: calls of the list's experts; of the instance.
-    """
-
-    accel_calls: ExpertCalls
+    accel_calls: ExpertCalls  # calls of the list's experts; of the instance
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Answer a call of the loop, or run."""
@@ -132,13 +128,9 @@ class ListedExperts(Mixin):
 
 
 class ListedBlock(Mixin):
-    """A module whose forward has the loop over a list of experts.
+    """A module whose forward has the loop over a list of experts."""
 
-    Attributes:
-        accel_run_block: `run_block`, hidden from torch.compile.
-    """
-
-    accel_run_block: Run
+    accel_run_block: Run  # `run_block`, hidden from torch.compile
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the loop twice, with the experts between. A collective along `ep`, as its backward."""
@@ -268,17 +260,11 @@ def _used(called: Tensor, mesh: DeviceMesh) -> set[int]:
 
 
 class _Weight(NamedTuple):
-    """A parameter of an expert.
+    """A parameter of an expert."""
 
-    Attributes:
-        module: module that has it.
-        name: name in the module.
-        spread: its parts on all ranks.
-    """
-
-    module: nn.Module
-    name: str
-    spread: DTensor
+    module: nn.Module  # module that has it
+    name: str  # name in the module
+    spread: DTensor  # its parts on all ranks
 
 
 def _named(expert: nn.Module) -> list[_Weight]:

@@ -27,20 +27,13 @@ FIX = "Pass accel.prepare(..., example=batch), a batch like this one, so that th
 
 
 class Planned(NamedTuple):
-    """Stages of a model before its first batch.
+    """Stages of a model before its first batch."""
 
-    Attributes:
-        units: paths of the modules whose calls are recorded.
-        starts: path of the module at which each stage begins, and the number of its earlier calls; None without a
-            record.
-        holds: names of the parameters and buffers of each stage.
-        own: paths of the units that each stage calls.
-    """
-
-    units: tuple[str, ...]
+    units: tuple[str, ...]  # paths of the modules whose calls are recorded
+    # Path of the module at which each stage begins, and the number of its earlier calls; None without a record.
     starts: tuple[tuple[str, int], ...] | None
-    holds: tuple[frozenset[str], ...]
-    own: tuple[tuple[str, ...], ...]
+    holds: tuple[frozenset[str], ...]  # names of the parameters and buffers of each stage
+    own: tuple[tuple[str, ...], ...]  # paths of the units that each stage calls
 
 
 def recorded(model: nn.Module, units: Sequence[str], batch: MicroBatch, containers: Containers = ()) -> ForwardRecord:

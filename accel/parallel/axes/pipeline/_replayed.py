@@ -65,13 +65,9 @@ class Replay(NamedTuple):
 
 
 class Calls:
-    """Answers to the calls of a model's units, by the run of a stage while there is one.
+    """Answers to the calls of a model's units, by the run of a stage while there is one."""
 
-    Attributes:
-        run: the run that answers now; None outside of the stages' forwards and backwards.
-    """
-
-    run: StageRun | None = None
+    run: StageRun | None = None  # the run that answers now; None outside of the stages' forwards and backwards
 
     def of(self, path: str) -> Callable[[nn.Module, Plain, tuple[Any, ...], dict[str, Any]], Any]:
         """Return the answer to the calls of one unit."""

@@ -82,15 +82,10 @@ _SEQUENCE: tuple[Dimension, ...] = ("context", "sequence")
 
 
 class ShardAxes(NamedTuple):
-    """Axes of a mesh by number, in the mesh's order.
+    """Axes of a mesh by number, in the mesh's order."""
 
-    Attributes:
-        replicas: along these, ranks hold the same shards.
-        shards: along these, each rank holds shards of its own.
-    """
-
-    replicas: tuple[int, ...]
-    shards: tuple[int, ...]
+    replicas: tuple[int, ...]  # along these, ranks hold the same shards
+    shards: tuple[int, ...]  # along these, each rank holds shards of its own
 
 
 def shard_axes(
@@ -221,15 +216,10 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, _NormBase)  # not RMSNorm, which takes any
 
 
 class WireFormat(NamedTuple):
-    """Formats in which a unit's tensors travel; None for their own.
+    """Formats in which a unit's tensors travel; None for their own."""
 
-    Attributes:
-        gather: dtype of the gathered parameters, and so of the computation.
-        reduce: dtype of gradients while they are summed.
-    """
-
-    gather: torch.dtype | None
-    reduce: torch.dtype | None
+    gather: torch.dtype | None  # dtype of the gathered parameters, and so of the computation
+    reduce: torch.dtype | None  # dtype of gradients while they are summed
 
 
 def check_formats(gather: WireDtype, precision: Precision) -> None:

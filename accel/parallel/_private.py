@@ -7,7 +7,9 @@ A test looks for each of them in the torch that is installed, and in the package
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
@@ -31,7 +33,7 @@ PRIVATE = {
     "torch._C._distributed_c10d.Reducer": ("_rebuild_buckets", "_set_mixed_precision_param_dtype"),
     "torch.Tensor": ("_is_view", "_backward_hooks", "_post_accumulate_grad_hooks", "_make_wrapper_subclass"),
     "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod",),
-    "torch": ("_disable_dynamo", "_weight_norm"),  # torch.compiler.disable, without importing the compiler at once
+    "torch": ("_weight_norm",),
     "torch.nn.Module": (
         "_parameters",
         "_modules",
@@ -80,8 +82,18 @@ alias: Callable[[torch.Tensor], torch.Tensor] = cast(Any, torch).ops.aten.alias.
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that torch.compile does not trace, but breaks its graph at."""
-    return cast(Any, torch)._disable_dynamo(function)
+    """Return a function at which torch.compile breaks its graph. A call does not import the compiler."""
+    disabled: list[Callable[P, R]] = []
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "torch._dynamo" not in sys.modules:  # nobody has compiled anything yet
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(cast(Any, torch.compiler).disable(function))
+        return disabled[0](*args, **kwargs)
+
+    return call
 
 
 def rebuild_buckets(replica: object) -> None:

@@ -237,8 +237,8 @@ def divide_resident(units: Units, limits: Mapping[str, int], fill: Fill) -> Cuts
 
     if packed(_SHARES, _SHARES) is None or fill == "sequential":
         return packed(_SHARES, _SHARES)
-    low = _first(_SHARES, lambda low: packed(low, _SHARES) is not None)
-    return packed(low, _first(_SHARES, lambda share: packed(low, share) is not None))
+    low = first_working(0, _SHARES, lambda low: packed(low, _SHARES) is not None)
+    return packed(low, first_working(0, _SHARES, lambda share: packed(low, share) is not None))
 
 
 def divide_streamed(units: Units, limits: Mapping[str, int], fill: Fill) -> Cuts | TooSmall:
@@ -271,9 +271,8 @@ def _too_small(units: Units, limits: Mapping[str, int], ends: Sequence[int]) -> 
     return min(found)[1]
 
 
-def _first(most: int, works: Callable[[int], bool]) -> int:
-    """Return the first number from 0 that works, `most` for none below it."""
-    low = 0
+def first_working(low: int, most: int, works: Callable[[int], bool]) -> int:
+    """Return the first number from `low` on that works, as all after it do; `most` if none below it does."""
     while low < most:
         middle = (low + most) // 2
         if works(middle):
@@ -285,4 +284,4 @@ def _first(most: int, works: Callable[[int], bool]) -> int:
 
 def _last(most: int, works: Callable[[int], bool]) -> int:
     """Return the last number up to `most` that works, 0 at least."""
-    return _first(most, lambda number: not works(number + 1))
+    return first_working(0, most, lambda number: not works(number + 1))

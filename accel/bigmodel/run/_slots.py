@@ -14,7 +14,7 @@ from torch import nn
 from typing_extensions import override
 
 from accel.bigmodel.run._absent import in_form_of, may_hold_statistics
-from accel.bigmodel.run._places import PackedWeight
+from accel.bigmodel.run._places import PackedWeight, WeightPlace
 from accel.bigmodel.run._supplies import Supply, fill
 from accel.comm._streams import DeviceEvent, DeviceStream, DeviceStreams
 from accel.errors import StreamError
@@ -29,23 +29,13 @@ SlotPlace: TypeAlias = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, to
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class BlockWeight:
-    """One place of a weight in the model."""
-
-    registry: dict[str, Any]  # the dict of parameters or buffers of the module that has it
-    key: str  # its name there
-    absent: torch.Tensor  # the placeholder, while the block does not run; of a part that of the packed weight
-    whole: PackedWeight | None = None  # the packed weight that it is a part of; None for a parameter or buffer
-    part: str = ""  # name of the part
-
-
-@dataclass(frozen=True, eq=False, slots=True)
 class StreamedWeight:
     """A weight of a streamed block."""
 
     supply: Supply  # the place of its bytes
     offset: int  # its first byte in a slot
-    holders: tuple[BlockWeight, ...]  # its places in the model; several where it is tied
+    places: tuple[WeightPlace, ...]  # its places in the model; several where it is tied
+    absent: torch.Tensor  # the placeholder there while the block does not run; for a part, the packed weight's
 
 
 @dataclass(eq=False, slots=True)
@@ -211,26 +201,24 @@ def _view(memory: torch.Tensor, block: Block) -> SlotView:
     tensors: list[torch.Tensor] = []
     places: list[SlotPlace] = []
     views: dict[int, dict[str, torch.Tensor]] = {}
-    wholes: dict[int, BlockWeight] = {}
+    wholes: dict[int, tuple[PackedWeight, torch.Tensor]] = {}
     for weight in block.weights:
         tensor = part(memory, weight)
-        first = weight.holders[0]
-        if first.whole is not None:
-            views.setdefault(id(first.whole), {})[first.part] = tensor
-            wholes[id(first.whole)] = first
-            tensors.append(tensor)
-            continue
         tensors.append(tensor)
-        if may_hold_statistics(first.absent):
+        whole = weight.places[0].whole
+        if whole is not None:
+            views.setdefault(id(whole), {})[weight.places[0].part] = tensor
+            wholes[id(whole)] = whole, weight.absent
+            continue
+        if may_hold_statistics(weight.absent):
             continue  # torch writes those unseen; a placeholder refuses that
-        there = in_form_of(first.absent, tensor).requires_grad_(False)
+        there = in_form_of(weight.absent, tensor).requires_grad_(False)
         # `put_out` compares memories to find an assignment to .data; a DTensor has none of its own.
         own = None if is_dtensor(there) else tensor
-        places += [(each.registry, each.key, each.absent, there, own) for each in weight.holders]
-    for key, holder in wholes.items():
-        assert holder.whole is not None
-        made = holder.whole.made(views[key])
-        places += [(registry, name, holder.absent, made, None) for registry, name in holder.whole.places]
+        places += [(each.registry, each.key, weight.absent, there, own) for each in weight.places]
+    for key, (whole, absent) in wholes.items():
+        made = whole.made(views[key])
+        places += [(registry, name, absent, made, None) for registry, name in whole.places]
     return SlotView(tensors, places)
 
 

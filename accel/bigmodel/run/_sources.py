@@ -78,7 +78,7 @@ def with_scratch(
     # A file a segment, in the order in which blocks stream.
     for task in tasks:
         if task.home == "disk" and task.way != "resident" and has_values(task.places[0].tensor):
-            groups.setdefault(task.segment.name, {})[task.weight.name] = stored_as(task)
+            groups.setdefault(task.segment.name, {})[task.weight.name] = stored_as(task, task.places[0].tensor.detach())
     if not groups:
         return source
     try:

@@ -438,11 +438,6 @@ class Stream:
         """Whether `close` was called."""
         return self._closed
 
-    def check_open(self, where: str) -> None:
-        """Raise `StreamError` if the stream is closed."""
-        if self._closed:
-            raise closed_model(where)
-
     def close(self) -> None:
         """End the feeder, and wake threads that wait for a block, which raise. Idempotent."""
         with self._lock:

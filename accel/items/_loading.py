@@ -49,8 +49,7 @@ from accel.items._source import (
     LoadTransform,
     Problems,
     Wanted,
-    apply_changes,
-    undo_changes,
+    apply_on_all_ranks,
 )
 from accel.items._value import VALUE
 from accel.metrics import Metrics, StepStatistics
@@ -266,15 +265,7 @@ class _Loading:
         """Read the tensors, then change the items. Mutates them; an error before `copying` leaves them unchanged."""
         matching = self._matching
         assert matching is not None
-        applied: list[Change] = []
-        try:
-            with agreed(self._ctx.comm, self._call("applying")):
-                changes = matching.read()
-                apply_changes(changes)
-                applied = changes
-        except BaseException:
-            undo_changes(applied)
-            raise
+        apply_on_all_ranks(self._ctx.comm, self._call("applying"), matching.read)
         with agreed(self._ctx.comm, self._call("copying")):
             matching.finish()
         source = matching.source

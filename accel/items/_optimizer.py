@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, cast
@@ -68,29 +68,15 @@ class OptimizerValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return all encoded values."""
         return [self.state, self.rest, [group.options for group in self.groups]]
 
-    def renamed(self, moved: Mapping[str, str]) -> OptimizerValue:
-        """Return the value with other names for some parameters."""
-        return OptimizerValue(
-            groups=tuple(
-                ParameterGroup(tuple(moved.get(each, each) for each in group.params), group.options)
-                for group in self.groups
-            ),
-            params={moved.get(each, each): held for each, held in self.params.items()},
-            state={moved.get(each, each): held for each, held in self.state.items()},
-            rest=self.rest,
-        )
-
-    def part(self, names: Iterable[str]) -> OptimizerValue:
-        """Return the value with some of the parameters only."""
-        held = set(names)
-        return OptimizerValue(
-            groups=tuple(
-                ParameterGroup(tuple(n for n in group.params if n in held), group.options) for group in self.groups
-            ),
-            params={name: each for name, each in self.params.items() if name in held},
-            state={name: each for name, each in self.state.items() if name in held},
-            rest=self.rest,
-        )
+    def named(self, name_of: Callable[[str], str | None]) -> OptimizerValue:
+        """Return the value with other names for its parameters, without those whose new name is None."""
+        groups = [
+            ParameterGroup(tuple(new for name in group.params if (new := name_of(name)) is not None), group.options)
+            for group in self.groups
+        ]
+        params = {new: held for name, held in self.params.items() if (new := name_of(name)) is not None}
+        state = {new: held for name, held in self.state.items() if (new := name_of(name)) is not None}
+        return OptimizerValue(tuple(groups), params, state, self.rest)
 
 
 def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -264,10 +250,10 @@ class OptimizerLoad(ItemLoad):
         """Compare parameters and groups, and find the parameter of each stored tensor."""
         source, listed = self.source, named_parameters(self.live, self.source.parameters)
         moved = {old: new for new, old in reversed(source.file_names.items()) if old not in source.file_names}
-        stored = self._read_value().renamed(moved)
+        stored = self._read_value().named(lambda name: moved.get(name, name))
         if self.name in source.parts:
             source.left |= {f"{self.name}: parameter {each}" for each in stored.params.keys() - listed.keys()}
-            stored = stored.part(listed)
+            stored = stored.named(lambda name: name if name in listed else None)
         fitting = self._compare_parameters(stored, listed)
         if self.problems and not source.options.strict:
             stored = self._in_part(stored, listed, fitting)

@@ -21,6 +21,7 @@ from accel.checkpoint._live_tensors import held_box
 from accel.checkpoint._manifest import Item, ItemKind, tensors_in
 from accel.checkpoint._read import Saved
 from accel.checkpoint._records import Classes, named_classes
+from accel.comm import Call, Comm, agreed
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.items._rng import Row, with_parts
@@ -95,6 +96,19 @@ def apply_changes(changes: Sequence[Change]) -> None:
                 where=change.where,
                 fix=f"Build it the way it was when it was saved; {kept}.",
             ) from error
+
+
+def apply_on_all_ranks(comm: Comm, call: Call, find: Callable[[], Sequence[Change]]) -> None:
+    """Make the changes that a function returns, on every rank or on none. A collective."""
+    applied: Sequence[Change] = ()
+    try:
+        with agreed(comm, call):
+            changes = find()
+            apply_changes(changes)
+            applied = changes
+    except BaseException:
+        _ = undo_changes(applied)
+        raise
 
 
 def undo_changes(changes: Sequence[Change]) -> bool:

@@ -298,6 +298,31 @@ def wrapped_name(module: nn.Module) -> str | None:
     return "_orig_mod" if compiled else None
 
 
+def clean_name(module: nn.Module, raw: str) -> str:
+    """Return a name in a module without the steps of wrappers."""
+    return name_and_owner(module, raw)[0]
+
+
+def name_and_owner(module: nn.Module, raw: str) -> tuple[str, nn.Module]:
+    """Return a name without the steps of wrappers, and the innermost submodule on the way."""
+    kept: list[str] = []
+    node = module
+    for part in raw.split("."):
+        if part != wrapped_name(node):
+            kept.append(part)
+        child = getattr(node, part, None)
+        node = child if isinstance(child, nn.Module) else node
+    return ".".join(kept), node
+
+
+def reshard(model: nn.Module) -> None:
+    """Let `fully_shard` drop gathered weights, which are stale once their shards change."""
+    for module in model.modules():
+        kind = type(module)
+        if hasattr(kind, "reshard") and hasattr(kind, "set_requires_gradient_sync"):
+            cast(Any, module).reshard()
+
+
 def held_by(model: nn.Module) -> EngineGradients | None:
     """Return the gradients that an engine holds of a model, from under wrappers; None if no engine does."""
     at: nn.Module | None = model

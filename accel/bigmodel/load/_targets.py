@@ -19,9 +19,8 @@ from accel.bigmodel.plan import STORES, DeviceMap, check_map
 from accel.checkpoint._boxes import Box, whole
 from accel.checkpoint._live_tensors import held_box
 from accel.errors import CheckpointError, ConfigError, StreamError
-from accel.items._module import clean_name, reshard
 from accel.parallel._empty import is_unknown
-from accel.parallel._modules import is_pipelined, unwrap_model
+from accel.parallel._modules import clean_name, is_pipelined, reshard, unwrap_model
 from accel.parallel.axes.pipeline import pipeline_of
 from accel.tensors import become, is_absent, is_dtensor, local_part, packed_weights, split_dims
 

@@ -121,20 +121,13 @@ class _Number(NamedTuple):
 
 
 class _NotedStep(NamedTuple):
-    """A noted operation.
+    """A noted operation."""
 
-    Attributes:
-        operation: the operator.
-        args, kwargs: its arguments, tensors by number.
-        outputs: numbers of its results.
-        changed: numbers of the tensors whose memory it writes.
-    """
-
-    operation: Any
-    args: Any
-    kwargs: Any
-    outputs: Sequence[int]
-    changed: Sequence[int]
+    operation: Any  # the operator
+    args: Any  # its positional arguments, tensors by number
+    kwargs: Any  # its keyword arguments, likewise
+    outputs: Sequence[int]  # numbers of its results
+    changed: Sequence[int]  # numbers of the tensors whose memory it writes
 
 
 class _Facts(NamedTuple):

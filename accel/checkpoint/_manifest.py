@@ -76,31 +76,19 @@ class HostPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A checkpoint's contents.
+    """A checkpoint's contents."""
 
-    Attributes:
-        format: version of this format.
-        accel, torch: versions that wrote it.
-        step, world_size: step and world size of the run that wrote it.
-        files: contents of the folder beside the manifest, by name.
-        tensors: tensors by full name.
-        aliases: other names of tensors.
-        items: items by name.
-        metrics: metrics of the checkpoint, for `Keep`.
-        host: the part in this folder; unset for all of the checkpoint.
-    """
-
-    format: int
-    accel: str
-    torch: str
-    step: Size
-    world_size: Annotated[int, msgspec.Meta(ge=1)]
-    files: dict[str, FileEntry]
-    tensors: dict[str, TensorEntry]
-    aliases: dict[str, str]
-    items: dict[str, Item]
-    metrics: dict[str, float] = {}
-    host: HostPart | msgspec.UnsetType = msgspec.UNSET
+    format: int  # version of this format
+    accel: str  # version of accel that wrote it
+    torch: str  # version of torch that wrote it
+    step: Size  # step of the run that wrote it
+    world_size: Annotated[int, msgspec.Meta(ge=1)]  # world size of that run
+    files: dict[str, FileEntry]  # contents of the folder beside the manifest, by name
+    tensors: dict[str, TensorEntry]  # tensors by full name
+    aliases: dict[str, str]  # other names of tensors
+    items: dict[str, Item]  # items by name
+    metrics: dict[str, float] = {}  # metrics of the checkpoint, for `Keep`
+    host: HostPart | msgspec.UnsetType = msgspec.UNSET  # the part in this folder; unset for all of the checkpoint
 
     @property
     def elsewhere(self) -> dict[str, str]:

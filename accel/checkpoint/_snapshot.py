@@ -140,23 +140,14 @@ def tensor_facts(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """This rank's file of a checkpoint, after all ranks have agreed on the contents.
+    """This rank's file of a checkpoint, after all ranks have agreed on the contents."""
 
-    Attributes:
-        file: name of this rank's file.
-        tensors: its live tensors by name, not copied; empty if this rank writes none.
-        manifest: manifest of the whole checkpoint, or of this host's part, without the files, not yet written.
-        sent: boxes that a rank writes without holding them, each with the rank that sends it.
-        outgoing: those that this rank sends.
-        missing: those that this rank writes once it has received them.
-    """
-
-    file: str
-    tensors: Mapping[str, torch.Tensor]
-    manifest: Manifest
-    sent: Mapping[NamedBox, int]
-    outgoing: Mapping[NamedBox, torch.Tensor]
-    missing: Set[NamedBox]
+    file: str  # name of this rank's file
+    tensors: Mapping[str, torch.Tensor]  # its live tensors by name, not copied; empty if this rank writes none
+    manifest: Manifest  # manifest of the whole checkpoint, or of this host's part, without the files, not yet written
+    sent: Mapping[NamedBox, int]  # boxes that a rank writes without holding them, each with the rank that sends it
+    outgoing: Mapping[NamedBox, torch.Tensor]  # those that this rank sends
+    missing: Set[NamedBox]  # those that this rank writes once it has received them
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,19 +178,13 @@ class Problems:
 
 @dataclass(frozen=True, slots=True)
 class ModuleState:
-    """A module's live state.
+    """A module's live state."""
 
-    Attributes:
-        parameters, buffers: the live tensors by name; tied ones under every name.
-        extras: values of get_extra_state(), by name.
-        owners: the submodule of each extra state.
-        twins: of each parameter that several stages of a pipeline have, its first name in the whole model.
-    """
-
-    parameters: Mapping[str, torch.Tensor]
-    buffers: Mapping[str, torch.Tensor]
-    extras: Mapping[str, Any]
-    owners: Mapping[str, nn.Module]
+    parameters: Mapping[str, torch.Tensor]  # the live parameters by name; tied ones under every name
+    buffers: Mapping[str, torch.Tensor]  # the live buffers, likewise
+    extras: Mapping[str, Any]  # values of get_extra_state(), by name
+    owners: Mapping[str, nn.Module]  # the submodule of each extra state
+    # Of each parameter that several stages of a pipeline have, its first name in the whole model.
     twins: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
@@ -207,40 +201,26 @@ class Captured:
 
 @dataclass(kw_only=True)
 class CheckpointSource:
-    """One checkpoint, as this rank loads it.
+    """One checkpoint, as this rank loads it."""
 
-    Attributes:
-        ctx, saved, options: context, checkpoint and options of the load.
-        file_names: names of modules' tensors in the file, by live name.
-        parameters: full names of the live modules' parameters, by `id`.
-        parts: names of items that are `Part`s.
-        modules: states of the live modules, by item.
-        types: types of the live items and of accel's own records, by which stored records are made.
-        problems: differences that are errors.
-        skipped: differences that `strict=False` allows.
-        counted: allowed differences of items with a summary, which the log has in place of them.
-        summaries: a line for each item that was loaded in part.
-        flags: lines on flags of performance that stay the script's.
-        left: entries of `Part`s that this rank does not load.
-        bases: stored digests and this rank's sums of sharded frozen parameters, by name.
-        rows: rows of ranks, once they have been read: this rank's, or all of another number of ranks on rank 0.
-    """
-
-    ctx: DistContext
-    saved: Saved
-    options: LoadOptions
-    file_names: dict[str, str]
-    parameters: Mapping[int, str]
-    parts: Set[str]
-    modules: Mapping[str, ModuleState]
-    types: Sequence[type]
-    problems: Problems = field(default_factory=Problems)
-    skipped: Problems = field(default_factory=Problems)
+    ctx: DistContext  # context of the load
+    saved: Saved  # the checkpoint
+    options: LoadOptions  # options of the load
+    file_names: dict[str, str]  # names of modules' tensors in the file, by live name
+    parameters: Mapping[int, str]  # full names of the live modules' parameters, by `id`
+    parts: Set[str]  # names of items that are `Part`s
+    modules: Mapping[str, ModuleState]  # states of the live modules, by item
+    types: Sequence[type]  # types of the live items and of accel's own records, by which stored records are made
+    problems: Problems = field(default_factory=Problems)  # differences that are errors
+    skipped: Problems = field(default_factory=Problems)  # differences that `strict=False` allows
+    # Allowed differences of items with a summary, which the log has in place of them.
     counted: Problems = field(default_factory=Problems)
-    summaries: list[str] = field(default_factory=list[str])
-    flags: list[str] = field(default_factory=list[str])
-    left: set[str] = field(default_factory=set[str])
+    summaries: list[str] = field(default_factory=list[str])  # a line for each item that was loaded in part
+    flags: list[str] = field(default_factory=list[str])  # lines on flags of performance that stay the script's
+    left: set[str] = field(default_factory=set[str])  # entries of `Part`s that this rank does not load
+    # Stored digests and this rank's sums of sharded frozen parameters, by name.
     bases: dict[str, tuple[str, Any]] = field(default_factory=dict[str, tuple[str, Any]])
+    # Rows of ranks, once they have been read: this rank's, or all of another number of ranks on rank 0.
     rows: Sequence[Row] = ()
 
     @property
@@ -341,26 +321,17 @@ class CheckpointSource:
 
 @dataclass(kw_only=True, slots=True)
 class ItemLoad(ABC):
-    """One stored item beside the live one; each kind of item implements comparing and reading.
+    """One stored item beside the live one; each kind of item implements comparing and reading."""
 
-    Attributes:
-        name, item: name and entry in the checkpoint.
-        source: the checkpoint.
-        result: its value in the result of `load_state`.
-        problems: differences, found by `compare`.
-        wanted: entries that this rank reads.
-        copies: live tensors, each with the name of the stored one to copy at the end.
-        summary: with strict=False, counts of what was loaded in part, for the log; "" for none.
-    """
-
-    name: str
-    item: Item
-    source: CheckpointSource
-    result: object
-    problems: Problems
-    wanted: list[Wanted] = field(default_factory=list[Wanted])
+    name: str  # name in the checkpoint
+    item: Item  # entry in the checkpoint
+    source: CheckpointSource  # the checkpoint
+    result: object  # its value in the result of `load_state`
+    problems: Problems  # differences, found by `compare`
+    wanted: list[Wanted] = field(default_factory=list[Wanted])  # entries that this rank reads
+    # Live tensors, each with the name of the stored one to copy at the end.
     copies: list[tuple[torch.Tensor, str]] = field(default_factory=list[tuple[torch.Tensor, str]])
-    summary: str = ""
+    summary: str = ""  # with strict=False, counts of what was loaded in part, for the log; "" for none
 
     @abstractmethod
     def compare(self) -> None:

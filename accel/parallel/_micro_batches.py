@@ -22,18 +22,12 @@ class Rows(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """Inputs and targets of one micro-batch.
+    """Inputs and targets of one micro-batch."""
 
-    Attributes:
-        args, kwargs: of the model.
-        targets: of the loss function; None without.
-        rows: its rows in the batch.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    targets: Any
-    rows: Rows
+    args: tuple[Any, ...]  # positional arguments of the model
+    kwargs: Mapping[str, Any]  # its keyword arguments
+    targets: Any  # of the loss function; None without
+    rows: Rows  # its rows in the batch
 
 
 def plan_rows(rows: int, count: int, *, equal: bool) -> list[Rows]:

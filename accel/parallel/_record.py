@@ -39,26 +39,17 @@ Labels = frozenset[Label]
 
 
 class Leaf(msgspec.Struct, frozen=True):
-    """A leaf of what a call returns or leaves behind, or an argument of a call.
+    """A leaf of what a call returns or leaves behind, or an argument of a call."""
 
-    Attributes:
-        dtype: None for a value that is no tensor.
-        shape, stride: of the tensor.
-        device: type of its device.
-        differentiable: whether gradients flow into it.
-        value: the value that is no tensor.
-        same: number of the argument that this leaf is, of the leaves of (args, kwargs); None for a new tensor.
-        changed: whether code between calls changes the tensor in place.
-    """
-
-    dtype: torch.dtype | None = None
-    shape: tuple[int, ...] = ()
-    stride: tuple[int, ...] = ()
-    device: str = "cpu"
-    differentiable: bool = False
-    value: Any = None
+    dtype: torch.dtype | None = None  # None for a value that is no tensor
+    shape: tuple[int, ...] = ()  # sizes of the tensor
+    stride: tuple[int, ...] = ()  # its strides
+    device: str = "cpu"  # type of its device
+    differentiable: bool = False  # whether gradients flow into it
+    value: Any = None  # the value that is no tensor
+    # Number of the argument that this leaf is, of the leaves of (args, kwargs); None for a new tensor.
     same: int | None = None
-    changed: bool = False
+    changed: bool = False  # whether code between calls changes the tensor in place
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Leaf:
@@ -113,34 +104,21 @@ class Tap(NamedTuple):
 
 
 class UnitCall(msgspec.Struct, frozen=True):
-    """A call of a unit.
+    """A call of a unit."""
 
-    Attributes:
-        path: of the module.
-        rebuild: returns the result from its leaves, the first `width` of `leaves`.
-        width: number of leaves of the result.
-        leaves: of the result; then of attributes, arguments, lists and hooks.
-        arguments: by number of the leaf of (args, kwargs), those that may be sent.
-        needs: sources of what it is given and of what it reads, parameters included.
-        stashes, writes, growths, taps: tensors that it leaves behind besides its result.
-        flops: of its forward.
-        reentrant: whether it runs in a checkpoint of the reentrant kind, whose first run has no gradient.
-        cached: growths of the caches of keys and values that it is given.
-    """
-
-    path: str
-    rebuild: Callable[[Sequence[Any]], Any]
-    width: int
-    leaves: tuple[Leaf, ...]
-    arguments: Mapping[int, Argument]
-    needs: Labels
-    stashes: tuple[Stash, ...] = ()
-    writes: tuple[Write, ...] = ()
-    growths: tuple[Growth, ...] = ()
-    taps: tuple[Tap, ...] = ()
-    flops: float = 0.0
-    reentrant: bool = False
-    cached: tuple[CacheGrowth, ...] = ()
+    path: str  # of the module
+    rebuild: Callable[[Sequence[Any]], Any]  # returns the result from its leaves, the first `width` of `leaves`
+    width: int  # number of leaves of the result
+    leaves: tuple[Leaf, ...]  # of the result; then of attributes, arguments, lists and hooks
+    arguments: Mapping[int, Argument]  # by number of the leaf of (args, kwargs), those that may be sent
+    needs: Labels  # sources of what it is given and of what it reads, parameters included
+    stashes: tuple[Stash, ...] = ()  # values with tensors that it leaves in attributes
+    writes: tuple[Write, ...] = ()  # arguments that it changes in place
+    growths: tuple[Growth, ...] = ()  # items that it adds to lists and dictionaries
+    taps: tuple[Tap, ...] = ()  # results that hooks within it are given
+    flops: float = 0.0  # of its forward
+    reentrant: bool = False  # whether it runs in a checkpoint of the reentrant kind, whose first run has no gradient
+    cached: tuple[CacheGrowth, ...] = ()  # growths of the caches of keys and values that it is given
 
 
 class RunningCall:

@@ -37,19 +37,13 @@ class PrepareCall(NamedTuple):
 
 
 class ModelRefusal(NamedTuple):
-    """A kind of model that `prepare` refuses, as a row of a table.
+    """A kind of model that `prepare` refuses, as a row of a table."""
 
-    Attributes:
-        problem, expected, fix: of the error.
-        when: finds it in a call; None if it is not there. No communication.
-        error: class of the error.
-    """
-
-    problem: str
-    when: Callable[[PrepareCall], RefusedFact | None]
-    fix: str
-    expected: str = ""
-    error: type[AccelError] = PrepareError
+    problem: str  # what is wrong, for the error
+    when: Callable[[PrepareCall], RefusedFact | None]  # finds it in a call; None if it is not there. No communication
+    fix: str  # what to do, for the error
+    expected: str = ""  # what is right, for the error
+    error: type[AccelError] = PrepareError  # class of the error
 
 
 def refused(asked: PrepareCall, rows: Iterable[ModelRefusal]) -> list[AccelError]:

@@ -72,18 +72,12 @@ def _copied(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class _Span(NamedTuple):
-    """The part of a storage that holds a gradient.
+    """The part of a storage that holds a gradient."""
 
-    Attributes:
-        start, end: in bytes, without the end.
-        part: this rank's elements.
-        parameter: parameter of the gradient.
-    """
-
-    start: int
-    end: int
-    part: torch.Tensor
-    parameter: torch.Tensor
+    start: int  # its first byte
+    end: int  # the byte behind its last
+    part: torch.Tensor  # this rank's elements
+    parameter: torch.Tensor  # parameter of the gradient
 
     @property
     def is_dense(self) -> bool:

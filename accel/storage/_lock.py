@@ -30,18 +30,12 @@ _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """The process that holds a lock.
+    """The process that holds a lock."""
 
-    Attributes:
-        host, pid: the process.
-        started: its start in clock ticks of the system; "" where unknown.
-        since: when it took the lock, in UTC.
-    """
-
-    host: str
-    pid: int
-    started: str
-    since: str
+    host: str  # its host
+    pid: int  # its number there
+    started: str  # its start in clock ticks of the system; "" where unknown
+    since: str  # when it took the lock, in UTC
 
 
 class FolderLock:

@@ -114,22 +114,14 @@ _MARKS = {"cpu": "c", "mmap": "m", "disk": "d"}  # of segments away from their d
 
 
 class _Kind(NamedTuple):
-    """Facts that the segments of a line share.
+    """Facts that the segments of a line share."""
 
-    Attributes:
-        path: of the list that holds them.
-        home, runs: places.
-        way: to the device.
-        size: bytes of each.
-        seconds: copy and compute of each; those that are known.
-    """
-
-    path: str
-    home: str
-    runs: str
-    way: str
-    size: int
-    seconds: tuple[float, ...]
+    path: str  # of the list that holds them
+    home: str  # place between uses
+    runs: str  # computing device
+    way: str  # to the device
+    size: int  # bytes of each
+    seconds: tuple[float, ...]  # copy and compute of each; those that are known
 
 
 def explain(

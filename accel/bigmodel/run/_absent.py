@@ -68,14 +68,10 @@ class AbsentTensor(torch.Tensor):
     """A tensor without memory; an operator that reads it gets the values, and a view of it is absent too.
 
     What autograd saves of such a view holds no memory either, and the backward pass fetches the values again.
-
-    Attributes:
-        origin: the place of the values.
-        steps: the views that lead from the weight to this tensor.
     """
 
-    origin: Origin
-    steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
+    origin: Origin  # the place of the values
+    steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...]  # the views that lead from the weight to this tensor
 
     # torch's default would turn the results of functions into this class
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore

@@ -27,19 +27,12 @@ from accel.tensors import is_dtensor
 
 @dataclass(eq=False, slots=True)
 class Fetches:
-    """Counts of what a segment's weights moved outside of calls of blocks.
+    """Counts of what a segment's weights moved outside of calls of blocks."""
 
-    Attributes:
-        fetches: number of whole weights.
-        fetched_bytes: bytes of them.
-        rows: number of rows.
-        rows_bytes: bytes of them.
-    """
-
-    fetches: int = 0
-    fetched_bytes: int = 0
-    rows: int = 0
-    rows_bytes: int = 0
+    fetches: int = 0  # number of whole weights
+    fetched_bytes: int = 0  # bytes of them
+    rows: int = 0  # number of rows
+    rows_bytes: int = 0  # bytes of them
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fetched(self, nbytes: int) -> None:

@@ -40,34 +40,22 @@ class StreamedWeight:
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A streamed segment.
+    """A streamed segment."""
 
-    Attributes:
-        index: its number in the planned order.
-        name: path of the module.
-        module: the module.
-        weights: the weights that move.
-        slot: the slot that holds it, or is being filled with it.
-        waiting: number of calls that wait for it; above 0 its slot is not filled with another.
-        absents: number of running calls that need placeholders, because autograd may keep what they use.
-        placed: places in the model that now hold the slot's tensors; empty while it holds placeholders.
-        is_replaced: whether a call has put other tensors in such places, or other memory into the slot's.
-        hits, waits, waited_s, moved_bytes: counts of `RunStats`.
-    """
-
-    index: int
-    name: str
-    module: nn.Module
-    weights: Sequence[StreamedWeight] = ()
-    slot: Slot | None = None
-    waiting: int = 0
-    absents: int = 0
+    index: int  # its number in the planned order
+    name: str  # path of the module
+    module: nn.Module  # the module
+    weights: Sequence[StreamedWeight] = ()  # the weights that move
+    slot: Slot | None = None  # the slot that holds it, or is being filled with it
+    waiting: int = 0  # number of calls that wait for it; above 0 its slot is not filled with another
+    absents: int = 0  # number of running calls that need placeholders, because autograd may keep what they use
+    # Places in the model that now hold the slot's tensors; empty while it holds placeholders.
     placed: Sequence[SlotPlace] = ()
-    is_replaced: bool = False
-    hits: int = 0
-    waits: int = 0
-    waited_s: float = 0.0
-    moved_bytes: int = 0
+    is_replaced: bool = False  # whether a call has put other tensors in such places, or other memory into the slot's
+    hits: int = 0  # calls that found the weights on the slot
+    waits: int = 0  # calls that did not
+    waited_s: float = 0.0  # seconds in which calls waited for the weights
+    moved_bytes: int = 0  # bytes that were brought to slots
 
     def put_out(self) -> None:
         """Put the placeholders back into the model."""

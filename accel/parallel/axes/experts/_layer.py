@@ -51,18 +51,12 @@ class Permutation:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Journey:
-    """An exchange of rows.
+    """An exchange of rows."""
 
-    Attributes:
-        arrivals: order by expert of the rows, which came in one part a rank.
-        sent, received: number of rows to and from each rank.
-        group: ranks of the exchange.
-    """
-
-    arrivals: Permutation
-    sent: Sequence[int]
-    received: Sequence[int]
-    group: dist.ProcessGroup
+    arrivals: Permutation  # order by expert of the rows, which came in one part a rank
+    sent: Sequence[int]  # number of rows to each rank
+    received: Sequence[int]  # number of rows from each rank
+    group: dist.ProcessGroup  # ranks of the exchange
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -39,7 +39,7 @@ from accel.storage import stored_dtype
 
 _PURE = {"PurePosixPath": PurePosixPath, "PureWindowsPath": PureWindowsPath}
 _TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)  # each is written as its text
-_KINDS = "biufcSUMm"  # numpy's letters of dtypes whose bytes are their values
+_KINDS = "biufcSUMm"  # numpy's letters of dtypes that are stored as their bytes
 
 
 def is_special(value: Any) -> bool:
@@ -146,7 +146,7 @@ def _numpy() -> Any:
 _PLAIN_STEP = re.compile(r"[A-Za-z0-9_\-]+", re.ASCII)
 _WORD = 2**63
 
-Kept = dict[str, object]  # by path: records and members of enums, each with a class of its own
+Kept = dict[str, object]  # by path: records and members of enums, of any class
 
 
 def encode(value: object, path: str, tensors: dict[str, torch.Tensor], kept: Kept | None = None) -> Any:

@@ -83,7 +83,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     torch: str  # version of torch that wrote it
     step: Size  # step of the run that wrote it
     world_size: Annotated[int, msgspec.Meta(ge=1)]  # world size of that run
-    files: dict[str, FileEntry]  # contents of the folder beside the manifest, by name
+    files: dict[str, FileEntry]  # files of the folder besides the manifest, by name
     tensors: dict[str, TensorEntry]  # tensors by full name
     aliases: dict[str, str]  # other names of tensors
     items: dict[str, Item]  # items by name
@@ -97,7 +97,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files beside the manifest."""
+        """Bytes of all files but the manifest."""
         return sum(entry.size for entry in self.files.values())
 
 
@@ -107,7 +107,7 @@ class _Version(msgspec.Struct, frozen=True):
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest as JSON, whose first field is the digest of the rest; at most as large as readers accept."""
+    """Return the manifest as JSON. The first field is the digest of the rest; readers accept the size."""
     # its digest goes in front, so that a cut or changed file is found before it is parsed
     body = msgspec.json.encode(manifest)[1:]
     if len(body) + _SEAL_BYTES > LARGEST_MANIFEST:
@@ -193,7 +193,7 @@ def check_sizes(folder: OpenDirectory, files: Mapping[str, FileEntry]) -> None:
 
 
 def files_here(folder: OpenDirectory, manifest: Manifest) -> dict[str, FileEntry]:
-    """Return the files that an open folder must hold: not those of other hosts, unless they have been copied here."""
+    """Return the files that an open folder must hold: not other hosts' files, unless they have been copied here."""
     if not manifest.elsewhere:
         return manifest.files
     # a file that was copied here from another host is checked as the own ones

@@ -20,7 +20,7 @@ _GAP = 32 << 10  # unwanted bytes between two rows that cost less than another r
 class StridedPart(msgspec.Struct, frozen=True):
     """A box of a tensor in a file."""
 
-    file: str  # name of the file, or of the tensor whose memory is meant
+    file: str  # name of the file, or of a tensor in memory
     start: int  # byte of the box's first element
     box: Box  # place in the tensor
     strides: tuple[int, ...]  # bytes from an element to the next, one a dimension

@@ -45,7 +45,7 @@ _STAYS = "%s stays: it holds what accel did not write, or is no valid checkpoint
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
-    """A rule for the checkpoints to keep after a save: those of any field. The others are deleted.
+    """A rule for the checkpoints to keep after a save: each field keeps some. The others are deleted.
 
     Attributes:
         newest: number of newest checkpoints, the one just saved included; 1 or above.

@@ -172,7 +172,7 @@ def save(
     per_host: bool = False,
 ) -> Path | RemotePath:
     """Write a checkpoint and commit it; return its folder, on every rank. A collective, with the same error on all.
-    `content` is this rank's share; `per_host`: each host has such a folder of its own."""
+    `content` is this rank's share; `per_host`: each host has such a folder."""
     target = out / step_name(step)
     site = call_site()
     folders = HOST_FOLDERS if per_host else ONE_FOLDER

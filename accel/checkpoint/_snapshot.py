@@ -303,7 +303,7 @@ def _holders(
                 continue
             part = name, mine.box
             sizes[part] = mine.box.size * tensors[name].element_size()
-            # a rank whose copy has drifted from the lowest rank's may not write it
+            # a rank may not write a copy that has drifted from the lowest rank's
             if first.setdefault(mine.box, mine.checksum) == mine.checksum:
                 holders.setdefault(part, []).append(rank)
         # a hole would come out at the load, when the values are gone

@@ -76,7 +76,7 @@ def has_sums(value: object) -> bool:
 
 
 def differing_bases(stored: Mapping[str, str], ranks: Sequence[Mapping[str, Sums]]) -> Problems:
-    """Return the sharded parameters whose digest, from the sums of all ranks, differs from the stored one."""
+    """Return the sharded parameters that differ from their stored digest, by the sums of all ranks."""
     problems = Problems()
     for name, each in stored.items():
         if _joined(name, [sums[name] for sums in ranks if name in sums]) != each:

@@ -18,8 +18,7 @@ from accel.checkpoint._boxes import Box, plan_checks
 from accel.checkpoint._hosts import hold_on_hosts
 from accel.checkpoint._live_tensors import held_box
 from accel.checkpoint._manifest import Manifest
-from accel.checkpoint._newest import Held, SkippedCheckpoints, divide_files, hold_newest
-from accel.checkpoint._read import Saved
+from accel.checkpoint._read import Held, Saved, SkippedCheckpoints, divide_files, hold_newest
 from accel.checkpoint._records import MisfitError
 from accel.comm import Call, agreed, agreed_values, call_site
 from accel.context import DistContext, context_first
@@ -51,7 +50,7 @@ from accel.items._source import (
     Wanted,
     apply_on_all_ranks,
 )
-from accel.items._value import VALUE
+from accel.items._values import VALUE
 from accel.metrics import Metrics, StepStatistics
 from accel.optim import Accumulation
 from accel.parallel import LocalSgd

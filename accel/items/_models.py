@@ -69,7 +69,7 @@ class StoredTensors:
         }
 
     def whole(self, name: str) -> torch.Tensor:
-        """Return a stored tensor, in memory of its own unless the model has it as it is. A collective."""
+        """Return a stored tensor, in new memory unless the model has it as it is. A collective."""
         stored = self._stored[name]
         made: torch.Tensor | None = None
         for part in stored.parts:
@@ -224,7 +224,7 @@ def check_storable(tensors: Mapping[str, torch.Tensor], where: str) -> None:
 
 
 def _as_stored(weights: _Weights, rename: Sequence[Recipe], limit: int) -> _Weights:
-    """List the stored tensors of a model whose checkpoint layout differs."""
+    """List the stored tensors of a model with another checkpoint layout."""
     stored = StoredTensors(weights.tensors, weights.whole, rename)
     shards = plan_shards({name: tensor.nbytes for name, tensor in stored.facts.items()}, limit)
     aliases = {alias: name for alias, name in weights.aliases.items() if name in stored.facts}
@@ -254,7 +254,7 @@ def _write(ctx: DistContext, stage: Path, weights: _Weights, *, writers: int) ->
 
 @contextlib.contextmanager
 def _stage(ctx: DistContext, target: Path, name: str, site: str) -> Generator[Path]:
-    """Hold a folder beside the target in which all ranks write, and the lock of their common folder. A collective."""
+    """Hold a folder next to the target in which all ranks write, and the lock of their common folder. A collective."""
     parent = target.parent
     with contextlib.ExitStack() as held:
 

@@ -62,14 +62,14 @@ class OptimizerValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     groups: tuple[ParameterGroup, ...]  # parameter groups
     params: dict[str, ParamFacts]  # dtype and shape of every parameter
     state: dict[str, Any]  # encoded state by parameter
-    rest: dict[str, Any]  # encoded state beside torch's own, of some optimizers; its `state` is that of no parameter
+    rest: dict[str, Any]  # further encoded state of some optimizers; its `state` belongs to no parameter
 
     def encoded(self) -> list[Any]:
         """Return all encoded values."""
         return [self.state, self.rest, [group.options for group in self.groups]]
 
     def named(self, name_of: Callable[[str], str | None]) -> OptimizerValue:
-        """Return the value with other names for its parameters, without those whose new name is None."""
+        """Return the value with other names for its parameters, without the parameters that get None."""
         groups = [
             ParameterGroup(tuple(new for name in group.params if (new := name_of(name)) is not None), group.options)
             for group in self.groups
@@ -149,7 +149,7 @@ def decode_optimizer(
 ) -> dict[str, Any]:
     """Return a state dict in torch's form, for a live optimizer that fits and may keep the tensors.
 
-    `keeps`: parameters whose live state stays, of an optimizer that fits in part; its options without a stored value
+    `keeps`: parameters that keep their live state, of an optimizer that fits in part; options without a stored value
     stay too. None for one that fits.
     """
     listed, where = named_parameters(optimizer, names), f"item {item}"
@@ -179,7 +179,7 @@ def decode_optimizer(
 def _state_of(optimizer: torch.optim.Optimizer, item: str) -> dict[str, Any]:
     try:
         return state_dict(optimizer)
-    except Exception as error:  # such as of an optimizer whose state is spread over ranks in a way of its own
+    except Exception as error:  # such as of an optimizer that shards its state itself
         raise CheckpointError(
             f"{with_article(type(optimizer).__name__)} that does not give its state: {type(error).__name__}: {error}",
             where=item,
@@ -235,7 +235,7 @@ class OptimizerLoad(ItemLoad):
         _packed: names of tensors that are parts of a packed one, and keep their dtype.
         _inside: names of tensors in objects and arrays, which are not spread as the parameter.
         _slots: live tensors to copy into, by the names of stored ones.
-        _keeps: parameters whose live state stays, of an optimizer that fits in part; None for one that fits.
+        _keeps: parameters that keep their live state, if the optimizer fits in part; None if it fits.
     """
 
     live: torch.optim.Optimizer
@@ -304,7 +304,7 @@ class OptimizerLoad(ItemLoad):
             raise CheckpointError(f"the optimizer's state is not valid: {error}", where=f"item {self.name}") from error
 
     def _compare_parameters(self, stored: OptimizerValue, listed: Mapping[str, torch.Tensor]) -> set[str]:
-        """Compare parameters, groups and master weights; return the parameters whose state fits."""
+        """Compare parameters, groups and master weights; return the parameters with a state that fits."""
         problems, title = self.problems, f"{self.name}: parameter "
         problems.compare_names(listed.keys(), stored.params.keys(), title)
         fitting = set[str]()

@@ -107,7 +107,7 @@ def _stored_part(where: str) -> Generator[None]:
 
 
 def rehearse_rng(ctx: DistContext, saved: Saved, row: Row | None) -> RngState | None:
-    """Return this rank's stored streams, None if they are those of another set-up; raises if they cannot be set."""
+    """Return this rank's stored streams, None if another set-up saved them; raises if they cannot be set."""
     if row is None:
         return None
     state, where = row.rng, f"{saved.path}, tensor {RANKS}"

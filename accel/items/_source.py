@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by kinds of items: the record of a kind, the gathered parts of a save, a checkpoint beside the live items."""
+"""Shared by kinds of items: the record of a kind, the gathered parts of a save, a checkpoint next to the live items."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ LoadTransform = Callable[[Mapping[str, Stored]], Mapping[str, Stored]]
 Facts = tuple[str, tuple[int, ...]]  # dtype and shape
 Wanted = tuple[str, Box | None]  # a tensor's name, and the part that this rank reads; None for all of it
 
-_NAMED_SINCE = 4  # the format whose values name the classes of the records in them
+_NAMED_SINCE = 4  # since this format values name the classes of the records in them
 _CPU = torch.device("cpu")
 
 MISSING = "missing in the checkpoint"
@@ -194,7 +194,7 @@ class Captured:
 
     modules: Mapping[str, ModuleState]  # states of all live modules, by item
     names: Mapping[int, str]  # names of parameters in the checkpoint, by `id`
-    equal: dict[str, torch.Tensor]  # receives tensors by name whose copies on several ranks are equal
+    equal: dict[str, torch.Tensor]  # receives by name the tensors that are equal on several ranks
     loose: dict[str, torch.Tensor]  # receives other tensors by name; of copies the first rank's is saved
     kept: Kept  # receives records by path
 
@@ -251,7 +251,7 @@ class CheckpointSource:
         return entry.dtype, entry.shape
 
     def names_in(self, name: str, value: Any) -> set[str]:
-        """Return the tensors that an item's value refers to; raises if it refers to those of others."""
+        """Return the tensors that an item's value refers to; raises if it refers to other items' tensors."""
         found = tensors_in(value)
         for key in found:
             if key not in self.saved.entries or not belongs(key, {name}):
@@ -259,7 +259,7 @@ class CheckpointSource:
         return found
 
     def want(self, keys: Iterable[str], live: Mapping[str, torch.Tensor]) -> list[Wanted]:
-        """Return the boxes that this rank reads of stored tensors: those of live namesakes, else whole tensors."""
+        """Return the boxes that this rank reads of stored tensors: the boxes of live namesakes, else full tensors."""
         wanted: list[Wanted] = []
         for key in keys:
             template = self._template(key, live)
@@ -297,7 +297,7 @@ class CheckpointSource:
         return tensors
 
     def decode(self, path: str, value: Any, live: Mapping[str, torch.Tensor], kept: Kept) -> Any:
-        """Make a value whose tensors nothing else shares."""
+        """Make a value with tensors that nothing else shares."""
         return decode(value, f"item {path}", self.tensors(path, value, live), path, self.making(kept))
 
     def making(self, kept: Kept) -> Making:
@@ -321,7 +321,7 @@ class CheckpointSource:
 
 @dataclass(kw_only=True, slots=True)
 class ItemLoad(ABC):
-    """One stored item beside the live one; each kind of item implements comparing and reading."""
+    """One stored item and the live one; each kind of item implements comparing and reading."""
 
     name: str  # name in the checkpoint
     item: Item  # entry in the checkpoint
@@ -348,7 +348,7 @@ class LoadFunction(Protocol):
     def __call__(
         self, *, live: Any, name: str, item: Item, source: CheckpointSource, result: object, problems: Problems
     ) -> ItemLoad:
-        """Set a live item beside the stored one; the arguments are the fields of `ItemLoad`. Compares nothing yet."""
+        """Pair a live item with the stored one; the arguments are the fields of `ItemLoad`. Compares nothing yet."""
         ...
 
 
@@ -369,7 +369,7 @@ class ItemHandler(msgspec.Struct, frozen=True, kw_only=True):
         is_divided: whether ranks hold other parts of a live item for another reason; None where they never do.
         begin_again: drops gradients of before a load; None where there are none.
         tensors: lists the live tensors of an item, or those that an optimizer steps; None where its state shows them.
-        loads_last: whether its changes come after those of other kinds, as they are not undone.
+        loads_last: whether its changes come after other kinds' changes, as they are not undone.
         loads_partly: whether what fits is loaded where the rest does not, with strict=False.
     """
 

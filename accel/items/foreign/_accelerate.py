@@ -31,7 +31,7 @@ from accel.items._optimizer import bare_optimizer
 from accel.items._packed_state import optimizer_change, with_own_flags
 from accel.items._rng import capture_row
 from accel.items._source import Change, ModuleState, Problems, apply_on_all_ranks, facts
-from accel.items._stateful import Stateful
+from accel.items._values import Stateful
 from accel.optim import parameters_of
 from accel.precision._amp import LossScale
 from accel.storage import RemotePath, as_place, open_directory, read_reference

@@ -148,7 +148,7 @@ def _refused(url: str) -> str:
 
 
 def check_metrics(rules: Sequence[AlertRule], names: Collection[str]) -> None:
-    """Raise `ConfigError` for a rule on a number that is not among those of a run's first `log`."""
+    """Raise `ConfigError` for a rule on a number that a run's first `log` lacks."""
     for rule in rules:
         missing = [name for name in rule.needed if name not in names]
         if missing and not rule.later:

@@ -21,7 +21,7 @@ from accel.random import capture_rng, restore_rng
 R = TypeVar("R")
 
 _NAME = "find_executable_batch_size"
-_SIGNS = (  # texts of backends without an exception of their own
+_SIGNS = (  # texts of backends without an exception class
     "out of memory",
     "can't allocate memory",
     "MemoryError",

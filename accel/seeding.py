@@ -101,7 +101,7 @@ def set_seed(
             equal on ranks that share samples, so axes beside data parallelism are for activations alone.
 
     Returns:
-        The key of the streams; fold names into it for streams of your own.
+        The key of the streams; fold names into it for further streams.
 
     Raises:
         ConfigError: not a seed, or as `rank_key`.
@@ -150,7 +150,7 @@ def synchronize_rng(ctx: DistContext) -> None:
 def deterministic(*, warn_only: bool = False) -> Generator[None]:
     """Restrict torch to deterministic algorithms during a block. They are slower.
 
-    torch's flags are those of the process, so blocks of several threads must not overlap. On CUDA, matrix products
+    torch's flags hold for the process, so blocks of several threads must not overlap. On CUDA, matrix products
     also need CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment; torch raises where it is missing.
 
     Args:

@@ -60,7 +60,7 @@ def absolute(path: str) -> str:
 
 _LAST_BYTES = 4096  # of the output that is kept for a message
 _CHUNK_BYTES = 1 << 16
-_POLL_S = 0.05  # between two looks at a program whose pipes another process holds open
+_POLL_S = 0.05  # between two looks at a program while another process holds its pipes open
 _FLOOD_BYTES = 1 << 20  # of output that is not kept; beyond it is read slowly, so that the program waits
 _FLOOD_PAUSE_S = 0.01
 _KILLED_S = 1.5  # a program that waits for a device may outlive SIGKILL

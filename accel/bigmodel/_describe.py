@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The skeleton of a model: its blocks in the order of their calls, the modules beside them, and ties by identity."""
+"""The skeleton of a model: its blocks in the order of their calls, the other modules, and ties by identity."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from accel.tree._walk import Container, Containers
 def units_of(
     model: nn.Module, within: Collection[str] = (), largest: float = 1.0, whole: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Return the paths of the modules whose calls are recorded as one, in the order of registration. No communication.
+    """Return the paths of the modules that are recorded as one call each, in the order of registration.
 
     Units have parameters and do not overlap: the entries of lists, and the modules around lists. A module without
     parameters, such as dropout, is a part of the code between calls.
@@ -80,7 +80,7 @@ Answer = Callable[[nn.Module, Plain, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Answered(Mixin):
-    """Stands before the class of a module whose calls may be answered: with `answer(module, plain, args, kwargs)`."""
+    """Stands before the class of a module: `answer(module, plain, args, kwargs)` may answer its calls."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Ask for an answer, or call the module with its hooks, wrappers and compiled forward."""
@@ -109,7 +109,7 @@ NUMBERS = (int, float, bool)
 
 
 class AttributesWatched(Mixin):
-    """Stands before the class of a module whose attributes are watched: each read or write of one, and of a buffer,
+    """Stands before the class of a module with watched attributes: each read or write of one, and of a buffer,
     calls `watch(module, name, is_write)`."""
 
     def __getattribute__(self, name: str) -> Any:
@@ -164,7 +164,7 @@ class ChangedStates:
     """Attributes and buffers of modules that code between calls reads and changes.
 
     Attributes:
-        modules: their paths; none within a module whose calls are recorded.
+        modules: their paths; none within a recorded module.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -418,7 +418,7 @@ class CacheGrowth(NamedTuple):
 
     argument: int  # number of the cache among the leaves of (args, kwargs)
     layer: int  # number of the layer
-    positions: int  # number of positions whose keys and values it adds
+    positions: int  # number of positions that it adds keys and values for
     states: tuple[int, ...]  # numbers of the states of convolutions that it sets
 
 

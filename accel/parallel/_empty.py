@@ -133,7 +133,7 @@ def check_filled(model: nn.Module, *, where: str) -> None:
 
 
 def names_of_empty(model: nn.Module) -> list[str]:
-    """Return the names of the parameters and buffers whose values have not come. Waits for the device."""
+    """Return the names of the parameters and buffers without values yet. Waits for the device."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return [name for name, each in tensors if is_unknown(each)]
 

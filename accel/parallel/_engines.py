@@ -50,7 +50,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """The functions of an engine. Records, weights and decisions of the loop stay accel's.
 
     Each function takes the context first, is called on every rank, and may communicate. It finds its live state by
-    the objects that it gets, which `prepare` has returned. An `AccelError` of its own is raised before it
+    the objects that it gets, which `prepare` has returned. It raises an `AccelError` before it
     communicates, alike on all ranks; any other error that one rank alone has ends the context's group, as peers may
     wait for it.
 
@@ -66,7 +66,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
         clip_value: parameters, largest absolute value and that factor.
         items: items of a checkpoint, to items by the same names in which each object of the engine is replaced by one
             that gives and takes its state, such as a module, a `Part` or an object with state_dict and load_state_dict.
-        loaded: the items of a load, and those of `items` in which their state now is. Forwards it to the engine.
+        loaded: the items of a load, and the results of `items` with their new state. Forwards it to the engine.
     """
 
     prepare: Callable[[DistContext, Sequence[Any]], Sequence[Any]]
@@ -92,7 +92,7 @@ def engine_of(ctx: DistContext, table: Mapping[str, tuple[str, str]] = ENGINES) 
 
 
 def _guarded(engine: Engine) -> Engine:
-    """Return an engine whose functions inform peers of a rank that fails between their collectives."""
+    """Return an engine that informs peers of a rank that fails between its collectives."""
     return Engine(
         prepare=_within_call(engine.prepare, opens=True),
         hold=partial(_held, engine),

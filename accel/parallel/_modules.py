@@ -98,7 +98,7 @@ def _argument_names(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def layerdrops(module: nn.Module) -> list[float]:
-    """Return a module's layerdrop rates: its own, or those of its config."""
+    """Return a module's layerdrop rates, or its config's."""
     if hasattr(module, "layerdrop"):
         return [cast(Any, module).layerdrop]
     config = getattr(module, "config", None)
@@ -125,7 +125,7 @@ class KeepsParameters(Mixin):
 
 
 def has_parameters(module: nn.Module) -> bool:
-    """Return whether a module has parameters of its own."""
+    """Return whether a module itself has parameters."""
     return any(True for _ in module.parameters(recurse=False))
 
 
@@ -182,7 +182,7 @@ class ModuleNotes(TypedDict, total=False):
     kept_gathered: bool  # an FSDP unit that is not resharded after a forward. By its first such forward
     moved: int  # id of the module with a bias that an `ExpertLoad` moves. Until the `ExpertLoad` is closed
     offload: Any  # place of a block in `offload_activations`. Read in its forwards
-    overlaps: bool  # it sends beside its own products. By prepare_model, along tp; read by compile_model
+    overlaps: bool  # it sends during its matmuls. By prepare_model, along tp; read by compile_model
     pairs: Any  # guard of pairs of linear layers. By prepare_model, along tp
     path: str  # its path in the model, of a layer of a pair. By prepare_model, along tp
     plain: Any  # replicated parameters that its forward sees as plain tensors. By prepare_model, fsdp
@@ -199,7 +199,7 @@ class TensorNotes(TypedDict, total=False):
     Notes of hooks hold the id of the tensor with the hook: a copy of the tensor has the note, and no hook.
     """
 
-    adjusted: int  # id of a tensor whose hook adjusts what transformers sums. By its layer's forward
+    adjusted: int  # id of a tensor with a hook that adjusts what transformers sums. By its layer's forward
     alone: bool  # ranks may decide differently about its steps. By local SGD and `join_uneven_inputs`
     autocast: list[bool]  # whether a forward ran with autocast off, and on; one list for a model. By its first forwards
     # Placements of the gradient of a replicated parameter before its mean. By prepare_model, fsdp.
@@ -217,7 +217,7 @@ class TensorNotes(TypedDict, total=False):
     tied_copy: bool  # a lower rank along pp has the same parameter. By prepare_model
     used: bool  # whether a backward has reached it since these bits were exchanged. By backwards; read by steps
     viewed: bool  # its exchanged gradient is a view of its bucket. By prepare_model, ddp; read by steps
-    watched: int | None  # id of the tensor whose hook may take `found` back; None for none
+    watched: int | None  # id of the tensor with the hook that may take `found` back; None for none
 
 
 NOTES = "accel_notes"  # attribute of modules within a model and of tensors

@@ -172,7 +172,7 @@ def forward_hooks(module: nn.Module) -> Mapping[int, object]:
 
 
 def drop_forward_hooks(module: nn.Module) -> None:
-    """Let a copy of a module have no hooks that see its output; the module whose table it shares keeps them."""
+    """Let a copy of a module have no hooks that see its output; the module that shared its table keeps them."""
     cast(Any, module)._forward_hooks = OrderedDict[int, object]()
 
 
@@ -187,7 +187,7 @@ def forward_pre_hooks(module: nn.Module) -> Mapping[int, object]:
 
 
 def user_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks, except for those of torch.distributed and of this package."""
+    """Return whether a module has hooks, except for hooks of torch.distributed and of this package."""
     each = cast(Any, module)
     kinds = (each._forward_hooks, each._forward_pre_hooks, each._backward_hooks, each._backward_pre_hooks)
     return any(not is_library_hook(hook) for kind in kinds for hook in kind.values())

@@ -68,7 +68,7 @@ class Argument(msgspec.Struct, frozen=True):
 
     leaf: Leaf  # the tensor
     sources: Labels  # labels that it is computed from, since the last calls
-    base: Label | None = None  # the output that it is a view of; None for a tensor of its own
+    base: Label | None = None  # the output that it is a view of; None for no view
 
 
 class Stash(NamedTuple):
@@ -190,7 +190,7 @@ class ForwardRecord(msgspec.Struct, frozen=True):
     units: tuple[str, ...] = ()  # paths of the units
     draws: bool = False  # whether it draws random numbers of torch
     updates: tuple[str, ...] = ()  # names of buffers that the code between calls changes by values of calls
-    # Whether Python reads values between calls that no call has made, such as those of the inputs.
+    # Whether Python reads values between calls that no call has made, such as values of the inputs.
     branches: bool = False
     states: tuple[State, ...] = ()  # attributes and buffers that it changes
     draws_on_host: bool = False  # whether it draws from the global streams of python or numpy
@@ -244,7 +244,7 @@ def check_states(record: ForwardRecord, ends: Sequence[int], *, several: bool) -
 
 
 def place_of(error: Exception, model: nn.Module, unit_of: Callable[[Node | None], str] | None = None) -> str:
-    """Return the path of the innermost module in whose forward or backward an error was raised, and the user's line.
+    """Return the path of the innermost module that raised an error in forward or backward, and the user's line.
 
     `unit_of`: maps a node of the graph to a path, and None to the text for an error with neither module nor node.
     """
@@ -279,11 +279,11 @@ def held_tensors(model: nn.Module) -> tuple[HeldTensor, ...]:
 def record_in_order(model: nn.Module, units: Sequence[str]) -> ForwardRecord:
     """Return a record of calls in the order of registration, for a model without an example. No tensor is known.
 
-    The FLOPs of a unit are those of its matmuls for one token, without their factor of two. A parameter outside of
+    The FLOPs of a unit count its matmuls for one token, without their factor of two. A parameter outside of
     units may be read by every call.
 
     Args:
-        units: paths of the modules that are called, such as those of `units_of`.
+        units: paths of the modules that are called, such as `units_of` returns.
     """
     held = held_tensors(model)
     inside = tuple(f"{path}." for path in units)

@@ -33,7 +33,7 @@ class PrepareCall(NamedTuple):
     ctx: DistContext  # its context
     view: ModelView  # the model
     waiting: Sequence[Spread] = ()  # the spreads that are to come
-    options: Any = None  # those of the spread whose rows are asked
+    options: Any = None  # options of the spread that is asked
 
 
 class ModelRefusal(NamedTuple):
@@ -109,7 +109,7 @@ def _hooked(asked: PrepareCall) -> RefusedFact | None:
     devices = sorted({f"cuda:{each}" if isinstance(each, int) else str(each) for each in devices})
     if away:
         return RefusedFact(f"{len(away)} offloaded modules, such as {away[0]!r}")
-    # a model with all weights on one device passes, as does one whose hooks were taken away
+    # a model with all weights on one device passes, and one without its former hooks
     return RefusedFact(f"modules on {', '.join(devices)}") if len(devices) > 1 else None
 
 
@@ -119,7 +119,7 @@ _WRAPPERS = frozenset(
 )
 _COMPOSED = "torch.distributed._composable.replicate"  # DDP as a class put before the module's
 _STAGES = "transformers.distributed.pipeline_parallel"  # module of the class of layers that other stages have
-_REPLACED = ("_original_forward", "forward")  # attributes of a model whose forward Accelerate has replaced
+_REPLACED = ("_original_forward", "forward")  # attributes of a model after Accelerate has replaced its forward
 
 
 def _module_of(kind: Callable[[nn.Module], bool]) -> Callable[[PrepareCall], RefusedFact | None]:

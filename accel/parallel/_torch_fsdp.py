@@ -68,7 +68,7 @@ class Shards(NamedTuple):
 
 
 def shards_of(module: nn.Module) -> Iterator[Shards]:
-    """Yield the parameters that `fully_shard` took when it was called on a module; not those of modules below it."""
+    """Yield the parameters that `fully_shard` took when it was called on a module, not on modules below it."""
     for group in _groups(module):
         for each in group.fsdp_params:
             whole = getattr(each, "_unsharded_param", None)

@@ -54,7 +54,7 @@ class SourceState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def clean(self) -> bool:
-        """Whether all tracked files are those of the commit."""
+        """Whether all tracked files are as in the commit."""
         return self.changed == 0
 
 

@@ -312,7 +312,7 @@ def _age_in_store(folder: RemotePath) -> float | None:
     probe = f"{LOCK}.{secrets.token_hex(8)}"
     put_object(folder / probe, b"now")
     written = {each.name: each.changed for each in list_objects(folder)}
-    remove_objects(folder, [name for name in written if name.startswith(f"{LOCK}.")])  # and those of dead processes
+    remove_objects(folder, [name for name in written if name.startswith(f"{LOCK}.")])  # and probes of dead processes
     then = written.get(LOCK)
     now = written.get(probe)
     return now - then if then and now else None

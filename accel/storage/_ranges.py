@@ -36,7 +36,7 @@ class Request(NamedTuple):
     start: int  # first byte in the file, a multiple of `PAGE`
     stop: int  # end of the wanted bytes in the file
     pieces: tuple[WantedBytes, ...]  # the wanted bytes inside, in order of `start`
-    is_straight: bool  # whether the request is one piece of whole pages, whose address is a multiple of `PAGE`
+    is_straight: bool  # whether the request is one piece of whole pages, at an address that is a multiple of `PAGE`
 
 
 def plan_requests(
@@ -143,7 +143,7 @@ class Passed(NamedTuple):
 
 
 class ByteRanges(Protocol):
-    """Files whose ranges are read by threads. Its owner closes it."""
+    """Files with ranges that threads read. The owner closes it."""
 
     @property
     def sizes(self) -> Mapping[str, int]:

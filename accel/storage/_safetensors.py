@@ -30,7 +30,7 @@ _LARGEST = 100_000_000  # what the reference implementation accepts
 _MOST_FIELDS = 2**21  # of its JSON; a tensor has four
 _MOST_DIMS = 64 + 1  # complex128 is stored with one more
 _LONGEST_ENTRY = 4096
-_SPARE = 2**16  # for texts beside the tensors
+_SPARE = 2**16  # for texts besides the tensors
 _WORD = 8
 _POINTER = b"version "  # the first bytes of a pointer of Git LFS, and no length of a header
 _METADATA = "__metadata__"
@@ -77,7 +77,7 @@ class Header(msgspec.Struct, frozen=True):
 
 
 def encode_header(tensors: Mapping[str, TensorHeader], metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes before those of the tensors; a multiple of eight."""
+    """Return the bytes before the tensors' bytes; a multiple of eight."""
     text = msgspec.json.encode(({_METADATA: metadata} if metadata else {}) | dict(tensors))
     text += b" " * (-len(text) % _WORD)
     return len(text).to_bytes(_WORD, "little") + text

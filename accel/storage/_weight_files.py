@@ -129,7 +129,7 @@ _LARGEST_INDEX = 256 * 2**20
 
 
 def stage_files(target: Path) -> Path:
-    """Make a folder beside a target to write its files in; remove those of dead writers."""
+    """Make a folder next to a target to write its files in; remove folders of dead writers."""
     for left in leftovers(target.parent):
         if left.dead and left.kind == "tmp" and left.target == target.name.split(".", 1)[0]:
             remove_flat(left.path)
@@ -138,7 +138,7 @@ def stage_files(target: Path) -> Path:
 
 @contextmanager
 def staged(target: Path, *, locks: bool = True) -> Generator[Path]:
-    """Hold a stage beside a target for the block, under the lock of their common folder if it `locks`.
+    """Hold a stage next to a target for the block, under the lock of their common folder if it `locks`.
 
     The block moves the files out, and the stage with them. What is left of it is removed.
     """

@@ -297,7 +297,7 @@ _PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # ga
 
 
 def _recipes_of_experts(missing: Iterable[str], unused: Iterable[str]) -> str:
-    """Return the line to write for stacked experts whose weights are stored one by one; empty for other names."""
+    """Return the line to write for stacked experts that are stored one by one; empty for other names."""
     stacked = next(filter(None, map(_STACKED.fullmatch, missing)), None)
     single = [found for name in unused if (found := _ONE_EXPERT.fullmatch(name)) is not None]
     if stacked is None or not single:

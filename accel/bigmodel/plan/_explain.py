@@ -133,8 +133,8 @@ def explain(
 ) -> str:
     """Return a device map as text: a line for each kind of segment, then bytes by place. Pure.
 
-    What `infer_device_map` has chosen follows, beside the other ways that it tried. With a bandwidth, seconds of a pass
-    follow, beside the limit that no order of transfers beats.
+    The choice of `infer_device_map` follows, with the other ways that it tried. With a bandwidth, seconds of a pass
+    follow, and the limit that no order of transfers beats.
 
     Args:
         device_map: the map.

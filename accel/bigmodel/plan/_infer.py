@@ -110,7 +110,7 @@ def _leaving(segments: Sequence[Sizes], limit: int | None, placement: Placement)
 
 
 def _least_limit(segments: Sequence[Sizes], homes: Homes, placement: Placement, pinned: int, place: str) -> int:
-    """Return the smallest limit of a place with which all segments have a home, given those of the others."""
+    """Return the smallest limit of a place with which all segments have a home, given the other limits."""
     enough = sum(each.moving for each in segments) + pinned
     too_little = homes[place] or 0
     return first_working(

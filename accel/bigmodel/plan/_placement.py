@@ -218,7 +218,7 @@ class TooSmall(NamedTuple):
     """A device without room."""
 
     device: str  # the device of all that needs the fewest further bytes
-    least: int  # its smallest limit with which the model runs, given those of the others
+    least: int  # its smallest limit with which the model runs, given the other limits
 
 
 def divide_resident(units: Units, limits: Mapping[str, int], fill: Fill) -> Cuts | None:

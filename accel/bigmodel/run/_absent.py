@@ -18,7 +18,7 @@ from accel.tensors import dtensor_of, is_absent, is_dtensor
 
 
 def refuse_copy(name: str) -> NoReturn:
-    """Raise `StreamError` for the copy of a model; `name` is a weight or block of it whose values are elsewhere."""
+    """Raise `StreamError` for the copy of a model; `name` is a weight or block that is not in memory."""
     raise StreamError(
         "a weight that is not in memory cannot be copied with its model",
         where=name,
@@ -355,7 +355,7 @@ def _kind(func: Any) -> _Kind:
     schema = func._schema
     if schema.is_mutable:
         return "write"
-    if schema.name.startswith("c10d::"):  # whose schemas mark nothing that they write
+    if schema.name.startswith("c10d::"):  # their schemas mark nothing that they write
         return "collective"
     if func is torch.ops.aten._unsafe_view.default:  # shares memory, although it reports that it does not
         return "view"

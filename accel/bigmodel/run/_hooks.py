@@ -56,7 +56,7 @@ class _BlockHooks:
 def hook_block(stream: Stream, block: Block) -> list[RemovableHandle]:
     """Register the hooks of a block; return what removes them."""
     hooks = _BlockHooks(stream, block)
-    # First of the pre-hooks, so that those of others find weights; and after an error too, or the slot stays in use.
+    # First of the pre-hooks, so that other hooks find weights; and after an error too, or the slot stays in use.
     return [
         block.module.register_forward_pre_hook(hooks.before, prepend=True),
         block.module.register_forward_hook(hooks.after, always_call=True),
@@ -152,7 +152,7 @@ def _lies_at(memory: int, leaf: object) -> bool:
         return False
     try:
         return leaf.untyped_storage().data_ptr() == memory
-    except (NotImplementedError, RuntimeError):  # sparse tensors and those of torch.func have no storage
+    except (NotImplementedError, RuntimeError):  # sparse tensors and tensors of torch.func have no storage
         return False
 
 

@@ -169,7 +169,7 @@ def put_mapped(task: Task, supply: Supply, opened: ExitStack) -> None:
 
 
 def put_table(task: Task, supply: Supply, fetches: Fetches, opened: ExitStack) -> None:
-    """Install a placeholder for a table whose rows are fetched on demand."""
+    """Install a placeholder for a table; its rows are fetched on demand."""
     origin = TableOrigin(task.weight.name, supply, fetches, task.device)
     absent = absent_parameter(kind_of(task.weight, task.places), origin, task.device)
     _put_absent(task, absent, supply, opened)

@@ -88,7 +88,7 @@ class Slot:
     filled: DeviceEvent | None = None  # event of the device after the fill
     # Events of the device after the last calls that used it, by stream.
     left: dict[int, DeviceEvent] = field(default_factory=dict[int, DeviceEvent])
-    # Streams whose work is done before the allocator may give the memory away.
+    # Streams that must have ended before the allocator may give the memory away.
     kept: set[int] = field(default_factory=set[int])
     views: dict[int, SlotView] = field(default_factory=dict[int, SlotView])
 
@@ -137,7 +137,7 @@ def make_slots(count: int, nbytes: int, streams: DeviceStreams, *, staged: bool 
             memory = staging = _aligned(nbytes)
         slot = Slot(memory, staging)
         stream = streams.current()
-        slot.kept.add(streams.name(stream))  # whose memory it is
+        slot.kept.add(streams.name(stream))  # the memory is this stream's
         if streams.is_asynchronous:
             # The first fill waits too: the allocator may give memory that this stream's work so far still uses.
             slot.left[streams.name(stream)] = streams.record(stream)
@@ -201,7 +201,7 @@ def _view(memory: torch.Tensor, block: Block) -> SlotView:
         if may_hold_statistics(weight.absent):
             continue  # torch writes those unseen; a placeholder refuses that
         there = in_form_of(weight.absent, tensor).requires_grad_(False)
-        # `put_out` compares memories to find an assignment to .data; a DTensor has none of its own.
+        # `put_out` compares memories to find an assignment to .data; a DTensor has none.
         own = None if is_dtensor(there) else tensor
         places += [(each.registry, each.key, weight.absent, there, own) for each in weight.places]
     for key, (whole, absent) in wholes.items():
@@ -248,7 +248,7 @@ class HostTransfer(SlotTransfer):
 
 
 class _StreamTransfer(SlotTransfer):
-    """Movement by streams, whose events order fills and computation."""
+    """Movement by streams: their events order fills and computation."""
 
     def __init__(self, streams: DeviceStreams) -> None:
         self._streams = streams
@@ -308,7 +308,7 @@ class DeviceTransfer(_StreamTransfer):
             [(weight.supply, part(slot.staging, weight)) for weight in wide]
             + [(weight.supply, target) for weight, target in zip(narrow, staged, strict=True)]
         )
-        # The copy alone waits for the slot's earlier users: the read to pinned memory has run beside them.
+        # The copy alone waits for the slot's earlier users: the read to pinned memory has run at the same time.
         self._follow_users(slot, self._side)
         with streams.on(self._side):
             if not narrow:
@@ -327,7 +327,7 @@ class CastTransfer(_StreamTransfer):
 
     @override
     def fill(self, slot: Slot, block: Block) -> None:
-        # The computing stream itself, in whose order the cast comes after the last use and before the next.
+        # The computing stream itself: there the cast comes after the last use and before the next.
         stream = self._streams.current()
         self._follow_users(slot, stream)
         for weight in block.weights:

@@ -24,7 +24,7 @@ class Mappable(Protocol):
     """A source that gives tensors as mapped files."""
 
     def mapped(self, name: str) -> torch.Tensor:
-        """Return a tensor of the host whose pages are read when touched; raise `ConfigError` where there is none."""
+        """Return a tensor on the host, with pages that are read when touched; raise `ConfigError` if there is none."""
         ...
 
 
@@ -151,7 +151,7 @@ def fill(targets: Sequence[tuple[Supply, torch.Tensor]]) -> None:
             continue
         assert supply.source is not None
         stored = supply.stored_dtype()
-        # Sources read their own dtype alone; a cast needs memory of its own.
+        # Sources read only their own dtype; a cast needs separate memory.
         read = target if stored == target.dtype else torch.empty(supply.shape, dtype=stored)
         if read is not target:
             casts.append((supply.name, target, read))

@@ -95,7 +95,7 @@ def check_norms(norms: Norms, layout: Layout, kind: type[AccelError], where: str
     `filled`: number of rows of the batch that are copies of its last one.
     """
     for path, norm in norms:
-        # those of other stages have no tensors any more
+        # norms of other stages have no tensors any more
         if not norm.training and (norm.track_running_stats or norm.running_mean is not None):
             continue
         mode = "in training" if norm.training else "without statistics of its own"

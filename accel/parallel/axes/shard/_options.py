@@ -85,7 +85,7 @@ class ShardAxes(NamedTuple):
     """Axes of a mesh by number, in the mesh's order."""
 
     replicas: tuple[int, ...]  # along these, ranks hold the same shards
-    shards: tuple[int, ...]  # along these, each rank holds shards of its own
+    shards: tuple[int, ...]  # along these, each rank holds different shards
 
 
 def shard_axes(
@@ -151,7 +151,7 @@ def _taken(view: ModelView) -> set[str]:
 
 
 def _spread(view: ModelView) -> Iterator[DTensor]:
-    """Parameters that are spread already, but for those of experts, which have a mesh of their own."""
+    """Parameters that are spread already, but for parameters of experts, which have another mesh."""
     return (each for each in view.parameters.values() if is_dtensor(each) and not is_expert_parameter(each))
 
 
@@ -259,7 +259,7 @@ def wire_format(
 
 
 class InAutocast(Mixin, nn.Module):
-    """Mixin of modules whose parameters are gathered in the format of autocast: their forward always runs in it."""
+    """Mixin of modules with parameters gathered in autocast's dtype: their forward always runs in autocast."""
 
     _accel_device_type = "cpu"
     _accel_dtype = torch.bfloat16
@@ -281,7 +281,7 @@ class InAutocast(Mixin, nn.Module):
 
 
 class NormInFp32(Mixin, nn.Module):
-    """Mixin of norms whose parameters are gathered in a narrow format: they compute with fp32 ones, as in autocast.
+    """Mixin of norms with parameters gathered in 16 bits: they compute with fp32 ones, as in autocast.
 
     Autocast converts them for some norms on some devices; elsewhere torch refuses parameters in another format than the
     inputs or the statistics.

@@ -156,7 +156,7 @@ def _chosen(
         return units_named(view, units, lambda module: _unit_problem(module, paths))
     declared = {name for module in view.modules.values() for name in _declared(module)}
     found = _blocks(view.model, declared, {id(block.module) for block in view.blocks})
-    # a block whose parameters are used outside of it too stays with the model
+    # a block that shares parameters with modules outside stays with the model
     return [name for name, module in found if _is_closed(module, paths) and id(module) not in together]
 
 
@@ -218,7 +218,7 @@ def _is_closed(module: nn.Module, paths: _Paths) -> bool:
 
 
 def _of_other_dtypes(model: nn.Module, unit: str, units: Sequence[str], paths: _Paths) -> list[str]:
-    """Modules of a unit that need to be units of their own, because their parameters have another dtype than most."""
+    """Modules of a unit that must be separate units, because their parameters have another dtype than most."""
     top = model.get_submodule(unit)
     own = [*top.parameters()] if unit else [*paths.view.parameters.values()]
     others = [name for name in units if name != unit and f"{name}.".startswith(f"{unit}." if unit else "")]
@@ -246,7 +246,7 @@ def _of_other_dtypes(model: nn.Module, unit: str, units: Sequence[str], paths: _
 def _uniform(
     module: nn.Module, above: str, main: tuple[torch.dtype, bool], taken: set[int], paths: _Paths
 ) -> Iterator[str]:
-    """The outermost modules below whose parameters share a format that is not the main one."""
+    """The outermost modules below with parameters of one other dtype than the main one."""
     for key, child in module.named_children():
         name = f"{above}.{key}" if above else key
         formats = {paths.format_of(parameter) for parameter in _trained(child.parameters(), taken)}
@@ -257,7 +257,7 @@ def _uniform(
 
 
 def _trained(parameters: Iterable[nn.Parameter], taken: set[int]) -> Iterator[nn.Parameter]:
-    """The parameters whose gradients travel together; those without a dimension travel by themselves."""
+    """The parameters with gradients in one message; parameters without a dimension have separate messages."""
     return (each for each in parameters if each.requires_grad and each.ndim and id(each) not in taken)
 
 

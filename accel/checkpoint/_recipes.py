@@ -92,12 +92,17 @@ def split(tensor: Strided, sizes: Sequence[int], dim: int) -> list[Strided]:
 
 def stack(tensors: Sequence[Strided], dim: int) -> Strided:
     """Join tensors of one shape along a new dimension."""
-    return concat([_with_dim(tensor, dim) for tensor in tensors], dim)
+
+    def widened(tensor: Strided) -> Strided:
+        return _reshaped(tensor, lambda values, added: (*values[:dim], added, *values[dim:]))
+
+    return concat([widened(tensor) for tensor in tensors], dim)
 
 
 def unstack(tensor: Strided, dim: int) -> list[Strided]:
     """Cut a tensor into those along a dimension, which falls away."""
-    return [_without_dim(each, dim) for each in split(tensor, [1] * tensor.shape[dim], dim)]
+    pieces = split(tensor, [1] * tensor.shape[dim], dim)
+    return [_reshaped(piece, lambda values, _: (*values[:dim], *values[dim + 1 :])) for piece in pieces]
 
 
 def transpose(tensor: Strided, one: int, other: int) -> Strided:
@@ -105,7 +110,7 @@ def transpose(tensor: Strided, one: int, other: int) -> Strided:
     order = list(range(len(tensor.shape)))
     order[one] = other
     order[other] = one
-    return _permuted(tensor, order)
+    return _reshaped(tensor, lambda values, _: tuple(values[at] for at in order))
 
 
 def file_order(part: StridedPart) -> list[int]:
@@ -149,18 +154,6 @@ def runs(
 
 def _moved(box: Box, shift: Sequence[int], sign: int) -> Box:
     return Box(tuple(at + sign * by for at, by in zip(box.offset, shift, strict=True)), box.shape)
-
-
-def _permuted(tensor: Strided, order: Sequence[int]) -> Strided:
-    return _reshaped(tensor, lambda values, _: tuple(values[at] for at in order))
-
-
-def _with_dim(tensor: Strided, dim: int) -> Strided:
-    return _reshaped(tensor, lambda values, added: (*values[:dim], added, *values[dim:]))
-
-
-def _without_dim(tensor: Strided, dim: int) -> Strided:
-    return _reshaped(tensor, lambda values, _: (*values[:dim], *values[dim + 1 :]))
 
 
 def _reshaped(tensor: Strided, change: Callable[[Sequence[int], int], tuple[int, ...]]) -> Strided:

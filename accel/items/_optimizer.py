@@ -179,7 +179,7 @@ def decode_optimizer(
 def _state_of(optimizer: torch.optim.Optimizer, item: str) -> dict[str, Any]:
     try:
         return state_dict(optimizer)
-    except Exception as error:  # such as of an optimizer that shards its state itself
+    except Exception as error:  # an optimizer may shard its state itself
         raise CheckpointError(
             f"{with_article(type(optimizer).__name__)} that does not give its state: {type(error).__name__}: {error}",
             where=item,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Costs, such as of the calls of a forward, divided into contiguous parts. Pure."""
+"""Costs, one of each call of a forward, divided into contiguous parts. Pure."""
 
 from __future__ import annotations
 

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import libcst as cst
-from typing_extensions import override
 
 from accel.migrate._script import Script
-from accel.migrate._tree import Remarks, block, calls, children, full_name, leading, loads, text_of, walk
+from accel.migrate._tree import Change, Remarks, block, calls, children, full_name, leading, loads, text_of, walk
 
 _STAYS = "whether this backward() trains: it stays as it is, as no prepared optimizer steps its gradients next"
 
@@ -23,14 +22,13 @@ class _GradientCall(NamedTuple):
     loop: cst.CSTNode
 
 
-class PlainBackward(cst.CSTTransformer):
+class PlainBackward(Change):
     """Write a plain backward as `accelerator.backward(loss)` if the next step is that of a prepared optimizer.
 
     Others stay with a note: gradients of inputs, and those that are dropped before a step.
     """
 
     def __init__(self, script: Script, notes: Remarks, module: cst.Module) -> None:
-        super().__init__()
         self._notes = notes
         self._written: dict[cst.CSTNode, str] = {}
         self._plain: set[cst.CSTNode] = set()
@@ -56,8 +54,7 @@ class PlainBackward(cst.CSTTransformer):
             if steps_here or all(each.loop is event.loop for each in others):  # no search for inputs within the loop
                 self._written[event.call] = names[0]
 
-    @override
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
+    def leave_call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
         name = self._written.get(original_node)
         if name is None or not isinstance(updated_node.func, cst.Attribute):
             return updated_node
@@ -69,8 +66,7 @@ class PlainBackward(cst.CSTTransformer):
         func = cst.Attribute(cst.Name(name), cst.Name("backward"))
         return updated_node.with_changes(func=func, args=[first, *updated_node.args])
 
-    @override
-    def leave_SimpleStatementLine(
+    def leave_simple_statement_line(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine:
         plain = [each for each in walk(original_node) if each in self._plain and each not in self._written]

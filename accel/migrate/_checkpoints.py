@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 
 import libcst as cst
-from typing_extensions import override
 
 from accel.migrate._items import counted
 from accel.migrate._script import ScopePass, Script
 from accel.migrate._tree import (
+    Change,
     Lines,
     Remarks,
     argument,
@@ -45,7 +45,6 @@ _BESIDE = "files beside a save are no part of it, and keep= spares its folder; a
 class Checkpoints(ScopePass):
     """`save_state` and `load_state` of a scope that has a state."""
 
-    @override
     def rewritten(self, node: cst.FunctionDef | cst.Module) -> cst.CSTNode:
         body = node.body if isinstance(node, cst.FunctionDef) else node
         made = any(f"{self._script.state} = accel.train_state" in text_of(each) for each in own_lines(body))
@@ -59,9 +58,8 @@ def _lines(node: cst.CSTNode) -> Iterator[cst.SimpleStatementLine]:
     return (each for each in walk(node) if isinstance(each, cst.SimpleStatementLine))
 
 
-class _Scope(cst.CSTTransformer):
+class _Scope(Change):
     def __init__(self, script: Script, notes: Remarks, scope: cst.CSTNode) -> None:
-        super().__init__()
         self._script = script
         self._notes = notes
         self._training = {id(loop) for loop in _trained(scope)}
@@ -113,21 +111,17 @@ class _Scope(cst.CSTTransformer):
             if folder is not None and isinstance(small(node), cst.Assign):
                 _ = self._paths.setdefault(names[0], folder)
 
-    @override
-    def visit_For(self, node: cst.For) -> None:
+    def visit_for(self, node: cst.For) -> None:
         self._around.append("loop" if id(node) in self._training else "for")
 
-    @override
-    def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.For:
+    def leave_for(self, original_node: cst.For, updated_node: cst.For) -> cst.For:
         _ = self._around.pop()
         return updated_node
 
-    @override
-    def visit_If(self, node: cst.If) -> None:
+    def visit_if(self, node: cst.If) -> None:
         self._around.append(text_of(node.test))
 
-    @override
-    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.BaseStatement | cst.RemovalSentinel:
+    def leave_if(self, original_node: cst.If, updated_node: cst.If) -> cst.BaseStatement | cst.RemovalSentinel:
         _ = self._around.pop()
         if "accel.load_state(" in text_of(updated_node):
             nested = [each for each in self._around if each not in ("loop", "for")]
@@ -148,8 +142,7 @@ class _Scope(cst.CSTTransformer):
             return False
         return not {f"{self._script.state}.sync", self._script.synced} & set(self._around[loops[-1] :])
 
-    @override
-    def leave_IndentedBlock(
+    def leave_indented_block(
         self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
     ) -> cst.IndentedBlock:
         """Leave out the names of folders that nothing else reads, and what asks for a batch to skip."""
@@ -311,8 +304,7 @@ class _Scope(cst.CSTTransformer):
         inside = sum(1 for line in _lines(node) if name in targets(line))
         return sum(1 for line in _lines(self._scope) if name in targets(line)) > inside
 
-    @override
-    def leave_SimpleStatementLine(
+    def leave_simple_statement_line(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
         call = called(updated_node)

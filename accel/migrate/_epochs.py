@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import libcst as cst
-from typing_extensions import override
 
 from accel.migrate._items import Items, restores
 from accel.migrate._script import Script, is_seeding
 from accel.migrate._tree import (
+    Change,
     Remarks,
     argument,
     block,
@@ -126,11 +126,10 @@ def _returns(node: cst.CSTNode) -> Iterator[cst.Return]:
             yield from _returns(each)
 
 
-class OnState(cst.CSTTransformer):
+class OnState(Change):
     """A function that takes the state after its context and returns it before what it returned."""
 
     def __init__(self, script: Script, epochs: Epochs) -> None:
-        super().__init__()
         self._script = script
         self._epochs = epochs
         self._depth = 0
@@ -149,18 +148,15 @@ class OnState(cst.CSTTransformer):
             body.append(cst.SimpleStatementLine([self._returned(cst.Return())]))
         return with_block(node.with_changes(params=node.params.with_changes(params=params)), body)
 
-    @override
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
+    def visit_function_def(self, node: cst.FunctionDef) -> bool:
         self._depth += 1
         return self._depth == 1
 
-    @override
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+    def leave_function_def(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
         self._depth -= 1
         return updated_node
 
-    @override
-    def leave_Return(self, original_node: cst.Return, updated_node: cst.Return) -> cst.Return:
+    def leave_return(self, original_node: cst.Return, updated_node: cst.Return) -> cst.Return:
         return self._returned(updated_node) if self._depth == 1 else updated_node
 
     def _returned(self, node: cst.Return) -> cst.Return:
@@ -206,7 +202,7 @@ def calling(script: Script, epochs: Epochs, line: cst.SimpleStatementLine) -> cs
     return line.with_changes(body=[made_line])
 
 
-class Caller(cst.CSTTransformer):
+class Caller(Change):
     """A scope whose loop calls such a function: the state is made above the loop."""
 
     def __init__(
@@ -219,7 +215,6 @@ class Caller(cst.CSTTransformer):
         epochs: Epochs,
         length: cst.BaseExpression | None,
     ) -> None:
-        super().__init__()
         self._script = script
         self._notes = notes
         self._scope = scope
@@ -234,20 +229,17 @@ class Caller(cst.CSTTransformer):
         """Return the scope with the state made, given and taken."""
         return changed_by(self._scope, self)
 
-    @override
-    def on_leave(self, original_node: cst.CSTNodeT, updated_node: cst.CSTNodeT) -> cst.CSTNodeT:
-        result: object = super().on_leave(original_node, updated_node)
-        if original_node is self._line:
-            result = calling(self._script, self._epochs, self._line)
-        if original_node is self._loop:
+    def on_leave(self, original: cst.CSTNode, updated: cst.CSTNode) -> object:
+        result = calling(self._script, self._epochs, self._line) if original is self._line else updated
+        if original is self._loop:
             result = self._items.outer(cast(cst.BaseStatement, result))
-        if original_node is self._anchor:
+        if original is self._anchor:
             made = state_lines(self._script, self._notes, self._scope, self._items.made(), self._length)
             node = cast(cst.BaseStatement, result)
             first = [line for line in leading(node)[:1] if line.comment is None]
             made[0] = led_by(made[0], [*first, *leading(made[0])])
-            return cast(cst.CSTNodeT, cst.FlattenSentinel([*made, node]))
-        return cast(cst.CSTNodeT, result)
+            return cst.FlattenSentinel([*made, node])
+        return result
 
 
 _DRAWN = "no seed is set: rank 0 draws one, shares and logs it, and checkpoints of the state keep it"

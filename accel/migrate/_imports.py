@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import libcst as cst
-from typing_extensions import override
 
 from accel.migrate._script import Script, ScriptPass
 from accel.migrate._tree import (
+    Change,
     Lines,
     Remarks,
     argument,
@@ -41,15 +41,13 @@ class Imports(ScriptPass):
         super().__init__(script, notes)
         self._loggers: dict[str, cst.Call] = {}
 
-    @override
-    def visit_Module(self, node: cst.Module) -> None:
+    def visit_module(self, node: cst.Module) -> None:
         for line in walk(node):
             call = called(line)
             if call is not None and self._script.origin(call.func) == "get_logger" and targets(line):
                 self._loggers[targets(line)[0]] = call
 
-    @override
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+    def leave_function_def(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
         """Make a logger that knows its rank, where a function has the context."""
         names = {param.name.value for param in updated_node.params.params}
         body = block(updated_node)
@@ -78,8 +76,7 @@ class Imports(ScriptPass):
         parts = {"level": level} if level is not None else {}
         return statement(f"{name} = accel.get_logger({{name}}, {self._script.ctx}{options})", name=first, **parts)
 
-    @override
-    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+    def leave_module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
         used = loads(_without_imports(updated_node))
         updated_node = _with_inner_imports(updated_node, lambda node: self._import(node, used))
         lines = Lines()
@@ -177,19 +174,16 @@ class Imports(ScriptPass):
         return True
 
 
-class _PlainLoggers(cst.CSTTransformer):
+class _PlainLoggers(Change):
     """Calls of loggers that know no rank, without the arguments that only Accelerate's take."""
 
     def __init__(self, names: set[str]) -> None:
-        super().__init__()
         self._names = names
 
-    @override
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
+    def visit_function_def(self, node: cst.FunctionDef) -> bool:
         return not any(self._names & {*targets(each)} for each in walk(node))  # a function with its own logger
 
-    @override
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
+    def leave_call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
         owner, _ = method_of(original_node)
         if owner is None or full_name(owner) not in self._names:
             return updated_node

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import cast
 
 import libcst as cst
-from typing_extensions import override
 
 from accel.migrate._epochs import Caller, Epochs, OnState, find_epochs, state_lines
 from accel.migrate._forward import autocast, flattened, forward, models_of, runs
@@ -15,6 +14,7 @@ from accel.migrate._items import Items, restores
 from accel.migrate._reading import Body, Gathers, Reading, aliases_in, marked, read_loop, retarget
 from accel.migrate._script import ScopePass, Script
 from accel.migrate._tree import (
+    Change,
     Lines,
     Remarks,
     block,
@@ -78,8 +78,7 @@ class Training(ScopePass):
         self._epochs: dict[str, Epochs] = {}
         self._lengths: dict[str, cst.BaseExpression | None] = {}  # of windows, in the caller's words
 
-    @override
-    def visit_Module(self, node: cst.Module) -> None:
+    def visit_module(self, node: cst.Module) -> None:
         """Find the functions that train one epoch a call, whose loops can be written."""
         script = self._script
         for name, each in find_epochs(script, node).items():
@@ -91,7 +90,6 @@ class Training(ScopePass):
                 self._lengths[name] = None if loop.length is None else replace_names(loop.length, words)
         script.epochs |= self._epochs.keys()
 
-    @override
     def rewritten(self, node: cst.FunctionDef | cst.Module) -> cst.CSTNode:
         body = node.body if isinstance(node, cst.FunctionDef) else node
         chains = [chain for chain in _own_loops(body) if _holds_backward(self._script, chain)]
@@ -157,7 +155,7 @@ def _noted(scope: cst.CSTNode, nodes: Sequence[cst.CSTNode], note: cst.EmptyLine
     return changed_at(scope, cst.BaseStatement, change)
 
 
-class _Loop(cst.CSTTransformer):
+class _Loop(Change):
     """One training loop: its innermost loop rewritten, the state before the outermost one."""
 
     def __init__(
@@ -170,7 +168,6 @@ class _Loop(cst.CSTTransformer):
         *,
         carried: bool = False,
     ) -> None:
-        super().__init__()
         self._script = script
         self._notes = notes
         self._scope = scope
@@ -192,18 +189,13 @@ class _Loop(cst.CSTTransformer):
         self._anchor = anchors[0] if anchors else self._chain[0]
         return changed_by(self._scope, self)
 
-    @override
-    def on_leave(self, original_node: cst.CSTNodeT, updated_node: cst.CSTNodeT) -> cst.CSTNodeT:
-        result: object = super().on_leave(original_node, updated_node)
-        if original_node is self._chain[-1]:
-            result = self._inner
-        if original_node is self._chain[0] and self._carried:
-            return cast(cst.CSTNodeT, result)
-        if original_node is self._chain[0]:
+    def on_leave(self, original: cst.CSTNode, updated: cst.CSTNode) -> object:
+        result: object = self._inner if original is self._chain[-1] else updated
+        if original is self._chain[0] and self._carried:
+            return result
+        if original is self._chain[0]:
             result = self._items.outer(cast(cst.BaseStatement, result))
-        if original_node is self._anchor:
-            return cast(cst.CSTNodeT, cst.FlattenSentinel(self._begun(cast(cst.BaseStatement, result))))
-        return cast(cst.CSTNodeT, result)
+        return cst.FlattenSentinel(self._begun(cast(cst.BaseStatement, result))) if original is self._anchor else result
 
     def _begun(self, loop: cst.BaseStatement) -> list[cst.BaseStatement]:
         """Return the lines that make items and state, then the statement after them."""
@@ -403,30 +395,18 @@ def _with_synced(script: Script, node: cst.BaseStatement) -> cst.BaseStatement:
     return changed_at(node, cst.Attribute, change)
 
 
-class _Leave(cst.CSTTransformer):
+class _Leave(Change):
     """A `break` out of the epoch, or a return of its state: the next pass begins with the next epoch."""
 
+    skips = (cst.For, cst.While, cst.FunctionDef)
+
     def __init__(self, script: Script, batch: str, models: list[str], *, returns: bool) -> None:
-        super().__init__()
         self._script = script
         self._batch = batch
         self._models = models
         self._kinds = (cst.Break, cst.Return) if returns else (cst.Break,)
 
-    @override
-    def visit_For(self, node: cst.For) -> bool:
-        return False
-
-    @override
-    def visit_While(self, node: cst.While) -> bool:
-        return False
-
-    @override
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
-        return False
-
-    @override
-    def leave_SimpleStatementLine(
+    def leave_simple_statement_line(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.BaseStatement]:
         if not isinstance(small(original_node), self._kinds):

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 import libcst as cst
-from typing_extensions import override
 
 from accel.migrate._backward import callers_of
 from accel.migrate._calls import as_value, is_method_value, launched, placed
@@ -63,7 +62,6 @@ class Names(ScriptPass):
         self._called: set[int] = set()  # attributes that are methods of calls
         self._tracking = Tracking(script, self._decide, self._change)
 
-    @override
     def on_visit(self, node: cst.CSTNode) -> bool:
         if isinstance(node, (cst.BaseCompoundStatement, cst.SimpleStatementLine)):
             self._pending.append([])
@@ -73,20 +71,19 @@ class Names(ScriptPass):
         self._opened[-1] = self._opened[-1] or self._opens(node)
         return super().on_visit(node)
 
-    @override
-    def on_leave(self, original_node: cst.CSTNodeT, updated_node: cst.CSTNodeT) -> cst.CSTNodeT:
-        result: object = super().on_leave(original_node, updated_node)
-        if isinstance(original_node, (cst.FunctionDef, cst.Module)):
+    def on_leave(self, original: cst.CSTNode, updated: cst.CSTNode) -> object:
+        result = super().on_leave(original, updated)
+        if isinstance(original, (cst.FunctionDef, cst.Module)):
             _ = self._scopes.pop()
             _ = self._opened.pop()
-        if isinstance(original_node, (cst.BaseCompoundStatement, cst.SimpleStatementLine)):
+        if isinstance(original, (cst.BaseCompoundStatement, cst.SimpleStatementLine)):
             lines = self._pending.pop()
             if lines and isinstance(result, cst.BaseStatement):
                 result = led_by(result, [*leading(result), *_unique(lines)])
             elif lines and isinstance(result, cst.FlattenSentinel):
-                first, *rest = cast("Sequence[cst.BaseStatement]", list(result))
+                first, *rest = cast("cst.FlattenSentinel[cst.BaseStatement]", result)
                 result = cst.FlattenSentinel([led_by(first, [*leading(first), *_unique(lines)]), *rest])
-        return cast(cst.CSTNodeT, result)
+        return result
 
     def _decide(self, what: str, page: str = "names") -> None:
         if self._pending:
@@ -103,14 +100,12 @@ class Names(ScriptPass):
     def _expression(self, text: str, **parts: cst.BaseExpression) -> cst.BaseExpression:
         return expression(text.replace("{ctx}", self._script.ctx).replace("{state}", self._script.state), **parts)
 
-    @override
-    def visit_Call(self, node: cst.Call) -> None:
+    def visit_call(self, node: cst.Call) -> None:
         self._called.add(id(node.func))
         if full_name(node.func) == "len":
             self._counted |= {id(arg.value) for arg in node.args}
 
-    @override
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+    def leave_call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         script = self._script
         if updated_node.args and len(updated_node.args) < len(original_node.args):
             last = updated_node.args[-1].with_changes(comma=original_node.args[-1].comma)
@@ -285,8 +280,7 @@ class Names(ScriptPass):
             text = f"lambda {parameter}: {name}({parameter}, {', '.join(text_of(arg) for arg in call.args)})"
         return self._expression(f"accel.find_executable_batch_size({{ctx}}, {text}, {text_of(start)})")
 
-    @override
-    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
+    def leave_attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
         script, name = self._script, original_node.attr.value
         if not script.holds(original_node.value):
             if script.is_state(original_node.value) and name in ATTRIBUTES:
@@ -314,8 +308,7 @@ class Names(ScriptPass):
             self._decide(f"what takes the place of accelerator.{name}")
         return updated_node.with_changes(attr=original_node.attr)
 
-    @override
-    def leave_UnaryOperation(
+    def leave_unary_operation(
         self, original_node: cst.UnaryOperation, updated_node: cst.UnaryOperation
     ) -> cst.BaseExpression:
         """Write `not accelerator.optimizer_step_was_skipped` without two negations."""
@@ -335,8 +328,7 @@ class Names(ScriptPass):
         self._lacks(original, name)
         return updated
 
-    @override
-    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg | cst.RemovalSentinel:
+    def leave_arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg | cst.RemovalSentinel:
         value, keyword = original_node.value, original_node.keyword
         if is_method_value(self._script, value, METHODS) and keyword is not None and keyword.value == "save_function":
             return cst.RemoveFromParent()
@@ -344,14 +336,12 @@ class Names(ScriptPass):
             return updated_node.with_changes(keyword=cst.Name(self._script.ctx))
         return updated_node.with_changes(keyword=keyword)
 
-    @override
-    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
+    def leave_name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
         if original_node.value in self._script.holders:
             return cst.Name(self._script.ctx)
         return updated_node
 
-    @override
-    def leave_Param(self, original_node: cst.Param, updated_node: cst.Param) -> cst.Param:
+    def leave_param(self, original_node: cst.Param, updated_node: cst.Param) -> cst.Param:
         if original_node.annotation is not None:
             text = text_of(original_node.annotation.annotation).strip("\"'")
             if text in ("Accelerator", "accelerate.Accelerator", "PartialState"):
@@ -361,8 +351,7 @@ class Names(ScriptPass):
                 return updated_node.with_changes(annotation=annotation)
         return updated_node
 
-    @override
-    def leave_Comparison(self, original_node: cst.Comparison, updated_node: cst.Comparison) -> cst.BaseExpression:
+    def leave_comparison(self, original_node: cst.Comparison, updated_node: cst.Comparison) -> cst.BaseExpression:
         if len(original_node.comparisons) != 1:
             return updated_node
         script, part = self._script, original_node.comparisons[0]
@@ -400,8 +389,7 @@ class Names(ScriptPass):
             return built.with_changes(lpar=original.lpar, rpar=original.rpar)
         return built if len(kinds) == 1 else built.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
 
-    @override
-    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If:
+    def leave_if(self, original_node: cst.If, updated_node: cst.If) -> cst.If:
         script = self._script
         if any(script.is_attribute(each, "is_main_process") for each in walk(original_node.test)):
             for call in calls(original_node.body):
@@ -413,8 +401,7 @@ class Names(ScriptPass):
             return updated_node.with_changes(test=updated_node.test.with_changes(lpar=[], rpar=[]))
         return updated_node
 
-    @override
-    def leave_With(
+    def leave_with(
         self, original_node: cst.With, updated_node: cst.With
     ) -> cst.With | cst.FlattenSentinel[cst.BaseStatement]:
         item = original_node.items[0]
@@ -426,8 +413,7 @@ class Names(ScriptPass):
             return cst.FlattenSentinel([first, *body.body])
         return updated_node
 
-    @override
-    def leave_SimpleStatementLine(
+    def leave_simple_statement_line(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement] | cst.RemovalSentinel:
         call = called(original_node)

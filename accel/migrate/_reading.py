@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import libcst as cst
-from typing_extensions import override
 
 from accel.migrate._backward import stepping_in
 from accel.migrate._script import Script, ScriptPass, is_rate
 from accel.migrate._tree import (
+    Change,
     Lines,
     Remarks,
     argument,
@@ -204,21 +204,17 @@ def _without_moves(script: Script, node: cst.BaseStatement, names: set[str]) -> 
     return changed_at(node, cst.Call, change)
 
 
-class Gathers(cst.CSTTransformer):
+class Gathers(Change):
     """`gather_for_metrics` with the batch that the values are of; in loops for evaluation `gather` as well."""
 
+    skips = (cst.FunctionDef,)
+
     def __init__(self, script: Script, batch: str, *, evaluating: bool) -> None:
-        super().__init__()
         self._script = script
         self._batch = batch
         self._methods = ("gather_for_metrics", "gather") if evaluating else ("gather_for_metrics",)
 
-    @override
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
-        return False
-
-    @override
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+    def leave_call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         method = self._script.method(original_node)
         if method not in self._methods or not updated_node.args:
             return updated_node
@@ -243,12 +239,10 @@ class Evaluation(ScriptPass):
         super().__init__(script, notes)
         self._aliases: list[dict[str, cst.BaseExpression]] = [{}]
 
-    @override
-    def visit_Module(self, node: cst.Module) -> None:
+    def visit_module(self, node: cst.Module) -> None:
         self._aliases.append(aliases_in(self._script, node))
 
-    @override
-    def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.BaseStatement:
+    def leave_for(self, original_node: cst.For, updated_node: cst.For) -> cst.BaseStatement:
         reading = read_loop(self._script, updated_node, self._aliases[-1])
         if reading is None or any(self._script.method(call) == "backward" for call in calls(updated_node)):
             return updated_node
@@ -304,12 +298,10 @@ def marked(node: cst.BaseStatement, *lines: cst.EmptyLine) -> cst.BaseStatement:
 class Lengths(ScriptPass):
     """`len(loader)` before `prepare` to steps on this number of ranks; factors of processes in schedules left out."""
 
-    @override
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+    def leave_function_def(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
         return with_block(updated_node, self._before_prepare(block(updated_node)))
 
-    @override
-    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+    def leave_module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
         return updated_node.with_changes(
             body=self._before_prepare(cast("list[cst.BaseStatement]", list(updated_node.body)))
         )
@@ -326,8 +318,7 @@ class Lengths(ScriptPass):
             lines.append(node)
         return lines
 
-    @override
-    def leave_SimpleStatementLine(
+    def leave_simple_statement_line(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine:
         if self._script.feeds_schedule(original_node):
@@ -335,13 +326,11 @@ class Lengths(ScriptPass):
         return updated_node
 
 
-class _Length(cst.CSTTransformer):
+class _Length(Change):
     def __init__(self, script: Script) -> None:
-        super().__init__()
         self._script = script
 
-    @override
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+    def leave_call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         if full_name(original_node.func) in ("math.ceil", "ceil") and _is_total(updated_node.args[0].value):
             return updated_node.args[0].value
         if full_name(original_node.func) == "len" and len(original_node.args) == 1:
@@ -350,8 +339,7 @@ class _Length(cst.CSTTransformer):
                 return expression(f"accel.total_steps({{loader}}, ctx={self._script.ctx})", loader=value)
         return updated_node
 
-    @override
-    def leave_BinaryOperation(
+    def leave_binary_operation(
         self, original_node: cst.BinaryOperation, updated_node: cst.BinaryOperation
     ) -> cst.BaseExpression:
         """Write `len(loader) * epochs // accumulation` as one call, and without a division by the ranks."""
@@ -384,20 +372,17 @@ def _is_total(node: cst.CSTNode) -> bool:
     return isinstance(node, cst.Call) and full_name(node.func) == "accel.total_steps"
 
 
-class _Shrink(cst.CSTTransformer):
+class _Shrink(Change):
     """Leave `* accelerator.num_processes` out of a schedule, and a division of its steps by them."""
 
     def __init__(self, script: Script) -> None:
-        super().__init__()
         self._script = script
         self._steps: set[str] = set()
 
-    @override
-    def visit_Lambda(self, node: cst.Lambda) -> None:
+    def visit_lambda(self, node: cst.Lambda) -> None:
         self._steps |= {param.name.value for param in node.params.params}
 
-    @override
-    def leave_BinaryOperation(
+    def leave_binary_operation(
         self, original_node: cst.BinaryOperation, updated_node: cst.BinaryOperation
     ) -> cst.BaseExpression:
         divides = isinstance(updated_node.operator, (cst.Divide, cst.FloorDivide))
@@ -406,8 +391,7 @@ class _Shrink(cst.CSTTransformer):
             return updated_node.left
         return without_ranks(self._script, updated_node)
 
-    @override
-    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
+    def leave_arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
         return original_node if is_rate(original_node) else updated_node
 
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import libcst as cst
-from typing_extensions import override
 
 from accel.errors import ConfigError
 from accel.migrate._backward import PlainBackward
@@ -29,6 +28,7 @@ from accel.migrate._trackers import HandedTrackers
 from accel.migrate._tree import (
     DECIDE,
     MARK,
+    Change,
     Lines,
     Remarks,
     argument,
@@ -54,8 +54,7 @@ _STAND_INS = ("DummyOptim", "DummyScheduler")
 class Before(ScriptPass):
     """Bring a script into the form that the other passes read."""
 
-    @override
-    def leave_With(
+    def leave_with(
         self, original_node: cst.With, updated_node: cst.With
     ) -> cst.With | cst.FlattenSentinel[cst.BaseStatement]:
         """Unfold `with LocalSGD(...) as local:`."""
@@ -82,8 +81,7 @@ class Before(ScriptPass):
         )
         return cst.FlattenSentinel([made, *block(updated_node)])
 
-    @override
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+    def leave_function_def(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
         """Take the decorator `find_executable_batch_size` off."""
         kept: list[cst.Decorator] = []
         lines: list[cst.EmptyLine] = []
@@ -100,8 +98,7 @@ class Before(ScriptPass):
             before = [*updated_node.leading_lines, *[each for each in lines if each.comment]]
         return updated_node.with_changes(decorators=kept, leading_lines=before, lines_after_decorators=[])
 
-    @override
-    def leave_IfExp(self, original_node: cst.IfExp, updated_node: cst.IfExp) -> cst.BaseExpression:
+    def leave_if_exp(self, original_node: cst.IfExp, updated_node: cst.IfExp) -> cst.BaseExpression:
         """Take torch's own class where a condition chooses DeepSpeed's placeholder."""
         if self._is_stand_in(original_node.orelse):
             return updated_node.body.with_changes(lpar=[], rpar=[])
@@ -112,8 +109,7 @@ class Before(ScriptPass):
     def _is_stand_in(self, node: cst.CSTNode) -> bool:
         return any(self._script.origin(each) in _STAND_INS for each in walk(node) if isinstance(each, cst.Name))
 
-    @override
-    def leave_If(
+    def leave_if(
         self, original_node: cst.If, updated_node: cst.If
     ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement] | cst.RemovalSentinel:
         script = self._script
@@ -169,24 +165,21 @@ def drop_scaffolds(module: cst.Module, notes: Remarks) -> cst.Module:
 class Dropped(ScriptPass):
     """Leave out statements that nothing takes the place of, with their comments."""
 
-    @override
-    def leave_IndentedBlock(
+    def leave_indented_block(
         self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
     ) -> cst.IndentedBlock:
         body, rest = self._kept(updated_node.body)
         lines = [*rest, *updated_node.footer] if rest else updated_node.footer
         return updated_node.with_changes(body=body or [cst.SimpleStatementLine([cst.Pass()])], footer=lines)
 
-    @override
-    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If | cst.RemovalSentinel:
+    def leave_if(self, original_node: cst.If, updated_node: cst.If) -> cst.If | cst.RemovalSentinel:
         """Leave out a condition with all of its lines."""
         gone = original_node.orelse is None and all(self._goes(each) for each in block(original_node))
         if gone:
             self._notes.leave_out(original_node)
         return cst.RemoveFromParent() if gone else updated_node
 
-    @override
-    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+    def leave_module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
         body, rest = self._kept(updated_node.body)
         return updated_node.with_changes(body=body, footer=[*rest, *updated_node.footer])
 
@@ -235,20 +228,17 @@ _CONFIGURES = (
 )
 
 
-class _Renamed(cst.CSTTransformer):
+class _Renamed(Change):
     """Gives a variable another name, and the keywords of calls too; attributes stay."""
 
     def __init__(self, old: str, new: str) -> None:
-        super().__init__()
         self._old = old
         self._new = new
 
-    @override
-    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.Attribute:
+    def leave_attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.Attribute:
         return updated_node.with_changes(attr=original_node.attr)
 
-    @override
-    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.Name:
+    def leave_name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.Name:
         return updated_node.with_changes(value=self._new) if updated_node.value == self._old else updated_node
 
 
@@ -307,7 +297,7 @@ def _passed(text: str, module: cst.Module, shared: Shared, *, cells: bool) -> Mi
     if trained is not module:
         module = trained
         script = Script(module, kept.holders, shared)
-    passes: list[cst.CSTTransformer] = [
+    passes: list[Change] = [
         Before(script, notes),
         Lengths(script, notes),
         HandedTrackers(script, notes, module),

@@ -13,6 +13,7 @@ from accel.migrate._lifted import lifted
 from accel.migrate._options import Made, Options, merged
 from accel.migrate._script import Script, ScriptPass
 from accel.migrate._tree import (
+    Change,
     Remarks,
     block,
     bound,
@@ -48,12 +49,10 @@ class Sessions(ScriptPass):
         self._launched = _launched(script, module)
         self._names: list[str] = []
 
-    @override
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+    def visit_function_def(self, node: cst.FunctionDef) -> None:
         self._names.append(node.name.value)
 
-    @override
-    def leave_FunctionDef(
+    def leave_function_def(
         self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
     ) -> cst.FunctionDef | cst.FlattenSentinel[cst.BaseStatement]:
         _ = self._names.pop()
@@ -90,8 +89,7 @@ class Sessions(ScriptPass):
                 return parts
         return with_block(updated_node, [*body[:at], self._around(made, rest, kept)])
 
-    @override
-    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+    def leave_module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
         body = list(cast("Sequence[cst.BaseStatement]", updated_node.body))
         found = self._maker(body)
         if found is not None:
@@ -304,7 +302,7 @@ class _Blank(cst.CSTTransformer):
         return updated_node
 
 
-class _Callers(cst.CSTTransformer):
+class _Callers(Change):
     """Open the session around the one call of a function that takes the context now."""
 
     def __init__(
@@ -316,8 +314,7 @@ class _Callers(cst.CSTTransformer):
         self._launched = launched
         self._sessions = sessions
 
-    @override
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+    def leave_call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         if full_name(original_node.func) in self._hoisted:
             first = cst.Arg(cst.Name(self._script.ctx))
             return updated_node.with_changes(args=[first, *updated_node.args])
@@ -330,8 +327,7 @@ class _Callers(cst.CSTTransformer):
                 return updated_node.with_changes(args=[*args, call.args[0]])
         return updated_node
 
-    @override
-    def leave_SimpleStatementLine(
+    def leave_simple_statement_line(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.BaseStatement:
         call = called(original_node)

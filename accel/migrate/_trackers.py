@@ -175,8 +175,7 @@ class HandedTrackers(ScriptPass):
         super().__init__(script, notes)
         self._needing = _needing(script, module)
 
-    @override
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+    def leave_function_def(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
         if original_node.name.value not in self._needing:
             return updated_node
         params: list[cst.Param] = []
@@ -186,8 +185,7 @@ class HandedTrackers(ScriptPass):
                 params.append(cst.Param(cst.Name(self._script.trackers)))
         return updated_node.with_changes(params=updated_node.params.with_changes(params=params))
 
-    @override
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
+    def leave_call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
         if full_name(original_node.func) not in self._needing:
             return updated_node
         args: list[cst.Arg] = []
@@ -200,8 +198,7 @@ class HandedTrackers(ScriptPass):
                 args[-2] = arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) if arg is updated_node.args[-1] else arg
         return updated_node.with_changes(args=args)
 
-    @override
-    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If:
+    def leave_if(self, original_node: cst.If, updated_node: cst.If) -> cst.If:
         """Begin a run without trackers where a condition leaves them out and functions are handed them."""
         begins = any(self._script.method(call) == "init_trackers" for call in calls(original_node.body))
         if not begins or not self._needing or original_node.orelse is not None or not self._script.tracked_if:
@@ -209,8 +206,7 @@ class HandedTrackers(ScriptPass):
         none = statement(f'{self._script.trackers} = accel.init_trackers({self._script.ctx}, "none", to=[])')
         return updated_node.with_changes(orelse=cst.Else(body=cst.IndentedBlock([none])))
 
-    @override
-    def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.For:
+    def leave_for(self, original_node: cst.For, updated_node: cst.For) -> cst.For:
         script = self._script
         if not script.is_attribute(original_node.iter, "trackers") or not isinstance(original_node.target, cst.Name):
             return updated_node

@@ -6,11 +6,10 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node, parse_template_expression, parse_template_statement
-from typing_extensions import override
 
 Statement = cst.BaseStatement | cst.BaseSmallStatement
 Compound = cst.If | cst.For | cst.While | cst.With | cst.Try | cst.FunctionDef | cst.ClassDef
@@ -81,42 +80,65 @@ def _parts(kind: type[cst.CSTNode]) -> tuple[str, ...]:
     return tuple(name for name in kind.__dataclass_fields__ if name not in _LAYOUT)
 
 
-def changed_by(node: N, change: cst.CSTTransformer) -> N:
-    """Return a node as a transformer changes it. Unlike `node.visit`, it passes over whitespace and comments.
+class Change:
+    """Changes of nodes by their kinds.
 
-    A statement may become several, as with `visit`: the result is then a sentinel, which the caller's list takes.
+    A subclass has methods such as `visit_for(node)`, called before the parts of a node change; False leaves these as
+    they are. `leave_for(original, updated)` returns what takes the node's place. Unlike libcst's transformers, it does
+    not see whitespace and comments.
+    """
+
+    skips: ClassVar[tuple[type[cst.CSTNode], ...]] = ()  # kinds of nodes whose parts stay as they are
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        """Return whether the parts of a node change too."""
+        visit = getattr(self, _methods(type(node))[0], None)
+        return not isinstance(node, self.skips) and (visit is None or visit(node) is not False)
+
+    def on_leave(self, original: cst.CSTNode, updated: cst.CSTNode) -> object:
+        """Return what takes the place of a node; its parts have changed."""
+        leave = getattr(self, _methods(type(original))[1], None)
+        return updated if leave is None else leave(original, updated)
+
+
+@functools.lru_cache(maxsize=512)
+def _methods(kind: type[cst.CSTNode]) -> tuple[str, str]:
+    """Return the names of the methods of a `Change` for a kind of node."""
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
+    return f"visit_{name}", f"leave_{name}"
+
+
+def changed_by(node: N, change: Change) -> N:
+    """Return a node as a `Change` makes it.
+
+    A statement may become several: the result is then a sentinel of libcst, which the caller's list takes.
     """
     return cast("N", _changed(node, change))
 
 
 def changed_at(node: N, kind: type[K], change: Callable[[K, K], object]) -> N:
-    """Return a node with those of a kind in it as a function makes them; see `changed_by`.
+    """Return a node in which a function has changed the nodes of a kind.
 
     The function gets a node before and after the changes inside of it.
     """
     return changed_by(node, _At(kind, change))
 
 
-class _At(cst.CSTTransformer):
+class _At(Change):
     def __init__(self, kind: type[cst.CSTNode], change: Callable[[Any, Any], object]) -> None:
-        super().__init__()
         self._kind = kind
         self._change = change
 
-    @override
-    def on_leave(self, original_node: cst.CSTNodeT, updated_node: cst.CSTNodeT) -> Any:
-        return self._change(original_node, updated_node) if isinstance(original_node, self._kind) else updated_node
+    def on_leave(self, original: cst.CSTNode, updated: cst.CSTNode) -> object:
+        return self._change(original, updated) if isinstance(original, self._kind) else updated
 
 
-def _changed(node: cst.CSTNode, change: cst.CSTTransformer) -> object:
-    visits, leaves = _overrides(type(change), type(node))
-    updated = node
-    if not visits or getattr(change, visits)(node) is not False:
-        updated = _with_changed_parts(node, change)
-    return getattr(change, leaves)(node, updated) if leaves else updated
+def _changed(node: cst.CSTNode, change: Change) -> object:
+    updated = _with_changed_parts(node, change) if change.on_visit(node) else node
+    return change.on_leave(node, updated)
 
 
-def _with_changed_parts(node: cst.CSTNode, change: cst.CSTTransformer) -> cst.CSTNode:
+def _with_changed_parts(node: cst.CSTNode, change: Change) -> cst.CSTNode:
     found: dict[str, object] = {}
     for name in _parts(type(node)):
         value: object = getattr(node, name)
@@ -132,7 +154,7 @@ def _with_changed_parts(node: cst.CSTNode, change: cst.CSTTransformer) -> cst.CS
     return node.with_changes(**found) if found else node
 
 
-def _each_changed(values: Sequence[object], change: cst.CSTTransformer) -> Iterator[object]:
+def _each_changed(values: Sequence[object], change: Change) -> Iterator[object]:
     for value in values:
         made = _changed(cast(cst.CSTNode, value), change) if type(value) in _NODES else value
         if made is value:
@@ -141,18 +163,6 @@ def _each_changed(values: Sequence[object], change: cst.CSTTransformer) -> Itera
             yield from cast("cst.FlattenSentinel[cst.CSTNode]", made)
         elif not isinstance(made, cst.RemovalSentinel):
             yield made
-
-
-@functools.lru_cache(maxsize=8192)
-def _overrides(change: type[cst.CSTTransformer], kind: type[cst.CSTNode]) -> tuple[str, str]:
-    """Return the methods of a transformer for a kind of node, empty where it has none of its own."""
-    names = [("on_visit", f"visit_{kind.__name__}"), ("on_leave", f"leave_{kind.__name__}")]
-    visits, leaves = ([each for each in pair if _is_own(change, each)] for pair in names)
-    return (visits or [""])[0], (leaves or [""])[0]
-
-
-def _is_own(change: type[cst.CSTTransformer], name: str) -> bool:
-    return getattr(change, name, None) is not getattr(cst.CSTTransformer, name, None)
 
 
 def _walk_all(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -343,29 +353,24 @@ class Lines:
         return self._held
 
 
-class OfVariables(cst.CSTTransformer):
+class OfVariables(Change):
     """Changes of names that are variables: those of attributes, keywords and parameters stay."""
 
-    @override
-    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
+    def leave_attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
         return updated_node.with_changes(attr=original_node.attr)
 
-    @override
-    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
+    def leave_arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
         return updated_node.with_changes(keyword=original_node.keyword)
 
-    @override
-    def leave_Param(self, original_node: cst.Param, updated_node: cst.Param) -> cst.Param:
+    def leave_param(self, original_node: cst.Param, updated_node: cst.Param) -> cst.Param:
         return updated_node.with_changes(name=original_node.name)
 
 
 class _Renames(OfVariables):
     def __init__(self, change: Callable[[cst.Name], cst.BaseExpression]) -> None:
-        super().__init__()
         self._change = change
 
-    @override
-    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
+    def leave_name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
         return self._change(updated_node)
 
 

@@ -9,7 +9,19 @@ from typing import NamedTuple
 import libcst as cst
 
 from accel.migrate._script import Script
-from accel.migrate._tree import Change, Remarks, block, calls, children, full_name, leading, loads, text_of, walk
+from accel.migrate._tree import (
+    Change,
+    Remarks,
+    block,
+    calls,
+    children,
+    full_name,
+    leading,
+    loads,
+    outer_loops,
+    text_of,
+    walk,
+)
 
 _STAYS = "whether this backward() trains: it stays as it is, as no prepared optimizer steps its gradients next"
 
@@ -35,7 +47,7 @@ class PlainBackward(Change):
         shared = _holders(script, module)
         for function in (node for node in walk(module) if isinstance(node, (cst.FunctionDef, cst.Module))):
             names = sorted(_holders(script, function)) or sorted(shared)
-            loops = list(_loops(function))
+            loops = list(outer_loops(function))
             for loop in loops:
                 self._read(list(_events(script, loop, loop)), names, repeats=True)
             self._read(list(_events(script, function, function, loops)), names, repeats=False)
@@ -84,15 +96,6 @@ def _holders(script: Script, node: cst.FunctionDef | cst.Module) -> set[str]:
             each.name.value for each in node.params.kwonly_params
         }
     return taken & script.holders
-
-
-def _loops(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """Yield the outermost loops of a function."""
-    for each in children(node):
-        if isinstance(each, (cst.For, cst.While)):
-            yield each
-        elif not isinstance(each, (cst.FunctionDef, cst.ClassDef)):
-            yield from _loops(each)
 
 
 def _events(

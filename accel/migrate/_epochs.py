@@ -11,19 +11,22 @@ import libcst as cst
 from accel.migrate._items import Items, restores
 from accel.migrate._script import Script, is_seeding
 from accel.migrate._tree import (
+    SCOPES,
     Change,
     Remarks,
     argument,
     block,
+    bound,
     called,
     calls,
     changed_by,
-    children,
     expression,
     full_name,
+    keyword_arg,
     leading,
     led_by,
     loads,
+    outer_loops,
     own_lines,
     small,
     statement,
@@ -46,7 +49,7 @@ class Epochs(NamedTuple):
         """Return the caller's words for the names of a value; None where it has none."""
         if value is None:
             return {}
-        given = dict(_given(self.call, self.function))
+        given = dict(bound(self.call, self.function))
         local = {param.name.value for param in self.function.params.params}
         made = {
             name.value
@@ -58,15 +61,6 @@ class Epochs(NamedTuple):
         if names & (made - local) or (names & local) - given.keys():
             return None
         return {name: given[name] for name in names & local}
-
-
-def _given(call: cst.Call, function: cst.FunctionDef) -> Iterator[tuple[str, cst.BaseExpression]]:
-    names = [param.name.value for param in function.params.params]
-    for at, arg in enumerate(call.args):
-        if arg.keyword is not None:
-            yield arg.keyword.value, arg.value
-        elif not arg.star and at < len(names):
-            yield names[at], arg.value
 
 
 def find_epochs(script: Script, module: cst.Module) -> dict[str, Epochs]:
@@ -81,11 +75,13 @@ def find_epochs(script: Script, module: cst.Module) -> dict[str, Epochs]:
             continue
         if "backward" not in methods or any(isinstance(each, cst.Yield) for each in walk(function)):
             continue
-        lines = [line for scope in scopes for line in _looped_lines(scope) if _is_call(line, name)]
+        loops = [loop for scope in scopes for loop in outer_loops(_body(scope))]
+        lines = [line for loop in loops for line in own_lines(loop.body) if _is_call(line, name)]
         scope = next((each for each in scopes if any(_is_call(line, name) for line in own_lines(_body(each)))), None)
         if len(lines) != 1 or scope is None or any(script.method(call) == "backward" for call in _own_calls(scope)):
             continue
-        returns = any(each.value is not None for each in _returns(function))
+        inside = walk(function.body, SCOPES)
+        returns = any(isinstance(each, cst.Return) and each.value is not None for each in inside)
         found[name] = Epochs(function, cast(cst.Call, called(lines[0])), returns, scope)
     callers = [id(each.scope) for each in found.values()]
     return {name: each for name, each in found.items() if callers.count(id(each.scope)) == 1}
@@ -104,26 +100,6 @@ def _is_call(line: cst.SimpleStatementLine, name: str) -> bool:
     inner = small(line)
     plain = isinstance(inner, cst.Expr) or (isinstance(inner, cst.Assign) and len(inner.targets) == 1)
     return plain and call is not None and full_name(call.func) == name
-
-
-def _looped_lines(scope: cst.FunctionDef | cst.Module) -> Iterator[cst.SimpleStatementLine]:
-    """Yield the lines of a scope's loops, each once."""
-    waiting = list(children(_body(scope)))
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, (cst.For, cst.While)):
-            yield from own_lines(node.body)
-        elif not isinstance(node, (cst.FunctionDef, cst.ClassDef)):
-            waiting += children(node)
-
-
-def _returns(node: cst.CSTNode) -> Iterator[cst.Return]:
-    inside = node.body if isinstance(node, cst.FunctionDef) else node
-    for each in children(inside):
-        if isinstance(each, cst.Return):
-            yield each
-        elif not isinstance(each, (cst.FunctionDef, cst.ClassDef, cst.Lambda)):
-            yield from _returns(each)
 
 
 class OnState(Change):
@@ -167,8 +143,12 @@ class OnState(Change):
             parts = [state, _grouped(node.value)]
         else:
             parts = [state, node.value]
-        value = parts[0] if len(parts) == 1 else cst.Tuple([cst.Element(each) for each in parts], lpar=[], rpar=[])
-        return node.with_changes(value=value, whitespace_after_return=cst.SimpleWhitespace(" "))
+        return node.with_changes(value=_joined(parts), whitespace_after_return=cst.SimpleWhitespace(" "))
+
+
+def _joined(parts: Sequence[cst.BaseExpression]) -> cst.BaseExpression:
+    """Return several expressions as a tuple without parentheses, one as it is."""
+    return parts[0] if len(parts) == 1 else cst.Tuple([cst.Element(each) for each in parts], lpar=[], rpar=[])
 
 
 def _grouped(node: cst.BaseExpression) -> cst.BaseExpression:
@@ -182,8 +162,7 @@ def calling(script: Script, epochs: Epochs, line: cst.SimpleStatementLine) -> cs
     args = list(call.args)
     at = next((at for at, each in enumerate(args) if script.holds(each.value)), -1) + 1
     keyed = args[at - 1].keyword is not None if at else bool(args) and args[0].keyword is not None
-    equal = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))
-    made = cst.Arg(state, keyword=state, equal=equal) if keyed else cst.Arg(state)
+    made = keyword_arg(state.value, state) if keyed else cst.Arg(state)
     if at and at == len(args):
         made = made.with_changes(comma=args[-1].comma)
         args[-1] = args[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
@@ -197,8 +176,7 @@ def calling(script: Script, epochs: Epochs, line: cst.SimpleStatementLine) -> cs
         parts[1] = _grouped(parts[1]) if isinstance(parts[1], cst.Tuple) else parts[1]
     else:
         parts = [state, cst.Name("_")] if epochs.returns else [state]
-    target = parts[0] if len(parts) == 1 else cst.Tuple([cst.Element(each) for each in parts], lpar=[], rpar=[])
-    made_line = cst.Assign([cst.AssignTarget(cast(cst.BaseAssignTargetExpression, target))], call)
+    made_line = cst.Assign([cst.AssignTarget(cast(cst.BaseAssignTargetExpression, _joined(parts)))], call)
     return line.with_changes(body=[made_line])
 
 

@@ -152,10 +152,6 @@ class Items:
             return loop.with_changes(iter=call.with_changes(args=args))
         return loop
 
-    def inner(self, loop: cst.For) -> cst.BaseStatement:
-        """Leave out what skips batches of the innermost loop by its counter."""
-        return loop
-
 
 def counted(loop: cst.CSTNode) -> cst.Call | None:
     """Return the call of `range` that a loop counts by."""

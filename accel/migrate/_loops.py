@@ -11,9 +11,10 @@ import libcst as cst
 from accel.migrate._epochs import Caller, Epochs, OnState, find_epochs, state_lines
 from accel.migrate._forward import autocast, flattened, forward, models_of, runs
 from accel.migrate._items import Items, restores
-from accel.migrate._reading import Body, Gathers, Reading, aliases_in, marked, read_loop, retarget
+from accel.migrate._reading import Body, Gathers, aliases_in, marked, read_loop, retarget
 from accel.migrate._script import ScopePass, Script
 from accel.migrate._tree import (
+    LOOPS,
     Change,
     Lines,
     Remarks,
@@ -25,6 +26,7 @@ from accel.migrate._tree import (
     children,
     expression,
     full_name,
+    keyword_arg,
     leading,
     led_by,
     loads,
@@ -55,7 +57,7 @@ def _own_loops(node: cst.CSTNode, outer: tuple[cst.CSTNode, ...] = ()) -> list[t
     for child in children(node):
         if isinstance(child, (cst.FunctionDef, cst.ClassDef, cst.Lambda)):
             continue
-        if isinstance(child, (cst.For, cst.While)):
+        if isinstance(child, LOOPS):
             found.append((*outer, child))
             found += _own_loops(child, (*outer, child))
         else:
@@ -240,14 +242,14 @@ class _Loop(Change):
                 return self._give_up(node, why, "parts")
             return self._give_up(node, "how several or guarded backward passes share a window", "step")
         before, backward, after = body.statements[: at[-1]], body.statements[at[-1]], body.statements[at[-1] + 1 :]
-        lines = self._window(reading, body, models, before, backward, after)
+        lines = self._window(body, models, before, backward, after)
         if self.failed is not None:
             return node
         iterator = reading.wrap(
             expression(f"accel.batches({self._script.ctx}, {{loader}}, {self._script.state})", loader=reading.loader)
         )
         built = with_block(retarget(node, reading, body.batch), lines)
-        return self._items.inner(built.with_changes(iter=iterator))
+        return built.with_changes(iter=iterator)
 
     def _give_up(self, node: cst.BaseStatement, why: str, page: str) -> cst.BaseStatement:
         self.failed = self._notes.decide(why, page)
@@ -255,7 +257,6 @@ class _Loop(Change):
 
     def _window(
         self,
-        reading: Reading,
         body: Body,
         models: list[str],
         before: list[cst.BaseStatement],
@@ -349,7 +350,7 @@ class _Loop(Change):
         call = cast(cst.Call, called(line))
         written = statement(f"{script.state} = accel.backward({script.ctx}, {{loss}}, {script.state})", loss=loss)
         options = [arg for arg in call.args[1:] if arg.keyword is not None]
-        options += cast(cst.Call, expression("f(same_units=True)")).args if again else []
+        options += [keyword_arg("same_units", cst.Name("True"))] if again else []
         if options:
             inner = cast(cst.Assign, small(written))
             made = cast(cst.Call, inner.value)

@@ -165,7 +165,7 @@ class Names(ScriptPass):
             return self._expression("accel.any_rank({ctx}, trigger)")
         if name == "gather_for_metrics":
             self._decide("which batch these values are of: gather_for_metrics(ctx, values, batch)", "data")
-            return self._built(("accel.gather_for_metrics", True), name, updated)
+            return self._built("accel.gather_for_metrics", name, updated)
         if name in ("save_state", "load_state"):
             self._decide(f"items and state of {name}", "checkpoints")
         elif name in ("register_save_state_pre_hook", "register_load_state_pre_hook"):
@@ -176,14 +176,12 @@ class Names(ScriptPass):
             self._decide(f"the loop around {name}{self._callers()}", "loop")
         elif name == "profile":
             self._decide("out= of accel.profile", "profile")
-        elif name == "split_between_processes":
-            return self._built(("accel.split_between_processes", True), name, updated)
         else:
             self._decide(f"what takes the place of accelerator.{name}: unknown to accel migrate")
         return updated
 
-    def _built(self, found: tuple[str, bool], name: str, call: cst.Call) -> cst.BaseExpression:
-        return placed(self._script, self._decide, self._change, found, name, call)
+    def _built(self, function: str, name: str, call: cst.Call) -> cst.BaseExpression:
+        return placed(self._script, self._decide, self._change, function, name, call)
 
     def _function(self, name: str, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
         if name in FUNCTIONS:

@@ -22,6 +22,7 @@ from accel.migrate._tree import (
     changed_by,
     expression,
     full_name,
+    keyword_arg,
     leading,
     led_by,
     loads,
@@ -84,8 +85,7 @@ def _peel(
     def wrap(inner: cst.BaseExpression) -> cst.BaseExpression:
         args = [node.args[0].with_changes(value=inside(inner)), *node.args[1:]]
         if name != "enumerate" and argument(node, "total") is None:
-            total = expression("f(total=len({loader}))", loader=loader)
-            args.append(cast(cst.Call, total).args[0])
+            args.append(keyword_arg("total", expression("len({loader})", loader=loader)))
             args = [arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in args]
         return node.with_changes(args=args)
 
@@ -360,10 +360,7 @@ class _Length(Change):
 
     @staticmethod
     def _with(call: cst.Call, node: cst.BinaryOperation, **options: cst.BaseExpression) -> cst.Call:
-        made = [
-            cast(cst.Call, expression(f"f({name}={{value}})", value=value.with_changes(lpar=[], rpar=[]))).args[0]
-            for name, value in options.items()
-        ]
+        made = [keyword_arg(name, value.with_changes(lpar=[], rpar=[])) for name, value in options.items()]
         args = [arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in (*call.args, *made)]
         return call.with_changes(args=args, lpar=[], rpar=[])
 

@@ -22,6 +22,7 @@ from accel.migrate._tree import (
     changed_by,
     expression,
     full_name,
+    keyword_arg,
     leading,
     led_by,
     loads,
@@ -187,9 +188,7 @@ class Sessions(ScriptPass):
     @staticmethod
     def _call(function: str, made: Made) -> cst.Call:
         call = cast(cst.Call, expression(f"{function}()"))
-        equal = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))
-        args = [cst.Arg(value, keyword=cst.Name(name), equal=equal) for name, value in made.settings.items()]
-        return call.with_changes(args=args)
+        return call.with_changes(args=[keyword_arg(name, value) for name, value in made.settings.items()])
 
     def _maker(self, body: Sequence[cst.BaseStatement]) -> tuple[int, Made] | None:
         for at, node in enumerate(body):
@@ -322,9 +321,8 @@ class _Callers(Change):
             made = self._launched.get(_runs(self._script, original_node))
             precision = made.settings.get("precision") if made else None
             if precision is not None and _is_text(precision) and self._sessions.takes_precision(original_node):
-                call = cast(cst.Call, expression("f(precision={value})", value=precision))
                 args = [arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in updated_node.args]
-                return updated_node.with_changes(args=[*args, call.args[0]])
+                return updated_node.with_changes(args=[*args, keyword_arg("precision", precision)])
         return updated_node
 
     def leave_simple_statement_line(

@@ -18,14 +18,13 @@ from accel.migrate._tree import (
     calls,
     expression,
     full_name,
+    keyword_arg,
     loads,
     statement,
     text_of,
     walk,
     with_block,
 )
-
-_EQUAL = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))
 
 
 class Tracking:
@@ -120,12 +119,11 @@ class Tracking:
         args[:1] = [self._without_step(arg) for arg in args[:1]]
         plain = [arg for arg in args if arg.keyword is None]
         if len(plain) > 1:
-            args[1] = args[1].with_changes(keyword=cst.Name("step"), equal=_EQUAL)
+            args[1] = keyword_arg("step", args[1].value).with_changes(comma=args[1].comma)
         elif argument(call, "step") is None:
             own = None if in_steps else _own_step(call.args[0].value)
             counted = own or expression(f"{self._script.state}.updates")
-            step = cst.Arg(counted, keyword=cst.Name("step"), equal=_EQUAL)
-            args = [args[0].with_changes(comma=cst.MaybeSentinel.DEFAULT), step]
+            args = [args[0].with_changes(comma=cst.MaybeSentinel.DEFAULT), keyword_arg("step", counted)]
             if not in_steps and own is None:
                 self._change("log needs a step: that of the optimizer")
         if len(args) < len(call.args):
@@ -193,8 +191,8 @@ class HandedTrackers(ScriptPass):
         for arg in updated_node.args:
             args.append(arg)
             if self._script.holds(arg.value):
-                keyed = cast(cst.Call, expression(f"f({name.value}={name.value})")).args[0]
-                args.append((cst.Arg(name) if arg.keyword is None else keyed).with_changes(comma=arg.comma))
+                given = cst.Arg(name) if arg.keyword is None else keyword_arg(name.value, name)
+                args.append(given.with_changes(comma=arg.comma))
                 args[-2] = arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) if arg is updated_node.args[-1] else arg
         return updated_node.with_changes(args=args)
 

@@ -12,7 +12,6 @@ import libcst as cst
 from libcst.helpers import get_full_name_for_node, parse_template_expression, parse_template_statement
 
 Statement = cst.BaseStatement | cst.BaseSmallStatement
-Compound = cst.If | cst.For | cst.While | cst.With | cst.Try | cst.FunctionDef | cst.ClassDef
 N = TypeVar("N", bound=cst.CSTNode)
 K = TypeVar("K", bound=cst.CSTNode)
 _NODES = frozenset(kind for kind in vars(cst).values() if isinstance(kind, type) and issubclass(kind, cst.CSTNode))
@@ -55,13 +54,18 @@ def full_name(node: cst.CSTNode) -> str:
     return get_full_name_for_node(node) or "" if isinstance(node, (cst.Name, cst.Attribute)) else ""
 
 
-def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """Yield a node and all below it, without whitespace and comments."""
+SCOPES = (cst.FunctionDef, cst.ClassDef)
+LOOPS = (cst.For, cst.While)
+
+
+def walk(node: cst.CSTNode, closed: tuple[type[cst.CSTNode], ...] = ()) -> Iterator[cst.CSTNode]:
+    """Yield a node and all below it, without whitespace, comments, and what is inside of `closed` kinds of nodes."""
     waiting = [node]
     while waiting:
         each = waiting.pop()
         yield each
-        waiting += list(children(each))[::-1]
+        if not isinstance(each, closed):
+            waiting += list(children(each))[::-1]
 
 
 def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -178,12 +182,14 @@ def calls(node: cst.CSTNode) -> Iterator[cst.Call]:
 
 
 def own_lines(node: cst.CSTNode) -> Iterator[cst.SimpleStatementLine]:
-    """Yield the lines below a node, without those of functions and classes in it."""
-    for each in children(node):
-        if isinstance(each, cst.SimpleStatementLine):
-            yield each
-        elif not isinstance(each, (cst.FunctionDef, cst.ClassDef)):
-            yield from own_lines(each)
+    """Yield the lines of a block, without the lines of functions and classes in it."""
+    return (each for each in walk(node, SCOPES) if isinstance(each, cst.SimpleStatementLine))
+
+
+def outer_loops(node: cst.CSTNode) -> Iterator[cst.For | cst.While]:
+    """Yield the outermost loops below a node, without loops of functions and classes in it."""
+    found = (each for child in children(node) for each in walk(child, (*LOOPS, *SCOPES)))
+    return (each for each in found if isinstance(each, LOOPS))
 
 
 def loads(node: cst.CSTNode) -> set[str]:
@@ -246,6 +252,11 @@ def method_of(call: cst.Call) -> tuple[cst.BaseExpression | None, str]:
     if isinstance(call.func, cst.Attribute):
         return call.func.value, call.func.attr.value
     return None, call.func.value if isinstance(call.func, cst.Name) else ""
+
+
+def keyword_arg(name: str, value: cst.BaseExpression) -> cst.Arg:
+    """Return the argument `name=value`."""
+    return cast(cst.Call, expression(f"f({name}={{value}})", value=value)).args[0]
 
 
 def argument(call: cst.Call, name: str, position: int | None = None) -> cst.BaseExpression | None:

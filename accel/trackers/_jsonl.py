@@ -13,23 +13,10 @@ from typing import Any
 import msgspec
 
 from accel.run_folder import MEDIA, METRICS, MediaName, encode_line, parse_media
+from accel.trackers import _media as media
 from accel.trackers._line_file import LineFile, first_step, open_lines, set_aside, step_of
 from accel.trackers._log import TIME, split_times
-from accel.trackers._tracker import (
-    Artifact,
-    Config,
-    Ending,
-    Figure,
-    Histogram,
-    Images,
-    Media,
-    Run,
-    Table,
-    TextRecord,
-    Tracker,
-    Values,
-    png_of,
-)
+from accel.trackers._tracker import Config, Ending, Run, Tracker, Values
 
 _PARTIAL = ".partial"  # end of the name of a file that is being written
 
@@ -57,9 +44,9 @@ def jsonl(path: str | os.PathLike[str] = METRICS) -> Tracker:
         del config  # in run.json
         lines = open_lines(place(run), run)
         lines.cut_back(run, step_of)
-        media = lines.path.parent / MEDIA
-        _cut_media(media, run.step)
-        return _OpenJsonl(lines, media)
+        stored = lines.path.parent / MEDIA
+        _cut_media(stored, run.step)
+        return _OpenJsonl(lines, stored)
 
     return Tracker(
         "jsonl",
@@ -68,7 +55,7 @@ def jsonl(path: str | os.PathLike[str] = METRICS) -> Tracker:
         finish=lambda live, ending: live.lines.close(),
         flush=lambda live: live.lines.flush(),
         log_media=_log_media,
-        media=(Images, Table, Figure, TextRecord, Histogram),
+        media=(media.Images, media.Table, media.Figure, media.TextRecord, media.Histogram),
         first_step=lambda run: first_step(place(run), step_of),
         check=place,
     )
@@ -185,20 +172,20 @@ def _finish(live: _OpenCsv, ending: Ending) -> None:
     live.lines.close()
 
 
-def _log_media(live: _OpenJsonl, record: Media, step: int) -> None:
+def _log_media(live: _OpenJsonl, record: media.Media, step: int) -> None:
     match record:
-        case Images():
+        case media.Images():
             for at, pixels in enumerate(record.tensors):
-                _write(live, MediaName(record.name, "images", step, at), png_of(pixels))
-        case Figure():
+                _write(live, MediaName(record.name, "images", step, at), media.png_of(pixels))
+        case media.Figure():
             _write(live, MediaName(record.name, "figure", step), record.png)
-        case Table():
+        case media.Table():
             content: dict[str, Any] = {"columns": record.columns, "rows": record.rows}
             _write(live, MediaName(record.name, "table", step), msgspec.json.encode(content))
-        case TextRecord():
+        case media.TextRecord():
             _write(live, MediaName(record.name, "text", step), record.text.encode(errors="backslashreplace"))
-        case Histogram():
+        case media.Histogram():
             content = {"edges": record.edges, "counts": record.counts, "nonfinite": record.nonfinite}
             _write(live, MediaName(record.name, "histogram", step), msgspec.json.encode(content))
-        case Artifact():
+        case media.Artifact():
             ...

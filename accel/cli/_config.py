@@ -145,7 +145,7 @@ def _show(words: Sequence[str], environ: Mapping[str, str]) -> int:
 
 def _import(words: Sequence[str], _environ: Mapping[str, str]) -> int:
     parser = _writer("import")
-    _ = parser.add_argument("file", help="a file of Accelerate, YAML or JSON")
+    parser.value("file", "FILE", "a file of Accelerate, YAML or JSON")
     known = parser.read(words)
     imported = import_accelerate(known.file)
     text = encode(imported.config, known.output, only=imported.fields)
@@ -178,14 +178,12 @@ def _writer(name: str) -> Parser:
     """Return the parser of a subcommand that writes a file, and replaces none unless asked to."""
     parser = _parser(name)
     _add_output(parser)
-    _ = parser.add_argument("--force", action="store_true", help="replace an existing file")
+    parser.switch("--force", "replace an existing file")
     return parser
 
 
 def _add_output(parser: Parser) -> None:
-    _ = parser.add_argument(
-        "--output", metavar="FILE", default=DEFAULT_FILE, help=f"file to write, TOML or .json (default: {DEFAULT_FILE})"
-    )
+    parser.value("--output", "FILE", f"file to write, TOML or .json (default: {DEFAULT_FILE})", default=DEFAULT_FILE)
 
 
 def _write(path: str, text: str, *, force: bool) -> None:

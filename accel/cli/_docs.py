@@ -76,8 +76,8 @@ def run(words: Sequence[str], _environ: Mapping[str, str]) -> int:
 def parser() -> Parser:
     """Return the parser of the command's flags."""
     built = Parser("accel docs", usage=_USAGE, description=_ABOUT)
-    _ = built.add_argument("name", nargs="+", metavar="NAME", help="a name, an error, a command or a page")
-    _ = built.add_argument("--web", action="store_true", help="open the entry on the site, in a browser")
+    built.value("name", "NAME", "a name, an error, a command or a page", nargs="+")
+    built.switch("--web", "open the entry on the site, in a browser")
     return built
 
 

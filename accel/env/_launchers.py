@@ -7,10 +7,12 @@ import contextlib
 import json
 import re
 import zlib
-from collections.abc import Mapping
-from typing import Literal, NamedTuple, cast
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, cast
 
-from accel.env._launch_env import LaunchEnv, below, integer
+import msgspec
+
+from accel.env._launch_env import LaunchEnv, LauncherName, below, integer
 from accel.errors import EnvError
 
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -110,7 +112,7 @@ class _Names(NamedTuple):
         job: a variable that all ranks of a job share, and no other job has.
     """
 
-    launcher: Literal["openmpi", "mpich", "mvapich"]
+    launcher: LauncherName
     rank: str
     world_size: str
     local_rank: str
@@ -176,26 +178,16 @@ def check_unplaced(environ: Mapping[str, str]) -> None:
 def _torchrun(environ: Mapping[str, str]) -> LaunchEnv | None:
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return None
-    rank = integer(environ, "RANK", beside=_TORCHRUN)
-    world_size = integer(environ, "WORLD_SIZE", least=1, beside=_TORCHRUN)
-    below("RANK", rank, "WORLD_SIZE", world_size)
+    rank, world_size = _position(environ, "RANK", "WORLD_SIZE", beside=_TORCHRUN)
     local_world_size = integer(environ, "LOCAL_WORLD_SIZE", least=1, default=world_size)
     num_nodes = _nodes(world_size, local_world_size, "LOCAL_WORLD_SIZE", "WORLD_SIZE")
     local_rank = integer(environ, "LOCAL_RANK", default=rank % local_world_size)
     below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size)
     node_rank = integer(environ, "GROUP_RANK", default=rank // local_world_size)
     below("GROUP_RANK", node_rank, "the number of nodes", num_nodes)
-    return LaunchEnv(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        node_rank=node_rank,
-        num_nodes=num_nodes,
-        master_addr=_master_addr(environ, world_size, "Start the script with `accel launch` or `torchrun`."),
-        master_port=integer(environ, "MASTER_PORT", least=1, most=65535, beside=_TORCHRUN) if world_size > 1 else None,
-        launcher="torchrun",
-    )
+    place = _place(rank, world_size, local_world_size, "torchrun", local_rank=local_rank, node_rank=node_rank)
+    fix = "Start the script with `accel launch` or `torchrun`."
+    return _with_address(environ, place, fix=fix, port=None)
 
 
 def _mpi(environ: Mapping[str, str], names: _Names) -> LaunchEnv | None:
@@ -203,13 +195,9 @@ def _mpi(environ: Mapping[str, str], names: _Names) -> LaunchEnv | None:
     if names.rank not in environ or names.local_rank not in environ:
         return None
     beside = (names.rank, names.local_rank)
-    rank = integer(environ, names.rank)
-    world_size = integer(environ, names.world_size, least=1, beside=beside)
-    below(names.rank, rank, names.world_size, world_size)
-    local_world_size = integer(environ, names.local_world_size, least=1, beside=beside)
+    rank, world_size = _position(environ, names.rank, names.world_size, beside=beside)
+    local_rank, local_world_size = _position(environ, names.local_rank, names.local_world_size, beside=beside)
     num_nodes = _nodes(world_size, local_world_size, names.local_world_size, names.world_size)
-    local_rank = integer(environ, names.local_rank)
-    below(names.local_rank, local_rank, names.local_world_size, local_world_size)
     if rank % local_world_size != local_rank:
         raise EnvError(
             "ranks do not fill one host after another",
@@ -219,17 +207,9 @@ def _mpi(environ: Mapping[str, str], names: _Names) -> LaunchEnv | None:
             fix="Let mpirun place them so, with `--map-by slot` or `-ppn`.",
         )
     fix = "Tell all ranks the host of rank 0, such as by `mpirun -x MASTER_ADDR=node0` or `-env MASTER_ADDR node0`."
-    return LaunchEnv(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        node_rank=rank // local_world_size,
-        num_nodes=num_nodes,
-        master_addr=_master_addr(environ, world_size, fix, found=_LOCALHOST if num_nodes == 1 else ""),
-        master_port=_master_port(environ, world_size, job=environ.get(names.job, "")),
-        launcher=names.launcher,
-    )
+    place = _place(rank, world_size, local_world_size, names.launcher)
+    found = _LOCALHOST if num_nodes == 1 else ""
+    return _with_address(environ, place, fix=fix, found=found, port=_port_of(environ.get(names.job, "")))
 
 
 def _slurm(environ: Mapping[str, str]) -> LaunchEnv | None:
@@ -237,12 +217,8 @@ def _slurm(environ: Mapping[str, str]) -> LaunchEnv | None:
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return None
     beside = ("SLURM_PROCID", "SLURM_STEP_ID")
-    rank = integer(environ, "SLURM_PROCID")
-    world_size = integer(environ, "SLURM_STEP_NUM_TASKS", least=1, beside=beside)
-    below("SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS", world_size)
-    num_nodes = integer(environ, "SLURM_STEP_NUM_NODES", least=1, beside=beside)
-    node_rank = integer(environ, "SLURM_NODEID", beside=beside)
-    below("SLURM_NODEID", node_rank, "SLURM_STEP_NUM_NODES", num_nodes)
+    rank, world_size = _position(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", beside=beside)
+    node_rank, num_nodes = _position(environ, "SLURM_NODEID", "SLURM_STEP_NUM_NODES", beside=beside)
     counts = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if counts != [world_size // num_nodes] * num_nodes:
         raise EnvError(
@@ -256,17 +232,8 @@ def _slurm(environ: Mapping[str, str]) -> LaunchEnv | None:
     below("SLURM_LOCALID", local_rank, "the tasks of a node", counts[0])
     first = first_host(environ.get("SLURM_STEP_NODELIST", "")) if num_nodes > 1 else _LOCALHOST
     job = f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
-    return LaunchEnv(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=counts[0],
-        node_rank=node_rank,
-        num_nodes=num_nodes,
-        master_addr=_master_addr(environ, world_size, _SET_ADDRESS, found=first),
-        master_port=_master_port(environ, world_size, job=job),
-        launcher="slurm",
-    )
+    place = _place(rank, world_size, counts[0], "slurm", local_rank=local_rank, node_rank=node_rank)
+    return _with_address(environ, place, found=first, port=_port_of(job))
 
 
 def _kubernetes(environ: Mapping[str, str]) -> LaunchEnv | None:
@@ -281,10 +248,8 @@ def _kubernetes(environ: Mapping[str, str]) -> LaunchEnv | None:
             where="the environment",
             fix="Let the pod's command be `torchrun train.py` or `accel launch`, or set nprocPerNode to 1.",
         )
-    rank = integer(environ, "RANK")
-    world_size = integer(environ, "WORLD_SIZE", least=1, beside=_TORCHRUN)
-    below("RANK", rank, "WORLD_SIZE", world_size)
-    return _one_a_host(environ, rank, world_size, "", "kubernetes")
+    rank, world_size = _position(environ, "RANK", "WORLD_SIZE", beside=_TORCHRUN)
+    return _with_address(environ, _place(rank, world_size, 1, "kubernetes"))
 
 
 def _sagemaker(environ: Mapping[str, str]) -> LaunchEnv | None:
@@ -302,7 +267,8 @@ def _sagemaker(environ: Mapping[str, str]) -> LaunchEnv | None:
             where="the environment",
         )
     named = sorted(map(str, cast(list[object], hosts)))  # in the same order everywhere
-    return _one_a_host(environ, named.index(environ["SM_CURRENT_HOST"]), len(named), named[0], "sagemaker")
+    place = _place(named.index(environ["SM_CURRENT_HOST"]), len(named), 1, "sagemaker")
+    return _with_address(environ, place, found=named[0])
 
 
 def _torch_xla(environ: Mapping[str, str]) -> LaunchEnv | None:
@@ -311,32 +277,35 @@ def _torch_xla(environ: Mapping[str, str]) -> LaunchEnv | None:
         return None
     rank = integer(environ, "CLOUD_TPU_TASK_ID")
     below("CLOUD_TPU_TASK_ID", rank, "the processes in TPU_PROCESS_ADDRESSES", len(hosts))
-    local_world_size = hosts.count(hosts[rank])
-    return LaunchEnv(
-        rank=rank,
-        world_size=len(hosts),
-        local_rank=rank % local_world_size,
-        local_world_size=local_world_size,
-        node_rank=rank // local_world_size,
-        num_nodes=len(hosts) // local_world_size,
-        master_addr=_master_addr(environ, len(hosts), _SET_ADDRESS, found=hosts[0]),
-        master_port=_master_port(environ, len(hosts)),
-        launcher="torch_xla",
-    )
+    place = _place(rank, len(hosts), hosts.count(hosts[rank]), "torch_xla")
+    return _with_address(environ, place, found=hosts[0])
 
 
-def _one_a_host(
-    environ: Mapping[str, str], rank: int, count: int, first: str, launcher: Literal["kubernetes", "sagemaker"]
+def _position(environ: Mapping[str, str], name: str, count_name: str, *, beside: Sequence[str]) -> tuple[int, int]:
+    """Return a position and the number of positions, which must be above it."""
+    at = integer(environ, name, beside=beside)
+    count = integer(environ, count_name, least=1, beside=beside)
+    below(name, at, count_name, count)
+    return at, count
+
+
+def _place(
+    rank: int,
+    world_size: int,
+    local_world_size: int,
+    launcher: LauncherName,
+    *,
+    local_rank: int | None = None,
+    node_rank: int | None = None,
 ) -> LaunchEnv:
+    """Return a place without an address; by default ranks fill one host after another."""
     return LaunchEnv(
         rank=rank,
-        world_size=count,
-        local_rank=0,
-        local_world_size=1,
-        node_rank=rank,
-        num_nodes=count,
-        master_addr=_master_addr(environ, count, _SET_ADDRESS, found=first),
-        master_port=_master_port(environ, count),
+        world_size=world_size,
+        local_rank=rank % local_world_size if local_rank is None else local_rank,
+        local_world_size=local_world_size,
+        node_rank=rank // local_world_size if node_rank is None else node_rank,
+        num_nodes=world_size // local_world_size,
         launcher=launcher,
     )
 
@@ -353,27 +322,28 @@ def _nodes(world_size: int, local_world_size: int, local_name: str, name: str) -
     return world_size // local_world_size
 
 
-def _master_addr(environ: Mapping[str, str], world_size: int, fix: str, *, found: str = "") -> str | None:
-    if world_size == 1:
-        return None
+def _with_address(
+    environ: Mapping[str, str], place: LaunchEnv, *, fix: str = _SET_ADDRESS, found: str = "", port: int | None = _PORT
+) -> LaunchEnv:
+    """Return a place with the address of rank 0, by default `found` and `port`; a single process needs none."""
+    if place.world_size == 1:
+        return place
     address = environ.get("MASTER_ADDR") or found
     if not address:
         raise EnvError(
             "the address of rank 0 is unknown",
-            expected=f"MASTER_ADDR for {world_size} processes",
+            expected=f"MASTER_ADDR for {place.world_size} processes",
             got="no MASTER_ADDR",
             where="the environment",
             fix=fix,
         )
-    return address
+    port = integer(environ, "MASTER_PORT", least=1, most=65535, default=port, beside=_TORCHRUN)
+    return msgspec.structs.replace(place, master_addr=address, master_port=port)
 
 
-def _master_port(environ: Mapping[str, str], world_size: int, *, job: str = "") -> int | None:
-    """Return the port that is set, or one that two jobs on a host are unlikely to share."""
-    if world_size == 1:
-        return None
-    default = 20000 + zlib.crc32(job.encode()) % 10000 if job else _PORT
-    return integer(environ, "MASTER_PORT", least=1, most=65535, default=default)
+def _port_of(job: str) -> int:
+    """Return a port that two jobs on a host are unlikely to share."""
+    return 20000 + zlib.crc32(job.encode()) % 10000 if job else _PORT
 
 
 _SLURM = "SLURM_STEP_NUM_TASKS"

@@ -274,17 +274,10 @@ class Supervisor:
                 deadline = time.monotonic() + _DRAIN_S
 
 
-def run_plan(plan: LaunchPlan) -> int:
-    """Start the processes of a plan and wait for them; the first failure, or a signal, ends all.
-
-    Returns the exit status as a shell has it, after the report on stderr."""
-    ending = run_to_end(plan)
-    notify(ending.report + (last_message(ending.first) if ending.first else ""))
-    return ending.status
-
-
 def run_to_end(plan: LaunchPlan, children: Children | None = None) -> LaunchEnd:
-    """Run a plan as `run_plan` does, on `children` if there are any; the report is left to the caller."""
+    """Start the processes of a plan, on `children` if there are any, and wait for them; return the end.
+
+    The first failure, or a signal, ends all. The caller prints the report."""
     with listening() as signals:
         return Supervisor(signals, plan, children=children).run()
 

@@ -9,10 +9,6 @@ from typing import Literal
 from accel.config._settings import Settings
 from accel.errors import EnvError
 
-LauncherName = Literal[
-    "torchrun", "slurm", "openmpi", "mpich", "mvapich", "kubernetes", "sagemaker", "torch_xla", "none"
-]
-
 
 class LaunchEnv(Settings, frozen=True, kw_only=True):
     """This process's place in the job, and the settings that came by `ACCEL_*`.
@@ -44,7 +40,9 @@ class LaunchEnv(Settings, frozen=True, kw_only=True):
     master_port: int | None = None
     init_method: str = ""
     restarts: int = 0
-    launcher: LauncherName = "none"
+    launcher: Literal[
+        "torchrun", "slurm", "openmpi", "mpich", "mvapich", "kubernetes", "sagemaker", "torch_xla", "none"
+    ] = "none"
     tpu_hosts: int = 1
     columns: int = 0
     sources: Mapping[str, str] = {}

@@ -8,11 +8,11 @@ import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import msgspec
 
-from accel.env._launch_env import LaunchEnv, LauncherName, below, integer
+from accel.env._launch_env import LaunchEnv, below, integer
 from accel.errors import EnvError
 
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -112,7 +112,7 @@ class _Names(NamedTuple):
         job: a variable that all ranks of a job share, and no other job has.
     """
 
-    launcher: LauncherName
+    launcher: Literal["openmpi", "mpich", "mvapich"]
     rank: str
     world_size: str
     local_rank: str
@@ -185,9 +185,9 @@ def _torchrun(environ: Mapping[str, str]) -> LaunchEnv | None:
     below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size)
     node_rank = integer(environ, "GROUP_RANK", default=rank // local_world_size)
     below("GROUP_RANK", node_rank, "the number of nodes", num_nodes)
-    place = _place(rank, world_size, local_world_size, "torchrun", local_rank=local_rank, node_rank=node_rank)
+    place = _place(rank, world_size, local_world_size, local_rank=local_rank, node_rank=node_rank)
     fix = "Start the script with `accel launch` or `torchrun`."
-    return _with_address(environ, place, fix=fix, port=None)
+    return _with_address(environ, place, "torchrun", fix=fix, port=None)
 
 
 def _mpi(environ: Mapping[str, str], names: _Names) -> LaunchEnv | None:
@@ -207,9 +207,11 @@ def _mpi(environ: Mapping[str, str], names: _Names) -> LaunchEnv | None:
             fix="Let mpirun place them so, with `--map-by slot` or `-ppn`.",
         )
     fix = "Tell all ranks the host of rank 0, such as by `mpirun -x MASTER_ADDR=node0` or `-env MASTER_ADDR node0`."
-    place = _place(rank, world_size, local_world_size, names.launcher)
+    place = _place(rank, world_size, local_world_size)
     found = _LOCALHOST if num_nodes == 1 else ""
-    return _with_address(environ, place, fix=fix, found=found, port=_port_of(environ.get(names.job, "")))
+    return _with_address(
+        environ, place, names.launcher, fix=fix, found=found, port=_port_of(environ.get(names.job, ""))
+    )
 
 
 def _slurm(environ: Mapping[str, str]) -> LaunchEnv | None:
@@ -232,8 +234,8 @@ def _slurm(environ: Mapping[str, str]) -> LaunchEnv | None:
     below("SLURM_LOCALID", local_rank, "the tasks of a node", counts[0])
     first = first_host(environ.get("SLURM_STEP_NODELIST", "")) if num_nodes > 1 else _LOCALHOST
     job = f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
-    place = _place(rank, world_size, counts[0], "slurm", local_rank=local_rank, node_rank=node_rank)
-    return _with_address(environ, place, found=first, port=_port_of(job))
+    place = _place(rank, world_size, counts[0], local_rank=local_rank, node_rank=node_rank)
+    return _with_address(environ, place, "slurm", found=first, port=_port_of(job))
 
 
 def _kubernetes(environ: Mapping[str, str]) -> LaunchEnv | None:
@@ -249,7 +251,7 @@ def _kubernetes(environ: Mapping[str, str]) -> LaunchEnv | None:
             fix="Let the pod's command be `torchrun train.py` or `accel launch`, or set nprocPerNode to 1.",
         )
     rank, world_size = _position(environ, "RANK", "WORLD_SIZE", beside=_TORCHRUN)
-    return _with_address(environ, _place(rank, world_size, 1, "kubernetes"))
+    return _with_address(environ, _place(rank, world_size, 1), "kubernetes")
 
 
 def _sagemaker(environ: Mapping[str, str]) -> LaunchEnv | None:
@@ -267,8 +269,8 @@ def _sagemaker(environ: Mapping[str, str]) -> LaunchEnv | None:
             where="the environment",
         )
     named = sorted(map(str, cast(list[object], hosts)))  # in the same order everywhere
-    place = _place(named.index(environ["SM_CURRENT_HOST"]), len(named), 1, "sagemaker")
-    return _with_address(environ, place, found=named[0])
+    place = _place(named.index(environ["SM_CURRENT_HOST"]), len(named), 1)
+    return _with_address(environ, place, "sagemaker", found=named[0])
 
 
 def _torch_xla(environ: Mapping[str, str]) -> LaunchEnv | None:
@@ -277,8 +279,8 @@ def _torch_xla(environ: Mapping[str, str]) -> LaunchEnv | None:
         return None
     rank = integer(environ, "CLOUD_TPU_TASK_ID")
     below("CLOUD_TPU_TASK_ID", rank, "the processes in TPU_PROCESS_ADDRESSES", len(hosts))
-    place = _place(rank, len(hosts), hosts.count(hosts[rank]), "torch_xla")
-    return _with_address(environ, place, found=hosts[0])
+    place = _place(rank, len(hosts), hosts.count(hosts[rank]))
+    return _with_address(environ, place, "torch_xla", found=hosts[0])
 
 
 def _position(environ: Mapping[str, str], name: str, count_name: str, *, beside: Sequence[str]) -> tuple[int, int]:
@@ -293,7 +295,6 @@ def _place(
     rank: int,
     world_size: int,
     local_world_size: int,
-    launcher: LauncherName,
     *,
     local_rank: int | None = None,
     node_rank: int | None = None,
@@ -306,7 +307,6 @@ def _place(
         local_world_size=local_world_size,
         node_rank=rank // local_world_size if node_rank is None else node_rank,
         num_nodes=world_size // local_world_size,
-        launcher=launcher,
     )
 
 
@@ -323,9 +323,16 @@ def _nodes(world_size: int, local_world_size: int, local_name: str, name: str) -
 
 
 def _with_address(
-    environ: Mapping[str, str], place: LaunchEnv, *, fix: str = _SET_ADDRESS, found: str = "", port: int | None = _PORT
+    environ: Mapping[str, str],
+    place: LaunchEnv,
+    launcher: str,
+    *,
+    fix: str = _SET_ADDRESS,
+    found: str = "",
+    port: int | None = _PORT,
 ) -> LaunchEnv:
-    """Return a place with the address of rank 0, by default `found` and `port`; a single process needs none."""
+    """Return a launcher's place with the address of rank 0, by default `found` and `port`; one process needs none."""
+    place = msgspec.structs.replace(place, launcher=launcher)
     if place.world_size == 1:
         return place
     address = environ.get("MASTER_ADDR") or found

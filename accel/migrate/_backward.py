@@ -66,25 +66,25 @@ class PlainBackward(Change):
             if steps_here or all(each.loop is event.loop for each in others):  # no search for inputs within the loop
                 self._written[event.call] = names[0]
 
-    def leave_call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
-        name = self._written.get(original_node)
-        if name is None or not isinstance(updated_node.func, cst.Attribute):
-            return updated_node
-        loss = updated_node.func.value
+    def leave_call(self, original: cst.Call, updated: cst.Call) -> cst.Call:
+        name = self._written.get(original)
+        if name is None or not isinstance(updated.func, cst.Attribute):
+            return updated
+        loss = updated.func.value
         if len(loss.lpar) == 1:
             loss = loss.with_changes(lpar=[], rpar=[])
         comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-        first = cst.Arg(loss, comma=comma) if updated_node.args else cst.Arg(loss)
+        first = cst.Arg(loss, comma=comma) if updated.args else cst.Arg(loss)
         func = cst.Attribute(cst.Name(name), cst.Name("backward"))
-        return updated_node.with_changes(func=func, args=[first, *updated_node.args])
+        return updated.with_changes(func=func, args=[first, *updated.args])
 
     def leave_simple_statement_line(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+        self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine:
-        plain = [each for each in walk(original_node) if each in self._plain and each not in self._written]
+        plain = [each for each in walk(original) if each in self._plain and each not in self._written]
         if not plain:
-            return updated_node
-        return updated_node.with_changes(leading_lines=[*leading(updated_node), self._notes.decide(_STAYS, "step")])
+            return updated
+        return updated.with_changes(leading_lines=[*leading(updated), self._notes.decide(_STAYS, "step")])
 
 
 def _holders(script: Script, node: cst.FunctionDef | cst.Module) -> set[str]:

@@ -114,26 +114,26 @@ class _Scope(Change):
     def visit_for(self, node: cst.For) -> None:
         self._around.append("loop" if id(node) in self._training else "for")
 
-    def leave_for(self, original_node: cst.For, updated_node: cst.For) -> cst.For:
+    def leave_for(self, original: cst.For, updated: cst.For) -> cst.For:
         _ = self._around.pop()
-        return updated_node
+        return updated
 
     def visit_if(self, node: cst.If) -> None:
         self._around.append(text_of(node.test))
 
-    def leave_if(self, original_node: cst.If, updated_node: cst.If) -> cst.BaseStatement | cst.RemovalSentinel:
+    def leave_if(self, original: cst.If, updated: cst.If) -> cst.BaseStatement | cst.RemovalSentinel:
         _ = self._around.pop()
-        if "accel.load_state(" in text_of(updated_node):
+        if "accel.load_state(" in text_of(updated):
             nested = [each for each in self._around if each not in ("loop", "for")]
-            return updated_node if nested or self._around else self._restored(updated_node)
-        lines = block(updated_node)
+            return updated if nested or self._around else self._restored(updated)
+        lines = block(updated)
         saves = any(text_of(each).startswith("accel.save_state(") for each in lines)
         if saves and self._in_window():
             between_windows = expression(f"{self._script.state}.valid is None")
-            test = cst.BooleanOperation(left=_operand(updated_node.test), operator=cst.And(), right=between_windows)
+            test = cst.BooleanOperation(left=_operand(updated.test), operator=cst.And(), right=between_windows)
             why = "a checkpoint holds no gradients: saves within a window are left to its end"
-            return marked_if(updated_node.with_changes(test=test), self._notes.change(why))
-        return updated_node
+            return marked_if(updated.with_changes(test=test), self._notes.change(why))
+        return updated
 
     def _in_window(self) -> bool:
         """Whether this is the innermost training loop, outside of the block that ends a window."""
@@ -142,14 +142,12 @@ class _Scope(Change):
             return False
         return not {f"{self._script.state}.sync", self._script.synced} & set(self._around[loops[-1] :])
 
-    def leave_indented_block(
-        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
-    ) -> cst.IndentedBlock:
+    def leave_indented_block(self, original: cst.IndentedBlock, updated: cst.IndentedBlock) -> cst.IndentedBlock:
         """Leave out the names of folders that nothing else reads, and what asks for a batch to skip."""
         lines = Lines()
-        saves = any("accel.save_state(" in text_of(each) for each in updated_node.body)
+        saves = any("accel.save_state(" in text_of(each) for each in updated.body)
         keep = path = ""
-        for node in cast("tuple[cst.BaseStatement, ...]", updated_node.body):
+        for node in cast("tuple[cst.BaseStatement, ...]", updated.body):
             if text_of(node).startswith("accel.save_state("):
                 node = _saved(cast(cst.SimpleStatementLine, node), keep, path)
             if saves and (limit := _rotation(node)):
@@ -164,12 +162,12 @@ class _Scope(Change):
                 lines.hold([*leading(node), *self._written_into(path)])
             else:
                 lines.add(node)
-        if len(lines.body) == len(updated_node.body) and not keep and not path:
-            return updated_node
+        if len(lines.body) == len(updated.body) and not keep and not path:
+            return updated
         body = lines.body or [cst.SimpleStatementLine([cst.Pass()])]
-        if updated_node.body[0] not in body:  # no blank line begins a block
+        if updated.body[0] not in body:  # no blank line begins a block
             body[0] = led_by(body[0], [line for line in leading(body[0]) if line.comment])
-        return updated_node.with_changes(body=body, footer=[*lines.rest(), *updated_node.footer])
+        return updated.with_changes(body=body, footer=[*lines.rest(), *updated.footer])
 
     def _names_save(self, node: cst.BaseStatement) -> bool:
         """Whether a line makes the path of a save, which other lines read too."""
@@ -305,12 +303,12 @@ class _Scope(Change):
         return sum(1 for line in _lines(self._scope) if name in targets(line)) > inside
 
     def leave_simple_statement_line(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+        self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
     ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
-        call = called(updated_node)
+        call = called(updated)
         method = self._script.method(call)
         if call is None or method not in ("save_state", "load_state"):
-            return updated_node
+            return updated
         script, state = self._script, self._script.state
         path = argument(call, "output_dir" if method == "save_state" else "input_dir", 0) or expression('"checkpoints"')
         restored = [name for name, synced in self._counters.items() if not synced]
@@ -319,17 +317,17 @@ class _Scope(Change):
             folder = self._paths.get(full_name(path)) or _folder(path) or path
             keep = f", keep={text_of(script.tracked['total_limit'])}" if "total_limit" in script.tracked else ""
             text = f"accel.save_state({script.ctx}, {text_of(folder)}, items | {{{held}}}, step={state}.updates{keep})"
-            return _like(updated_node, [cst.parse_statement(text)], [self._notes.change(_FOLDER)])
+            return _like(updated, [cst.parse_statement(text)], [self._notes.change(_FOLDER)])
         text = f"accel.load_state({script.ctx}, {text_of(path)}, items | {{{held}}})"
         if not restored:
-            return _like(updated_node, [cst.parse_statement(f'{state} = {text}["state"]')], [])
+            return _like(updated, [cst.parse_statement(f'{state} = {text}["state"]')], [])
         names = ", ".join((state, *restored))
         values = ", ".join(f'loaded["{name}"]' for name in ("state", *restored))
         lines: list[cst.BaseStatement] = [
             cst.parse_statement(f"loaded = {text}"),
             cst.parse_statement(f"{names} = {values}"),
         ]
-        return _like(updated_node, lines, [])
+        return _like(updated, lines, [])
 
 
 def _named(

@@ -48,15 +48,15 @@ class Flattened(Change):
         self._methods.append({each.name.value for each in walk(node) if isinstance(each, cst.FunctionDef)})
         return node.name.value in self._kept.classes
 
-    def leave_class_def(self, original_node: cst.ClassDef, updated_node: cst.ClassDef) -> cst.ClassDef:
+    def leave_class_def(self, original: cst.ClassDef, updated: cst.ClassDef) -> cst.ClassDef:
         _ = self._methods.pop()
-        return updated_node
+        return updated
 
-    def leave_attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
-        name = _own(original_node)
+    def leave_attribute(self, original: cst.Attribute, updated: cst.Attribute) -> cst.BaseExpression:
+        name = _own(original)
         if not self._methods or not name or name in self._methods[-1]:
-            return updated_node
-        return cst.Name(_PREFIX + name, lpar=original_node.lpar, rpar=original_node.rpar)
+            return updated
+        return cst.Name(_PREFIX + name, lpar=original.lpar, rpar=original.rpar)
 
 
 class Restored(OfVariables):
@@ -71,40 +71,40 @@ class Restored(OfVariables):
     def visit_class_def(self, node: cst.ClassDef) -> None:
         self._inside.append(node.name.value in self._kept.classes)
 
-    def leave_class_def(self, original_node: cst.ClassDef, updated_node: cst.ClassDef) -> cst.ClassDef:
+    def leave_class_def(self, original: cst.ClassDef, updated: cst.ClassDef) -> cst.ClassDef:
         _ = self._inside.pop()
-        return updated_node
+        return updated
 
     def visit_function_def(self, node: cst.FunctionDef) -> None:
         self._taken.append(any(each.name.value == self._script.ctx for each in node.params.params))
 
-    def leave_function_def(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+    def leave_function_def(self, original: cst.FunctionDef, updated: cst.FunctionDef) -> cst.FunctionDef:
         _ = self._taken.pop()
-        return updated_node
+        return updated
 
     def leave_simple_statement_line(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+        self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine:
         ctx = self._script.ctx
-        inner = small(updated_node)
-        if isinstance(inner, cst.Assign) and self._is_inside() and targets(original_node) == [ctx]:
+        inner = small(updated)
+        if isinstance(inner, cst.Assign) and self._is_inside() and targets(original) == [ctx]:
             target = cst.AssignTarget(cst.Attribute(cst.Name("self"), cst.Name(ctx)))
-            return updated_node.with_changes(body=[inner.with_changes(targets=[target])])
-        return updated_node
+            return updated.with_changes(body=[inner.with_changes(targets=[target])])
+        return updated
 
     def _is_inside(self) -> bool:
         return bool(self._inside and self._inside[-1])
 
-    def leave_name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
-        name = original_node.value
+    def leave_name(self, original: cst.Name, updated: cst.Name) -> cst.BaseExpression:
+        name = original.value
         if name.startswith(_PREFIX):
-            return self._attribute(name.removeprefix(_PREFIX), original_node)
+            return self._attribute(name.removeprefix(_PREFIX), original)
         kept = name == self._script.trackers or (name == self._script.ctx and not any(self._taken))
-        return self._attribute(name, original_node) if kept and self._is_inside() else updated_node
+        return self._attribute(name, original) if kept and self._is_inside() else updated
 
     @staticmethod
     def _attribute(name: str, node: cst.Name) -> cst.Attribute:
         return cst.Attribute(cst.Name("self"), cst.Name(name), lpar=node.lpar, rpar=node.rpar)
 
-    def leave_simple_string(self, original_node: cst.SimpleString, updated_node: cst.SimpleString) -> cst.SimpleString:
-        return updated_node.with_changes(value=updated_node.value.replace(_PREFIX, ""))
+    def leave_simple_string(self, original: cst.SimpleString, updated: cst.SimpleString) -> cst.SimpleString:
+        return updated.with_changes(value=updated.value.replace(_PREFIX, ""))

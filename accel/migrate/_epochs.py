@@ -128,12 +128,12 @@ class OnState(Change):
         self._depth += 1
         return self._depth == 1
 
-    def leave_function_def(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+    def leave_function_def(self, original: cst.FunctionDef, updated: cst.FunctionDef) -> cst.FunctionDef:
         self._depth -= 1
-        return updated_node
+        return updated
 
-    def leave_return(self, original_node: cst.Return, updated_node: cst.Return) -> cst.Return:
-        return self._returned(updated_node) if self._depth == 1 else updated_node
+    def leave_return(self, original: cst.Return, updated: cst.Return) -> cst.Return:
+        return self._returned(updated) if self._depth == 1 else updated
 
     def _returned(self, node: cst.Return) -> cst.Return:
         state = cst.Name(self._script.state)

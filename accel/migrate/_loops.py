@@ -408,11 +408,11 @@ class _Leave(Change):
         self._kinds = (cst.Break, cst.Return) if returns else (cst.Break,)
 
     def leave_simple_statement_line(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+        self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.BaseStatement]:
-        if not isinstance(small(original_node), self._kinds):
-            return updated_node
+        if not isinstance(small(original), self._kinds):
+            return updated
         state = self._script.state
         dropped = f"accel.training.discard({', '.join([state, *self._models])})" if self._models else state
         left = statement(f"if not {self._batch}.is_last:\n    {state} = {dropped}.next_epoch()")
-        return cst.FlattenSentinel([led_by(left, updated_node.leading_lines), led_by(updated_node, [])])  # type: ignore[list-item]
+        return cst.FlattenSentinel([led_by(left, updated.leading_lines), led_by(updated, [])])  # type: ignore[list-item]

@@ -214,21 +214,21 @@ class Gathers(Change):
         self._batch = batch
         self._methods = ("gather_for_metrics", "gather") if evaluating else ("gather_for_metrics",)
 
-    def leave_call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
-        method = self._script.method(original_node)
-        if method not in self._methods or not updated_node.args:
-            return updated_node
-        first = updated_node.args[0].value
+    def leave_call(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+        method = self._script.method(original)
+        if method not in self._methods or not updated.args:
+            return updated
+        first = updated.args[0].value
         if isinstance(first, cst.Call) and method_of(first)[1] == "repeat" and len(first.args) == 1:
             rows = expression(f"{self._batch}.rows")
             first = first.with_changes(args=[first.args[0].with_changes(value=rows)])
         elif method == "gather" and isinstance(first, cst.Name) and "loss" in first.value:
-            return updated_node
+            return updated
         built = cast(
             cst.Call,
             expression(f"accel.gather_for_metrics({self._script.ctx}, {{value}}, {self._batch})", value=first),
         )
-        extra = [arg for arg in updated_node.args[1:] if arg.keyword is not None]
+        extra = [arg for arg in updated.args[1:] if arg.keyword is not None]
         return built.with_changes(args=[*built.args, *extra])
 
 
@@ -242,19 +242,19 @@ class Evaluation(ScriptPass):
     def visit_module(self, node: cst.Module) -> None:
         self._aliases.append(aliases_in(self._script, node))
 
-    def leave_for(self, original_node: cst.For, updated_node: cst.For) -> cst.BaseStatement:
-        reading = read_loop(self._script, updated_node, self._aliases[-1])
-        if reading is None or any(self._script.method(call) == "backward" for call in calls(updated_node)):
-            return updated_node
+    def leave_for(self, original: cst.For, updated: cst.For) -> cst.BaseStatement:
+        reading = read_loop(self._script, updated, self._aliases[-1])
+        if reading is None or any(self._script.method(call) == "backward" for call in calls(updated)):
+            return updated
         script = self._script
-        body = Body(script, self._notes, reading, block(updated_node))
+        body = Body(script, self._notes, reading, block(updated))
         gathers = Gathers(script, body.batch, evaluating=True)
         lines = [changed_by(node, gathers) for node in body.statements]
         lines = [_with_autocast(script, node) for node in lines]
         iterator = reading.wrap(expression(f"accel.batches({script.ctx}, {{loader}})", loader=reading.loader))
-        built = with_block(retarget(updated_node, reading, body.batch), [*body.head, *lines])
+        built = with_block(retarget(updated, reading, body.batch), [*body.head, *lines])
         built = built.with_changes(iter=iterator)
-        if stepping := stepping_in(script, original_node):
+        if stepping := stepping_in(script, original):
             run = "runs" if len(stepping) == 1 else "run"
             what = f"which state this loop's batches move: {' and '.join(stepping)} {run} backward in it"
             return marked(built, self._notes.decide(what, "parts"))
@@ -298,13 +298,11 @@ def marked(node: cst.BaseStatement, *lines: cst.EmptyLine) -> cst.BaseStatement:
 class Lengths(ScriptPass):
     """`len(loader)` before `prepare` to steps on this number of ranks; factors of processes in schedules left out."""
 
-    def leave_function_def(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
-        return with_block(updated_node, self._before_prepare(block(updated_node)))
+    def leave_function_def(self, original: cst.FunctionDef, updated: cst.FunctionDef) -> cst.FunctionDef:
+        return with_block(updated, self._before_prepare(block(updated)))
 
-    def leave_module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        return updated_node.with_changes(
-            body=self._before_prepare(cast("list[cst.BaseStatement]", list(updated_node.body)))
-        )
+    def leave_module(self, original: cst.Module, updated: cst.Module) -> cst.Module:
+        return updated.with_changes(body=self._before_prepare(cast("list[cst.BaseStatement]", list(updated.body))))
 
     def _before_prepare(self, body: list[cst.BaseStatement]) -> list[cst.BaseStatement]:
         at = [index for index, node in enumerate(body) if self._script.method(called(node)) == "prepare"]
@@ -319,44 +317,42 @@ class Lengths(ScriptPass):
         return lines
 
     def leave_simple_statement_line(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+        self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine:
-        if self._script.feeds_schedule(original_node):
-            return changed_by(updated_node, _Shrink(self._script))
-        return updated_node
+        if self._script.feeds_schedule(original):
+            return changed_by(updated, _Shrink(self._script))
+        return updated
 
 
 class _Length(Change):
     def __init__(self, script: Script) -> None:
         self._script = script
 
-    def leave_call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
-        if full_name(original_node.func) in ("math.ceil", "ceil") and _is_total(updated_node.args[0].value):
-            return updated_node.args[0].value
-        if full_name(original_node.func) == "len" and len(original_node.args) == 1:
-            value = original_node.args[0].value
+    def leave_call(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+        if full_name(original.func) in ("math.ceil", "ceil") and _is_total(updated.args[0].value):
+            return updated.args[0].value
+        if full_name(original.func) == "len" and len(original.args) == 1:
+            value = original.args[0].value
             if isinstance(value, cst.Name) and value.value in self._script.loaders:
                 return expression(f"accel.total_steps({{loader}}, ctx={self._script.ctx})", loader=value)
-        return updated_node
+        return updated
 
-    def leave_binary_operation(
-        self, original_node: cst.BinaryOperation, updated_node: cst.BinaryOperation
-    ) -> cst.BaseExpression:
+    def leave_binary_operation(self, original: cst.BinaryOperation, updated: cst.BinaryOperation) -> cst.BaseExpression:
         """Write `len(loader) * epochs // accumulation` as one call, and without a division by the ranks."""
-        right, left = updated_node.right, updated_node.left
-        if isinstance(original_node.operator, (cst.Divide, cst.FloorDivide)) and _is_total(left):
+        right, left = updated.right, updated.left
+        if isinstance(original.operator, (cst.Divide, cst.FloorDivide)) and _is_total(left):
             if self._script.is_attribute(right, "num_processes"):
                 return left
             right = without_ranks(self._script, right)
-            updated_node = updated_node.with_changes(right=right)
-        if isinstance(original_node.operator, cst.Multiply):
+            updated = updated.with_changes(right=right)
+        if isinstance(original.operator, cst.Multiply):
             for total, epochs in ((left, right), (right, left)):
                 if _is_total(total) and len(cast(cst.Call, total).args) == 2:
-                    return self._with(cast(cst.Call, total), original_node, epochs=epochs)
-        divided = isinstance(original_node.operator, cst.FloorDivide) and _is_total(left)
+                    return self._with(cast(cst.Call, total), original, epochs=epochs)
+        divided = isinstance(original.operator, cst.FloorDivide) and _is_total(left)
         if divided and "epochs" in {arg.keyword.value for arg in cast(cst.Call, left).args if arg.keyword}:
-            return self._with(cast(cst.Call, left), original_node, accumulation=right)
-        return updated_node
+            return self._with(cast(cst.Call, left), original, accumulation=right)
+        return updated
 
     @staticmethod
     def _with(call: cst.Call, node: cst.BinaryOperation, **options: cst.BaseExpression) -> cst.Call:
@@ -379,17 +375,15 @@ class _Shrink(Change):
     def visit_lambda(self, node: cst.Lambda) -> None:
         self._steps |= {param.name.value for param in node.params.params}
 
-    def leave_binary_operation(
-        self, original_node: cst.BinaryOperation, updated_node: cst.BinaryOperation
-    ) -> cst.BaseExpression:
-        divides = isinstance(updated_node.operator, (cst.Divide, cst.FloorDivide))
-        ranks = self._script.is_attribute(updated_node.right, "num_processes")
-        if divides and ranks and self._steps & loads(updated_node.left):
-            return updated_node.left
-        return without_ranks(self._script, updated_node)
+    def leave_binary_operation(self, original: cst.BinaryOperation, updated: cst.BinaryOperation) -> cst.BaseExpression:
+        divides = isinstance(updated.operator, (cst.Divide, cst.FloorDivide))
+        ranks = self._script.is_attribute(updated.right, "num_processes")
+        if divides and ranks and self._steps & loads(updated.left):
+            return updated.left
+        return without_ranks(self._script, updated)
 
-    def leave_arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
-        return original_node if is_rate(original_node) else updated_node
+    def leave_arg(self, original: cst.Arg, updated: cst.Arg) -> cst.Arg:
+        return original if is_rate(original) else updated
 
 
 def without_ranks(script: Script, node: cst.BaseExpression) -> cst.BaseExpression:

@@ -490,8 +490,8 @@ class ScopePass(ScriptPass):
     def rewritten(self, node: cst.FunctionDef | cst.Module) -> cst.CSTNode:
         """Return a scope with the changes of this pass; scopes inside of it have them already."""
 
-    def leave_function_def(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
-        return cast(cst.FunctionDef, self.rewritten(updated_node))
+    def leave_function_def(self, original: cst.FunctionDef, updated: cst.FunctionDef) -> cst.FunctionDef:
+        return cast(cst.FunctionDef, self.rewritten(updated))
 
-    def leave_module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        return cast(cst.Module, self.rewritten(updated_node))
+    def leave_module(self, original: cst.Module, updated: cst.Module) -> cst.Module:
+        return cast(cst.Module, self.rewritten(updated))

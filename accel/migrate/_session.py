@@ -54,18 +54,18 @@ class Sessions(ScriptPass):
         self._names.append(node.name.value)
 
     def leave_function_def(
-        self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
+        self, original: cst.FunctionDef, updated: cst.FunctionDef
     ) -> cst.FunctionDef | cst.FlattenSentinel[cst.BaseStatement]:
         _ = self._names.pop()
-        body = block(updated_node)
+        body = block(updated)
         found = self._maker(body)
-        name = original_node.name.value
+        name = original.name.value
         if name in self._script.shared.factories and not self._names:
-            return self._opening(updated_node, found)
+            return self._opening(updated, found)
         if name in self._script.shared.returners and not self._names:
-            return self._returning(updated_node, found)
+            return self._returning(updated, found)
         if found is None:
-            return updated_node
+            return updated
         at, made = found
         kept = [*self._lead(body[at]), *made.notes]
         is_kept = bool(set(targets(body[at])) & self._script.kept)
@@ -73,25 +73,25 @@ class Sessions(ScriptPass):
             owner = f"self.{self._script.ctx}" if is_kept else self._script.ctx
             kept.append(self._notes.decide(_OPEN.format(ctx=owner), "classes"))
             line = led_by(self._line(made), kept)
-            return with_block(updated_node, [*body[:at], line, *body[at + 1 :]])
+            return with_block(updated, [*body[:at], line, *body[at + 1 :]])
         rest = body[at + 1 :]
         if name in self._launched and not self._names:
             self._launched[name] = made
             rest = [*self._replaced(name, made), *rest]
-            return _taking(with_block(updated_node, [*body[:at], *_led(rest, kept)]), self._script.ctx)
-        if not self._names and self._can_hoist(original_node, made):
+            return _taking(with_block(updated, [*body[:at], *_led(rest, kept)]), self._script.ctx)
+        if not self._names and self._can_hoist(original, made):
             self._hoisted[name] = made
             self.above[name] = [line for line in kept if line.comment]
-            return _taking(with_block(updated_node, [*body[:at], *_led(rest, kept[:0])]), self._script.ctx)
+            return _taking(with_block(updated, [*body[:at], *_led(rest, kept[:0])]), self._script.ctx)
         if not self._names:
             opened = cast(cst.With, led_by(self.opened(made, {}), kept))
-            parts = lifted(updated_node, opened, body[:at], rest, self._script, self._read_later(rest))
+            parts = lifted(updated, opened, body[:at], rest, self._script, self._read_later(rest))
             if parts is not None:
                 return parts
-        return with_block(updated_node, [*body[:at], self._around(made, rest, kept)])
+        return with_block(updated, [*body[:at], self._around(made, rest, kept)])
 
-    def leave_module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        body = list(cast("Sequence[cst.BaseStatement]", updated_node.body))
+    def leave_module(self, original: cst.Module, updated: cst.Module) -> cst.Module:
+        body = list(cast("Sequence[cst.BaseStatement]", updated.body))
         found = self._maker(body)
         if found is not None:
             at, made = found
@@ -100,9 +100,9 @@ class Sessions(ScriptPass):
                 body = [*body[:at], led_by(self._line(made), kept), *body[at + 1 :]]
             else:
                 body = [*body[:at], self._around(made, body[at + 1 :], kept)]
-            updated_node = updated_node.with_changes(body=body)
+            updated = updated.with_changes(body=body)
         wrap = _Callers(self._script, self._hoisted, self._launched, self)
-        return changed_by(updated_node, wrap)
+        return changed_by(updated, wrap)
 
     def _read_later(self, rest: Sequence[cst.BaseStatement]) -> set[str]:
         """Return the names that a later pass writes into lines: those of the trackers' options."""
@@ -313,28 +313,28 @@ class _Callers(Change):
         self._launched = launched
         self._sessions = sessions
 
-    def leave_call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
-        if full_name(original_node.func) in self._hoisted:
+    def leave_call(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+        if full_name(original.func) in self._hoisted:
             first = cst.Arg(cst.Name(self._script.ctx))
-            return updated_node.with_changes(args=[first, *updated_node.args])
-        if _runs(self._script, original_node):
-            made = self._launched.get(_runs(self._script, original_node))
+            return updated.with_changes(args=[first, *updated.args])
+        if _runs(self._script, original):
+            made = self._launched.get(_runs(self._script, original))
             precision = made.settings.get("precision") if made else None
-            if precision is not None and _is_text(precision) and self._sessions.takes_precision(original_node):
-                args = [arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in updated_node.args]
-                return updated_node.with_changes(args=[*args, keyword_arg("precision", precision)])
-        return updated_node
+            if precision is not None and _is_text(precision) and self._sessions.takes_precision(original):
+                args = [arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in updated.args]
+                return updated.with_changes(args=[*args, keyword_arg("precision", precision)])
+        return updated
 
     def leave_simple_statement_line(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+        self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
     ) -> cst.BaseStatement:
-        call = called(original_node)
+        call = called(original)
         name = full_name(call.func) if call is not None else ""
         if call is None or name not in self._hoisted:
-            return updated_node
+            return updated
         function = self._script.functions[name]
         values = dict(bound(call, function))
         opened = self._sessions.opened(self._hoisted[name], values)
-        line = led_by(updated_node, [])
+        line = led_by(updated, [])
         above = self._sessions.above.get(name, [])
-        return led_by(with_block(opened, [line]), [*updated_node.leading_lines, *above])
+        return led_by(with_block(opened, [line]), [*updated.leading_lines, *above])

@@ -173,46 +173,46 @@ class HandedTrackers(ScriptPass):
         super().__init__(script, notes)
         self._needing = _needing(script, module)
 
-    def leave_function_def(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
-        if original_node.name.value not in self._needing:
-            return updated_node
+    def leave_function_def(self, original: cst.FunctionDef, updated: cst.FunctionDef) -> cst.FunctionDef:
+        if original.name.value not in self._needing:
+            return updated
         params: list[cst.Param] = []
-        for param in updated_node.params.params:
+        for param in updated.params.params:
             params.append(param.with_changes(comma=cst.MaybeSentinel.DEFAULT))
             if param.name.value in self._script.holders:
                 params.append(cst.Param(cst.Name(self._script.trackers)))
-        return updated_node.with_changes(params=updated_node.params.with_changes(params=params))
+        return updated.with_changes(params=updated.params.with_changes(params=params))
 
-    def leave_call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
-        if full_name(original_node.func) not in self._needing:
-            return updated_node
+    def leave_call(self, original: cst.Call, updated: cst.Call) -> cst.Call:
+        if full_name(original.func) not in self._needing:
+            return updated
         args: list[cst.Arg] = []
         name = cst.Name(self._script.trackers)
-        for arg in updated_node.args:
+        for arg in updated.args:
             args.append(arg)
             if self._script.holds(arg.value):
                 given = cst.Arg(name) if arg.keyword is None else keyword_arg(name.value, name)
                 args.append(given.with_changes(comma=arg.comma))
-                args[-2] = arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) if arg is updated_node.args[-1] else arg
-        return updated_node.with_changes(args=args)
+                args[-2] = arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) if arg is updated.args[-1] else arg
+        return updated.with_changes(args=args)
 
-    def leave_if(self, original_node: cst.If, updated_node: cst.If) -> cst.If:
+    def leave_if(self, original: cst.If, updated: cst.If) -> cst.If:
         """Begin a run without trackers where a condition leaves them out and functions are handed them."""
-        begins = any(self._script.method(call) == "init_trackers" for call in calls(original_node.body))
-        if not begins or not self._needing or original_node.orelse is not None or not self._script.tracked_if:
-            return updated_node
+        begins = any(self._script.method(call) == "init_trackers" for call in calls(original.body))
+        if not begins or not self._needing or original.orelse is not None or not self._script.tracked_if:
+            return updated
         none = statement(f'{self._script.trackers} = accel.init_trackers({self._script.ctx}, "none", to=[])')
-        return updated_node.with_changes(orelse=cst.Else(body=cst.IndentedBlock([none])))
+        return updated.with_changes(orelse=cst.Else(body=cst.IndentedBlock([none])))
 
-    def leave_for(self, original_node: cst.For, updated_node: cst.For) -> cst.For:
+    def leave_for(self, original: cst.For, updated: cst.For) -> cst.For:
         script = self._script
-        if not script.is_attribute(original_node.iter, "trackers") or not isinstance(original_node.target, cst.Name):
-            return updated_node
-        tracker = original_node.target.value
+        if not script.is_attribute(original.iter, "trackers") or not isinstance(original.target, cst.Name):
+            return updated
+        tracker = original.target.value
         change = _Runs(tracker, f"{tracker}_name")
-        body = with_block(updated_node, [cast(cst.BaseStatement, each.visit(change)) for each in block(updated_node)])
+        body = with_block(updated, [cast(cst.BaseStatement, each.visit(change)) for each in block(updated)])
         if change.unknown:
-            return updated_node
+            return updated
         lines = block(body)
         if tracker in loads(body.body):
             own = statement(f"{tracker} = accel.get_tracker({script.trackers}, {tracker}_name)")

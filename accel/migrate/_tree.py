@@ -11,7 +11,6 @@ from typing import Any, ClassVar, TypeVar, cast
 import libcst as cst
 from libcst.helpers import get_full_name_for_node, parse_template_expression, parse_template_statement
 
-Statement = cst.BaseStatement | cst.BaseSmallStatement
 N = TypeVar("N", bound=cst.CSTNode)
 K = TypeVar("K", bound=cst.CSTNode)
 _NODES = frozenset(kind for kind in vars(cst).values() if isinstance(kind, type) and issubclass(kind, cst.CSTNode))
@@ -367,22 +366,22 @@ class Lines:
 class OfVariables(Change):
     """Changes of names that are variables: those of attributes, keywords and parameters stay."""
 
-    def leave_attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
-        return updated_node.with_changes(attr=original_node.attr)
+    def leave_attribute(self, original: cst.Attribute, updated: cst.Attribute) -> cst.BaseExpression:
+        return updated.with_changes(attr=original.attr)
 
-    def leave_arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
-        return updated_node.with_changes(keyword=original_node.keyword)
+    def leave_arg(self, original: cst.Arg, updated: cst.Arg) -> cst.Arg:
+        return updated.with_changes(keyword=original.keyword)
 
-    def leave_param(self, original_node: cst.Param, updated_node: cst.Param) -> cst.Param:
-        return updated_node.with_changes(name=original_node.name)
+    def leave_param(self, original: cst.Param, updated: cst.Param) -> cst.Param:
+        return updated.with_changes(name=original.name)
 
 
 class _Renames(OfVariables):
     def __init__(self, change: Callable[[cst.Name], cst.BaseExpression]) -> None:
         self._change = change
 
-    def leave_name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
-        return self._change(updated_node)
+    def leave_name(self, original: cst.Name, updated: cst.Name) -> cst.BaseExpression:
+        return self._change(updated)
 
 
 def replace_names(node: N, found: Mapping[str, cst.BaseExpression]) -> N:

@@ -40,7 +40,7 @@ def update(path: str) -> None:
 
 
 def _replace(path: Path, text: str) -> Path:
-    """Replace a file by one rename; return the copy of the old one, beside it."""
+    """Replace a file by one rename; return the copy of the old one, next to it."""
     target = Path(os.path.realpath(path))  # a link stays a link
     kept = next(each for each in _names(path) if not os.path.lexists(each))
     partial = target.with_name(f"{target.name}.partial")

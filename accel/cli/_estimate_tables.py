@@ -90,7 +90,7 @@ def add_device_map_flags(built: Parser) -> None:
         "TEXT",
         "memory limit of each place, such as 0=20GB,cpu=60GB,disk, as for accel.infer_device_map",
     )
-    group.value("--dtype", "NAME", "dtype of weights, such as bfloat16 (default: that of the file)")
+    group.value("--dtype", "NAME", "dtype of weights, such as bfloat16 (default: as in the file)")
     group.value("--storage-dtype", "NAME", "dtype in which matrices are stored between calls, such as float8_e4m3fn")
     group.value("--storage-skip", "NAMES", "weights that keep --dtype, by name or pattern: *.router.*,head.weight")
     group.value(
@@ -266,7 +266,7 @@ def with_recorded_calls(model: Transformer, file: Path) -> Transformer:
     """Return a model's sizes with the calls that `prepare` cuts into stages: transformers builds the model without
     memory, and its forward is recorded.
 
-    Without transformers, for a model with an encoder of images, whose inputs are not known, and for a file that
+    Without transformers, for a model with an encoder of images, which has unknown inputs, and for a file that
     transformers does not build, stages follow from the sizes.
     """
     if model.tower is not None or find_spec("transformers") is None:

@@ -65,7 +65,7 @@ def add_fields(parser: Parser) -> Mapping[str, Flags]:
 
 
 def value_flags() -> set[str]:
-    """Return the flags whose value may be the next word."""
+    """Return the flags that may have the next word as their value."""
     return {CONFIG_FLAG, *(field.flag for field in FIELDS if field.metavar)}
 
 
@@ -300,7 +300,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_saving_flags(add: Parser | Flags) -> None:
-    """Give a parser the flags of what saves memory beside sharding and recomputation."""
+    """Give a parser the flags that save memory, other than sharding and recomputation."""
     add.value("--logits", "NAME", "full, or deferred, as Plan(logits='deferred') (default: full)")
     add.value("--offload", "NAME", "state that is kept on the host: optimizer, or all, as Plan(offload=)")
     add.switch("--offload-activations", "keep activations on the host, as accel.offload_activations")

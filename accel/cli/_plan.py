@@ -77,7 +77,7 @@ def options_of(choice: Choice) -> list[str]:
 
 
 def _table(choices: Sequence[Choice], titles: Sequence[str], cells: Callable[[Choice], Sequence[str]]) -> str:
-    """Meshes with their figures; options follow, on a line of their own where there is no room."""
+    """Meshes with their figures; options follow, on a separate line if there is no room."""
     rows = [titles, *map(cells, choices)]
     first, *others = show_table(rows).split("\n")
     width = max(map(len, (first, *others)))
@@ -391,7 +391,7 @@ def parser() -> Parser:
         type=float,
     )
     built.value("--efficiencies", "FILE", "table of speeds by shape (default: published ones of H100)")
-    built.value("--power", "W", "power limit of a GPU in watts (default: that of the table)", type=float)
+    built.value("--power", "W", "power limit of a GPU in watts (default: as in the table)", type=float)
     built.value("--calibrate", "FILE", "measure this machine's speeds and write such a table; takes no CONFIG")
     built.value("--images", "N", "images per sequence, for models with vision (default: 1)", type=int, default=1)
     built.value(
@@ -463,7 +463,7 @@ def _hosts(known: argparse.Namespace) -> Hosts:
 
 
 def link_speeds(table: Efficiencies) -> dict[str, float]:
-    """Return what the collectives of a table say of links, as fields of `Hosts`: those of the longest messages.
+    """Return the speeds of links as fields of `Hosts`, from the longest messages in a table.
 
     A collective goes round a ring. Ranks of one host measure `inside`; of several hosts `between`, where as many ranks
     on each host share the message out among its links.

@@ -71,11 +71,11 @@ def read_run_folder(name: str, folder: Path, *, may_be_empty: bool = False) -> R
 
 
 def check_folder(folder: Path, *, fix: str) -> None:
-    """Check that a folder exists; `fix` is the advice where no folder beside it has nearly its name."""
+    """Check that a folder exists; `fix` is the advice if no folder next to it has a similar name."""
     if not folder.is_dir():
         problem = "the path is not a folder" if folder.exists() else "there is no such folder"
-        beside = [each.name for each in folder.parent.glob("*") if each.is_dir()]
-        raise ConfigError(problem, got=repr(str(folder)), fix=did_you_mean(folder.name, beside, fix))
+        others = [each.name for each in folder.parent.glob("*") if each.is_dir()]
+        raise ConfigError(problem, got=repr(str(folder)), fix=did_you_mean(folder.name, others, fix))
 
 
 def _profile(folder: Path) -> str:

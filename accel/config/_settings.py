@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 SOURCES_VARIABLE = "ACCEL_SOURCES"  # from a launcher to its ranks: the flag or file behind each setting
-COLUMNS_VARIABLE = "ACCEL_COLUMNS"  # from a launcher to its ranks: columns of its terminal beside the rank's name
+COLUMNS_VARIABLE = "ACCEL_COLUMNS"  # from a launcher to its ranks: columns of its terminal behind the rank's name
 Auto = Literal["auto"]
 LogLevel = Literal["auto", "debug", "info", "warning", "error", "critical"]
 Seconds = Annotated[float, Meta(gt=0, le=1e9)]

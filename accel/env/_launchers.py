@@ -45,7 +45,7 @@ def first_host(text: str) -> str:
 
 
 class TpuPod(NamedTuple):
-    """This host among those of a slice of TPUs.
+    """This host among the hosts of a slice of TPUs.
 
     Attributes:
         worker: number of this host.
@@ -67,7 +67,7 @@ def read_pod(environ: Mapping[str, str]) -> TpuPod | None:
     hosts = pod_hosts(environ)
     if len(hosts) < 2:
         return None
-    worker = integer(environ, "TPU_WORKER_ID", beside=("TPU_WORKER_HOSTNAMES",))
+    worker = integer(environ, "TPU_WORKER_ID", related=("TPU_WORKER_HOSTNAMES",))
     below("TPU_WORKER_ID", worker, "the hosts in TPU_WORKER_HOSTNAMES", len(hosts))
     return TpuPod(worker, hosts)
 
@@ -157,7 +157,7 @@ def find_place(environ: Mapping[str, str]) -> LaunchEnv | None:
 
 
 def check_unplaced(environ: Mapping[str, str]) -> None:
-    """Raise `EnvError` for a rank whose place on its host is unknown: it would run as rank 0 of 1.
+    """Raise `EnvError` for a rank with an unknown place on its host: it would run as rank 0 of 1.
 
     That is where an MPI names a rank or a number of ranks above one, and not the rank's place on its host.
     """
@@ -178,7 +178,7 @@ def check_unplaced(environ: Mapping[str, str]) -> None:
 def _torchrun(environ: Mapping[str, str]) -> LaunchEnv | None:
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return None
-    rank, world_size = _position(environ, "RANK", "WORLD_SIZE", beside=_TORCHRUN)
+    rank, world_size = _position(environ, "RANK", "WORLD_SIZE", related=_TORCHRUN)
     local_world_size = integer(environ, "LOCAL_WORLD_SIZE", least=1, default=world_size)
     num_nodes = _nodes(world_size, local_world_size, "LOCAL_WORLD_SIZE", "WORLD_SIZE")
     local_rank = integer(environ, "LOCAL_RANK", default=rank % local_world_size)
@@ -194,9 +194,9 @@ def _mpi(environ: Mapping[str, str], names: _Names) -> LaunchEnv | None:
     # Slurm sets variables of PMI, too, but its own have more.
     if names.rank not in environ or names.local_rank not in environ:
         return None
-    beside = (names.rank, names.local_rank)
-    rank, world_size = _position(environ, names.rank, names.world_size, beside=beside)
-    local_rank, local_world_size = _position(environ, names.local_rank, names.local_world_size, beside=beside)
+    related = (names.rank, names.local_rank)
+    rank, world_size = _position(environ, names.rank, names.world_size, related=related)
+    local_rank, local_world_size = _position(environ, names.local_rank, names.local_world_size, related=related)
     num_nodes = _nodes(world_size, local_world_size, names.local_world_size, names.world_size)
     if rank % local_world_size != local_rank:
         raise EnvError(
@@ -218,9 +218,9 @@ def _slurm(environ: Mapping[str, str]) -> LaunchEnv | None:
     # A batch script has all of them but the step's: it is no rank, whatever the value of SLURM_PROCID.
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return None
-    beside = ("SLURM_PROCID", "SLURM_STEP_ID")
-    rank, world_size = _position(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", beside=beside)
-    node_rank, num_nodes = _position(environ, "SLURM_NODEID", "SLURM_STEP_NUM_NODES", beside=beside)
+    related = ("SLURM_PROCID", "SLURM_STEP_ID")
+    rank, world_size = _position(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", related=related)
+    node_rank, num_nodes = _position(environ, "SLURM_NODEID", "SLURM_STEP_NUM_NODES", related=related)
     counts = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if counts != [world_size // num_nodes] * num_nodes:
         raise EnvError(
@@ -230,7 +230,7 @@ def _slurm(environ: Mapping[str, str]) -> LaunchEnv | None:
             where="the environment",
             fix="Start as many on every node: `srun --ntasks-per-node`.",
         )
-    local_rank = integer(environ, "SLURM_LOCALID", beside=beside)
+    local_rank = integer(environ, "SLURM_LOCALID", related=related)
     below("SLURM_LOCALID", local_rank, "the tasks of a node", counts[0])
     first = first_host(environ.get("SLURM_STEP_NODELIST", "")) if num_nodes > 1 else _LOCALHOST
     job = f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
@@ -250,7 +250,7 @@ def _kubernetes(environ: Mapping[str, str]) -> LaunchEnv | None:
             where="the environment",
             fix="Let the pod's command be `torchrun train.py` or `accel launch`, or set nprocPerNode to 1.",
         )
-    rank, world_size = _position(environ, "RANK", "WORLD_SIZE", beside=_TORCHRUN)
+    rank, world_size = _position(environ, "RANK", "WORLD_SIZE", related=_TORCHRUN)
     return _with_address(environ, _place(rank, world_size, 1), "kubernetes")
 
 
@@ -283,10 +283,10 @@ def _torch_xla(environ: Mapping[str, str]) -> LaunchEnv | None:
     return _with_address(environ, place, "torch_xla", found=hosts[0])
 
 
-def _position(environ: Mapping[str, str], name: str, count_name: str, *, beside: Sequence[str]) -> tuple[int, int]:
+def _position(environ: Mapping[str, str], name: str, count_name: str, *, related: Sequence[str]) -> tuple[int, int]:
     """Return a position and the number of positions, which must be above it."""
-    at = integer(environ, name, beside=beside)
-    count = integer(environ, count_name, least=1, beside=beside)
+    at = integer(environ, name, related=related)
+    count = integer(environ, count_name, least=1, related=related)
     below(name, at, count_name, count)
     return at, count
 
@@ -344,7 +344,7 @@ def _with_address(
             where="the environment",
             fix=fix,
         )
-    port = integer(environ, "MASTER_PORT", least=1, most=65535, default=port, beside=_TORCHRUN)
+    port = integer(environ, "MASTER_PORT", least=1, most=65535, default=port, related=_TORCHRUN)
     return msgspec.structs.replace(place, master_addr=address, master_port=port)
 
 

@@ -35,7 +35,7 @@ class _GradientCall(NamedTuple):
 
 
 class PlainBackward(Change):
-    """Write a plain backward as `accelerator.backward(loss)` if the next step is that of a prepared optimizer.
+    """Write a plain backward as `accelerator.backward(loss)` if a prepared optimizer takes the next step.
 
     Others stay with a note: gradients of inputs, and those that are dropped before a step.
     """
@@ -88,7 +88,7 @@ class PlainBackward(Change):
 
 
 def _holders(script: Script, node: cst.FunctionDef | cst.Module) -> set[str]:
-    """Return the accelerators that a function's own code has, or that of a module outside of functions."""
+    """Return the accelerators that a function, or a module's top level, uses."""
     body = node.body if isinstance(node, cst.Module) else block(node)
     taken = {name for line in body if not isinstance(line, (cst.FunctionDef, cst.ClassDef)) for name in loads(line)}
     if isinstance(node, cst.FunctionDef):
@@ -101,7 +101,7 @@ def _holders(script: Script, node: cst.FunctionDef | cst.Module) -> set[str]:
 def _events(
     script: Script, node: cst.CSTNode, loop: cst.CSTNode, without: Sequence[cst.CSTNode] = ()
 ) -> Iterator[_GradientCall]:
-    """Yield the events below a node in order of the text, without those of functions, classes and some loops in it."""
+    """Yield the events below a node in source order; functions, classes and some loops in it are skipped."""
     for each in children(node):
         if isinstance(each, (cst.FunctionDef, cst.ClassDef, cst.Lambda)) or each in without:
             continue
@@ -118,7 +118,7 @@ def _events(
 
 
 def _is_plain(call: cst.Call) -> bool:
-    """Whether a call is a backward of a tensor: one with gradients of its own is not rewritten either."""
+    """Whether a call is a backward of a tensor: a call that passes gradients is not rewritten."""
     return all(arg.keyword is not None and arg.keyword.value == "retain_graph" for arg in call.args)
 
 

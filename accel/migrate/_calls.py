@@ -13,7 +13,7 @@ from accel.migrate._signatures import places, takes, takes_context
 from accel.migrate._tree import expression, full_name, keyword_arg, text_of
 from accel.migrate._vocabulary import PARAMETERS
 
-# values of arguments that say nothing: those of the default
+# values that equal the default
 _EMPTY = {"device_placement": ("True", "None"), "evaluation_mode": ("False",), "safe_serialization": ("True", "False")}
 _NONE = ("None",)
 _EVEN = 'even_batches= is left out: the last step is shorter and repeats nothing; else tail="pad"'
@@ -80,14 +80,14 @@ def _argument(
 
 
 def _models(arg: cst.Arg) -> list[cst.Arg]:
-    """Return a list of models as arguments of their own."""
+    """Return a list of models as separate arguments."""
     if isinstance(arg.value, (cst.List, cst.Tuple)):
         return [cst.Arg(each.value) for each in arg.value.elements]
     return [arg.with_changes(star="*", keyword=None, equal=cst.MaybeSentinel.DEFAULT)]
 
 
 def _context(script: Script, call: cst.Call, args: Sequence[cst.Arg]) -> cst.Arg:
-    """Return the context as the first argument, on a line of its own where the others have one."""
+    """Return the context as the first argument, on a separate line if the others are on separate lines."""
     first = cst.Arg(cst.Name(script.ctx))
     comma = call.args[0].comma if len(call.args) > 1 else None
     if args and isinstance(comma, cst.Comma) and isinstance(comma.whitespace_after, cst.ParenthesizedWhitespace):

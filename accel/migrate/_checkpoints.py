@@ -398,7 +398,7 @@ def _like(
 
 
 def _folder(value: cst.CSTNode | None) -> cst.BaseExpression | None:
-    """Return the folder of `os.path.join(folder, name)` and its kin, whose name has a number; None for other values."""
+    """Return the folder of `os.path.join(folder, name)` and similar numbered paths; None for other values."""
     if isinstance(value, cst.FormattedString) and len(value.parts) > 1:
         first, second = value.parts[0], value.parts[1]
         if isinstance(first, cst.FormattedStringExpression) and isinstance(second, cst.FormattedStringText):

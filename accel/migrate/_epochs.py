@@ -64,7 +64,7 @@ class Epochs(NamedTuple):
 
 
 def find_epochs(script: Script, module: cst.Module) -> dict[str, Epochs]:
-    """Return the functions whose one loop trains, called by one line in a loop of a scope without others."""
+    """Return the functions with one loop that trains; a single line, in a loop of another scope, calls each."""
     found: dict[str, Epochs] = {}
     scopes = [module, *(each for each in walk(module) if isinstance(each, cst.FunctionDef))]
     names = [each.value for each in walk(module) if isinstance(each, cst.Name)]
@@ -181,7 +181,7 @@ def calling(script: Script, epochs: Epochs, line: cst.SimpleStatementLine) -> cs
 
 
 class Caller(Change):
-    """A scope whose loop calls such a function: the state is made above the loop."""
+    """A scope with a loop that calls such a function: the state is created above the loop."""
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ _DRAWN = "no seed is set: rank 0 draws one, shares and logs it, and checkpoints 
 def state_lines(
     script: Script, notes: Remarks, scope: cst.CSTNode, items: Sequence[cst.BaseStatement], length: cst.CSTNode | None
 ) -> list[cst.BaseStatement]:
-    """Return the lines that make a state, after those of the items of a checkpoint."""
+    """Return the lines that create the items of a checkpoint, and then the state."""
     options = ""
     parts: dict[str, cst.BaseExpression] = {}
     seed, marks = _seed(script, notes, scope)

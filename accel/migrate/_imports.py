@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports of a script: `import accel` in place of those of Accelerate; loggers, which functions with a context make."""
+"""Imports of a script: `import accel` for Accelerate's; loggers that functions with a context create."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def prepared(script: Script, node: cst.CSTNode) -> dict[str, str]:
 
 
 def restores(script: Script, scope: cst.CSTNode, before: cst.CSTNode) -> list[cst.CSTNode]:
-    """Return the statements beside a loop, and before it, that load a state."""
+    """Return the statements before a loop, in the same block, that load a state."""
     for node in walk(scope):
         body = getattr(node, "body", None)
         if isinstance(body, (list, tuple)) and any(each is before for each in cast("tuple[object, ...]", body)):

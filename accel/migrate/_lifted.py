@@ -24,7 +24,7 @@ from accel.migrate._tree import (
 )
 
 _NO_SIGN = cst.MaybeSentinel.DEFAULT
-_SHORT = 12  # lines that a block may hold in place of a function of their own
+_SHORT = 12  # most lines that stay in a block; longer code becomes a function
 
 
 def lifted(

@@ -52,7 +52,7 @@ def _backwards(script: Script, node: cst.CSTNode) -> list[cst.Call]:
 
 
 def _own_loops(node: cst.CSTNode, outer: tuple[cst.CSTNode, ...] = ()) -> list[tuple[cst.CSTNode, ...]]:
-    """Return the chains of loops below a node, outermost first, without those of functions inside."""
+    """Return the chains of loops below a node, outermost first, without the loops of functions inside."""
     found: list[tuple[cst.CSTNode, ...]] = []
     for child in children(node):
         if isinstance(child, (cst.FunctionDef, cst.ClassDef, cst.Lambda)):
@@ -81,7 +81,7 @@ class Training(ScopePass):
         self._lengths: dict[str, cst.BaseExpression | None] = {}  # of windows, in the caller's words
 
     def visit_module(self, node: cst.Module) -> None:
-        """Find the functions that train one epoch a call, whose loops can be written."""
+        """Find the functions that train one epoch per call and have a loop that can be rewritten."""
         script = self._script
         for name, each in find_epochs(script, node).items():
             chains = [chain for chain in _own_loops(each.function.body) if _holds_backward(script, chain)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names: attributes, methods and functions of Accelerate to those of accel; a note at what has no counterpart."""
+"""Names: attributes, methods and functions of Accelerate become names of accel; others get a note."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class Names(ScriptPass):
     def _function(self, name: str, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
         if name in FUNCTIONS:
             self._needs_context(name)
-            if name == "reduce" and argument(updated, "reduction", 1) is None:  # whose default is the mean
+            if name == "reduce" and argument(updated, "reduction", 1) is None:  # Accelerate averages by default
                 mean = cst.Arg(expression('"mean"'))
                 args = [arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in updated.args]
                 updated = updated.with_changes(args=[*args[:1], mean, *args[1:]])

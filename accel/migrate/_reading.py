@@ -93,7 +93,7 @@ def _peel(
 
 
 def aliases_in(script: Script, node: cst.CSTNode) -> dict[str, cst.BaseExpression]:
-    """Return variables that are a loader, or a loader whose first batches were skipped."""
+    """Return variables that are a loader, or a loader after `skip_first_batches`."""
     found: dict[str, cst.BaseExpression] = {}
     for each in walk(node):
         if isinstance(each, cst.SimpleStatementLine) and len(names := targets(each)) == 1:
@@ -273,7 +273,7 @@ def retarget(node: cst.For, reading: Reading, batch: str) -> cst.For:
 
 
 def _with_autocast(script: Script, node: cst.BaseStatement) -> cst.BaseStatement:
-    """Write autocast beside `torch.no_grad()`, where Accelerate has it inside of the prepared model's forward."""
+    """Add autocast to `torch.no_grad()`; Accelerate runs it inside the forward of the prepared model."""
 
     def change(original: cst.With, changed: cst.With) -> cst.With:
         names = [full_name(each.item.func) for each in original.items if isinstance(each.item, cst.Call)]

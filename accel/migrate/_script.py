@@ -440,7 +440,7 @@ class Script:
 
 
 def _branches(value: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
-    """Yield the values that an expression can have: those of both sides of a condition."""
+    """Yield the values that an expression can have: both sides of a conditional expression."""
     if isinstance(value, cst.IfExp):
         yield from _branches(value.body)
         yield from _branches(value.orelse)

@@ -105,7 +105,7 @@ class Sessions(ScriptPass):
         return changed_by(updated, wrap)
 
     def _read_later(self, rest: Sequence[cst.BaseStatement]) -> set[str]:
-        """Return the names that a later pass writes into lines: those of the trackers' options."""
+        """Return the names that a later pass writes into lines: names in the options of trackers."""
         begins = any(self._script.method(call) == "init_trackers" for line in rest for call in calls(line))
         return {name for each in self._script.tracked.values() for name in loads(each)} if begins else set()
 
@@ -181,9 +181,9 @@ class Sessions(ScriptPass):
 
     @staticmethod
     def _lead(node: cst.BaseStatement) -> list[cst.EmptyLine]:
-        """Return the comments of a line that opens a context, one beside it too."""
-        beside = node.trailing_whitespace.comment if isinstance(node, cst.SimpleStatementLine) else None
-        return [*leading(node), *([cst.EmptyLine(comment=beside)] if beside is not None else [])]
+        """Return the comments above and behind a line that opens a context."""
+        behind = node.trailing_whitespace.comment if isinstance(node, cst.SimpleStatementLine) else None
+        return [*leading(node), *([cst.EmptyLine(comment=behind)] if behind is not None else [])]
 
     @staticmethod
     def _call(function: str, made: Made) -> cst.Call:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trackers: those of `log_with=`, calls that log, functions that are handed them, loops over them."""
+"""Trackers: the ones in `log_with=`, calls that log, functions that get trackers, loops over them."""
 
 from __future__ import annotations
 

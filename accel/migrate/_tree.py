@@ -41,7 +41,7 @@ def text_of(node: cst.CSTNode) -> str:
         node = node.with_changes(leading_lines=[], trailing_whitespace=cst.TrailingWhitespace())
     elif getattr(node, "leading_lines", None):
         node = node.with_changes(leading_lines=[])
-    elif isinstance(node, cst.Annotation):  # whose sign depends on what it is in
+    elif isinstance(node, cst.Annotation):  # its sign is a colon or an arrow
         node = node.annotation
     elif isinstance(node, cst.Param):
         node = node.name
@@ -91,7 +91,7 @@ class Change:
     not see whitespace and comments.
     """
 
-    skips: ClassVar[tuple[type[cst.CSTNode], ...]] = ()  # kinds of nodes whose parts stay as they are
+    skips: ClassVar[tuple[type[cst.CSTNode], ...]] = ()  # kinds of nodes that are not entered
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         """Return whether the parts of a node change too."""
@@ -192,7 +192,7 @@ def outer_loops(node: cst.CSTNode) -> Iterator[cst.For | cst.While]:
 
 
 def loads(node: cst.CSTNode) -> set[str]:
-    """Return the names that a node mentions, without those of attributes and keywords."""
+    """Return the variables that a node mentions, without attributes and keywords."""
     found: set[str] = set()
     waiting = [node]
     while waiting:
@@ -322,7 +322,7 @@ def led_by(node: cst.BaseStatement, lines: Sequence[cst.EmptyLine]) -> cst.BaseS
 
 
 def comments(node: cst.CSTNode) -> list[cst.EmptyLine]:
-    """Return all comments of a node, each as a line of its own; those to linters are of their line alone."""
+    """Return all comments of a node, each on a separate line; comments for linters are left out."""
     found = (each for each in _walk_all(node) if isinstance(each, cst.Comment))
     return [cst.EmptyLine(comment=each) for each in found if not PRAGMA.match(each.value)]
 
@@ -364,7 +364,7 @@ class Lines:
 
 
 class OfVariables(Change):
-    """Changes of names that are variables: those of attributes, keywords and parameters stay."""
+    """Changes of variables: attributes, keywords and parameters keep their names."""
 
     def leave_attribute(self, original: cst.Attribute, updated: cst.Attribute) -> cst.BaseExpression:
         return updated.with_changes(attr=original.attr)
@@ -385,7 +385,7 @@ class _Renames(OfVariables):
 
 
 def replace_names(node: N, found: Mapping[str, cst.BaseExpression]) -> N:
-    """Replace names that are read, not those of attributes, keywords and parameters."""
+    """Replace variables that are read; attributes, keywords and parameters keep their names."""
     return changed_by(node, _Renames(lambda name: found.get(name.value, name)))
 
 

@@ -34,7 +34,7 @@ _CLIPS = {"clip_grad_norm_": "max_norm", "clip_grad_value_": "max_value"}
 
 
 class Step:
-    """The step of a window: arguments of `optimizer_step`, and the statements beside it."""
+    """The step of a window: arguments of `optimizer_step`, and the statements around it."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -193,7 +193,7 @@ def split_step(
 
 
 def _clips_under(script: Script, node: cst.If, step: Step) -> bool:
-    """Take a block that clips, under a condition beside that of the window's end; whether it was one."""
+    """Take a block that clips, under a condition besides the end of the window; return whether it was one."""
     test, held = node.test, step.clip
     if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
         parts = [each for each in (test.left, test.right) if not asks_sync(script, each)]

@@ -36,7 +36,7 @@ _LARGEST_JSON = 8_000_000  # bytes
 _LARGEST_IMAGE = 2**25  # bytes of its pixels: 3840 x 2160 of four channels
 _LARGEST_STEP = 2**28  # bytes of the pixels of all images of a step, which a browser shows at once
 _INFLATED = 200  # bytes of pixels that a page unpacks to check them, for each byte of room
-_OVERHEAD = 60  # bytes of a step beside its contents
+_OVERHEAD = 60  # bytes of a step in addition to its contents
 
 
 class MediaContent(NamedTuple):

@@ -24,7 +24,7 @@ from accel.terminal import show_size
 MOST_SIDE_BY_SIDE = 6  # runs; more are a table of one row a run
 _MOST_TILES = 4
 _MOST_GROUPS = 6  # groups of charts that are not folded
-_MOST_OPEN = 12  # charts of a page whose readings of clocks are not folded
+_MOST_OPEN = 12  # charts up to which readings of clocks are not folded
 _LAST = ("time/", "system/", "constants and counters")  # titles of groups, behind the media
 _FIRST = ("train", "eval", "val", "valid", "validation", "test")  # groups
 _LONGEST_CODE = 200_000  # characters of changed code on the page
@@ -61,7 +61,7 @@ def page_of(
 
     Args:
         runs: the runs.
-        order: places of charts on earlier pages of the runs, which keep them; gets those of new ones.
+        order: places of charts on earlier pages of the runs, which keep them; new charts are added.
         shelf: media of earlier pages, and the room for them.
         unreadable: folders that may hold more runs and cannot be searched, a line each.
     """
@@ -104,7 +104,7 @@ def report_page(runs: Sequence[RunData], room: int = MEDIA_ROOM, unreadable: Seq
 
 
 def contents_json(contents: Mapping[str, bytes], keys: Iterable[str]) -> str:
-    """Return those of these keys that a page has, as JSON."""
+    """Return the contents of the keys that a page has, as JSON."""
     parts = [f'"{key}":{contents[key].decode()}' for key in keys if key in contents]
     return f"{{{','.join(parts)}}}".replace("<", "\\u003c")
 

@@ -185,7 +185,7 @@ class RunData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         launches: its launches in order of their start.
         checkpoints: its checkpoints in order of their steps.
         profile: its profile as `accel profile` prints it; empty for none.
-        machine: samples of its hosts, by name; those of all GPUs of all hosts are one curve.
+        machine: samples of its hosts, by name; samples of all GPUs of all hosts are one curve.
         alerts: its alerts in order of time.
         media: the files of its media.
         problems: its files that cannot be read, with the reason, a line each.

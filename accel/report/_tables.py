@@ -103,7 +103,7 @@ def configurations(runs: Sequence[RunData]) -> Rows:
 
 
 def settings(runs: Sequence[RunData]) -> Rows:
-    """Return the settings of the runs: those of their contexts, and of the newest launches with their sources."""
+    """Return the settings of the runs: from their contexts, and from the newest launches with their sources."""
     found: list[dict[str, str]] = []
     for run in runs:
         launched, settled = settings_of(run)
@@ -114,7 +114,7 @@ def settings(runs: Sequence[RunData]) -> Rows:
 
 
 def settings_of(run: RunData) -> tuple[dict[str, Setting], dict[str, Setting]]:
-    """Return the settings of a run's newest launch, and those of its contexts."""
+    """Return the settings of a run's newest launch, and the settings of its contexts."""
     launched = run.launches[-1].settings if run.launches else {}
     settled = run.run.settings if run.run else {}
     return _plain(launched), _plain(settled)
@@ -134,7 +134,7 @@ def versions(runs: Sequence[RunData]) -> Rows:
 
 
 def differing(rows: Rows) -> list[int]:
-    """Return the numbers of rows whose cells differ."""
+    """Return the numbers of rows with cells that differ."""
     return [at for at, row in enumerate(rows) if len(set(row[1:])) > 1]
 
 

@@ -50,9 +50,9 @@ def _cut(table: Path, step: int) -> None:
     head, *rows = table.read_text().splitlines()
     at = head.split("\t").index("step")
     kept = [row for row in rows if row.split("\t")[at].isdigit() and int(row.split("\t")[at]) <= step]
-    beside = table.with_name(f"{table.name}.partial")
-    _ = beside.write_text("\n".join([head, *kept]) + "\n")
-    os.replace(beside, table)
+    partial = table.with_name(f"{table.name}.partial")
+    _ = partial.write_text("\n".join([head, *kept]) + "\n")
+    os.replace(partial, table)
 
 
 def _log(live: Any, values: Values, step: int) -> None:

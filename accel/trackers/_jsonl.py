@@ -27,7 +27,7 @@ class _OpenJsonl(msgspec.Struct, frozen=True):
 
 
 def jsonl(path: str | os.PathLike[str] = METRICS) -> Tracker:
-    """Return the tracker that writes a line of JSON for each `log`, and media beside it as PNG, JSON and text files.
+    """Return the tracker that writes a line of JSON for each `log`, and media next to it as PNG, JSON and text files.
 
     The file of a resumed run is truncated to the checkpoint's last step, so it equals an uninterrupted run's, except
     for the key `time`; media of later steps are removed. Checkpoints wait until it is on the disk. `accel report`
@@ -75,7 +75,7 @@ def _write(live: _OpenJsonl, name: MediaName, content: bytes) -> None:
 
 
 def _cut_media(folder: Path, step: int | None) -> None:
-    """Remove media behind a checkpoint's step; set those of an earlier run aside."""
+    """Remove media behind a checkpoint's step; set the media of an earlier run aside."""
     found = [each.name for each in os.scandir(folder)] if folder.is_dir() else []
     if step is None and found:
         set_aside(folder)
@@ -91,7 +91,7 @@ _AT = f"{TIME}at"
 
 
 class _OpenCsv:
-    """An open file and its columns; names of values come before those of clocks."""
+    """An open file and its columns; names of values come before names of clocks."""
 
     def __init__(self, lines: LineFile) -> None:
         self.lines = lines

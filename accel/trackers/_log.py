@@ -298,7 +298,7 @@ def log_histogram(
 ) -> None:
     """Log how the values of a tensor are spread. Waits for their counts from the device on ranks that write.
 
-    No communication: the values are those of the rank that writes, such as a replicated weight or gradient.
+    No communication: the writing rank logs its values, such as a replicated weight or gradient.
 
     Args:
         ctx: the context.

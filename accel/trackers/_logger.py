@@ -27,12 +27,12 @@ class RankLogger(_Adapter):
 
     Each takes more keywords. `main_process_only=False` logs on every rank, with the rank in front of the message.
     `once_per_node=True` logs on the first rank of every node, with the node in front.
-    `in_order=True` beside it logs one rank after another, which is a collective: every rank makes the call. Records
+    `in_order=True` in addition logs one rank after another, which is a collective: every rank makes the call. Records
     have the attributes `rank` and `world_size`.
 
     Attributes:
         ctx: the context.
-        level: lowest level of messages that this rank logs; None for that of the standard logger.
+        level: lowest level of messages that this rank logs; None for the level of the standard logger.
     """
 
     def __init__(self, logger: logging.Logger, ctx: DistContext, level: int | None) -> None:
@@ -56,7 +56,7 @@ class RankLogger(_Adapter):
         self.level = _number(level)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Return message and keywords with the rank among the record's attributes, beside the caller's own."""
+        """Return message and keywords with the rank among the record's attributes, after the caller's attributes."""
         return msg, {**kwargs, "extra": {**(self.extra or {}), **(kwargs.get("extra") or {})}}
 
     def log(  # pyright: ignore[reportIncompatibleMethodOverride] - of keywords that the class takes as object
@@ -131,7 +131,7 @@ class RankLogger(_Adapter):
 def get_logger(name: str, ctx: DistContext, level: int | str | None = None) -> RankLogger:
     """Return the standard library's logger of a name for this rank. No communication.
 
-    By default rank 0 alone logs. Handlers and formats are those of the `logging` module, which stays as it is: neither
+    By default rank 0 alone logs. Handlers and formats come from the `logging` module, which stays as it is: neither
     the root logger nor the level of the logger changes.
 
     Args:

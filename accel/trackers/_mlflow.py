@@ -85,7 +85,7 @@ def mlflow(*, tracking_uri: str | None = None, ranks: Ranks = "main", **options:
     MLflow's own files and databases on this machine, and not for a server.
 
     Args:
-        tracking_uri: server or database, such as "sqlite:///runs/mlflow.db"; by default that of MLflow's own settings.
+        tracking_uri: server or database, such as "sqlite:///runs/mlflow.db"; by default from MLflow's settings.
         ranks: processes that write. With several, all write to one run, each to separate metrics: `rank_3/loss`.
         options: of `MlflowClient.create_run`, such as `tags`; and `artifact_location` of a new experiment.
     """

@@ -201,7 +201,7 @@ def from_json(values: Mapping[str, Any], *, source: str = "") -> DeepSpeed:
 
 
 def from_section(values: Mapping[str, Any], *, source: str = "") -> DeepSpeed:
-    """Return the record whose fields a section [deepspeed] sets; `source` is its place, for tables and errors."""
+    """Return the record of a section [deepspeed]; `source` is its place, for tables and errors."""
     known = [name for name in DeepSpeed.__struct_fields__ if name != "source"]
     for name in values:
         if name not in known:

@@ -82,7 +82,7 @@ class Found(NamedTuple):
 def find_weights(
     model: nn.Module, plan: QuantizationPlan, source: WeightSource, config: Quantization, allow_missing: Patterns
 ) -> Found:
-    """Compare names, shapes and dtypes of a source with those of a model."""
+    """Compare names, shapes and dtypes of a source with a model."""
     stored = {name: TensorFacts((name,), each.dtype, each.shape, each.where) for name, each in source.entries.items()}
     wanted: list[TensorFacts] = []
     templates: dict[str, Packed] = {}

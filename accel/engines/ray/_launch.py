@@ -29,7 +29,7 @@ from accel.terminal import show_limit
 
 _LOOK_S = 0.2
 _SIGNAL_S = 5.0
-_LOST = 1  # status of a rank whose actor is gone
+_LOST = 1  # status of a rank after the loss of its actor
 
 
 class RayChildren(Children):
@@ -212,7 +212,7 @@ def launch(
         resources: further resources of each rank, by Ray's name.
         placement: distribution over hosts, as Ray calls it. Each host used must hold equally many ranks.
         timeout_s: seconds to wait for these resources.
-        config: settings of the launch; None for those of the `ACCEL_*` variables.
+        config: settings of the launch; None for the settings of the `ACCEL_*` variables.
 
     Returns:
         A copy of each rank's value, in rank order; tensors should be on the CPU.

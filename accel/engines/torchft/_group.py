@@ -183,7 +183,7 @@ def replica(
     quorum_timeout_s: float = 300.0,
     hostname: str | None = None,
 ) -> Generator[ReplicaGroup]:
-    """Join a job as one replica group, whose ranks are those of `ctx`. A collective of the group.
+    """Join a job as one replica group of the ranks of `ctx`. A collective of the group.
 
     Args:
         ctx: the context of the group's own launch, which replicates the model.
@@ -272,7 +272,7 @@ def _resolve(hostname: str) -> None:
             "the name of this host has no address",
             got=f"{hostname!r}: {error}",
             where="torchft.replica",
-            fix="Pass a hostname= that resolves on this host and on those of the other groups.",
+            fix="Pass a hostname= that resolves on this host and on the hosts of the other groups.",
         ) from error
 
 

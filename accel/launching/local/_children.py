@@ -112,7 +112,7 @@ class Sink:
 
 
 class Log:
-    """The file of one rank's output, appended to that of earlier launches."""
+    """The file of one rank's output, appended to the output of earlier launches."""
 
     def __init__(self, folder: str, rank: int) -> None:
         self._file = open(log_path(folder, rank), "ab", buffering=0)  # noqa: SIM115 - open until the relay ends

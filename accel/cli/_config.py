@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -42,7 +43,8 @@ def update(path: str) -> None:
 def _replace(path: Path, text: str) -> Path:
     """Replace a file by one rename; return the copy of the old one, next to it."""
     target = Path(os.path.realpath(path))  # a link stays a link
-    kept = next(each for each in _names(path) if not os.path.lexists(each))
+    names = (path.with_name(f"{path.name}.old{number or ''}") for number in itertools.count())
+    kept = next(each for each in names if not os.path.lexists(each))
     partial = target.with_name(f"{target.name}.partial")
     try:
         _ = shutil.copy2(target, kept)
@@ -53,10 +55,6 @@ def _replace(path: Path, text: str) -> Path:
         partial.unlink(missing_ok=True)
         raise ConfigError("the file cannot be written", got=str(error.strerror), where=str(path)) from None
     return kept
-
-
-def _names(path: Path) -> list[Path]:
-    return [path.with_name(f"{path.name}.old{number or ''}") for number in range(1000)]
 
 
 class _Subcommand(NamedTuple):

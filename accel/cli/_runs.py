@@ -39,7 +39,7 @@ from accel.report import (
     status_line,
 )
 from accel.report.traces import describe_profile, read_traces
-from accel.run_folder import PROFILE, RUN
+from accel.run_folder import PROFILE, RUN, replace_file
 from accel.storage import as_place
 from accel.terminal import show_size, show_text
 
@@ -150,9 +150,7 @@ def run_report(words: Sequence[str], environ: Mapping[str, str]) -> int:
         )
     page = report_page(runs, known.media, unreadable).encode(errors="replace")
     try:
-        partial = output.with_name(f"{output.name}.partial")
-        _ = partial.write_bytes(page)
-        os.replace(partial, output)
+        replace_file(output, page)
     except OSError as error:
         raise ConfigError(
             "the page cannot be written", got=str(error.strerror), where=str(output), fix="Name another --output."

@@ -93,12 +93,10 @@ class _Scope(Change):
             call = counted(loop)
             if call is None or len(call.args) < 2:
                 continue
-            if "accel.backward(" in text_of(loop) or self._calls_epochs(loop):
+            trains = any(full_name(each.func) in self._script.epochs for each in calls(loop))
+            if trains or "accel.backward(" in text_of(loop):
                 found.add(full_name(call.args[0].value))
         return found
-
-    def _calls_epochs(self, node: cst.CSTNode) -> bool:
-        return any(full_name(call.func) in self._script.epochs for call in calls(node))
 
     def _note_path(self, node: cst.CSTNode) -> None:
         """Note the folder of a variable that is the path of a checkpoint."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
 import libcst as cst
@@ -78,7 +78,9 @@ def find_epochs(script: Script, module: cst.Module) -> dict[str, Epochs]:
         loops = [loop for scope in scopes for loop in outer_loops(_body(scope))]
         lines = [line for loop in loops for line in own_lines(loop.body) if _is_call(line, name)]
         scope = next((each for each in scopes if any(_is_call(line, name) for line in own_lines(_body(each)))), None)
-        if len(lines) != 1 or scope is None or any(script.method(call) == "backward" for call in _own_calls(scope)):
+        if len(lines) != 1 or scope is None:
+            continue
+        if any(script.method(call) == "backward" for line in own_lines(_body(scope)) for call in calls(line)):
             continue
         inside = walk(function.body, SCOPES)
         returns = any(isinstance(each, cst.Return) and each.value is not None for each in inside)
@@ -89,10 +91,6 @@ def find_epochs(script: Script, module: cst.Module) -> dict[str, Epochs]:
 
 def _body(scope: cst.FunctionDef | cst.Module) -> cst.CSTNode:
     return scope.body if isinstance(scope, cst.FunctionDef) else scope
-
-
-def _own_calls(scope: cst.FunctionDef | cst.Module) -> Iterator[cst.Call]:
-    return (call for line in own_lines(_body(scope)) for call in calls(line))
 
 
 def _is_call(line: cst.SimpleStatementLine, name: str) -> bool:

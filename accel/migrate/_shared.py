@@ -66,18 +66,14 @@ def shared_in(texts: Iterable[str]) -> Shared:
     found = Shared(factories=factories)
     for tree in trees:
         makers = _makers(tree)
-        own = frozenset(name for body in _bodies(tree) for name in _factories(body, makers))
+        bodies = [node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        own = frozenset(name for body in bodies for name in _factories(body, makers))
         kept: dict[str, frozenset[str]] = {}
         for name, lines in _classes(tree, makers | factories | own):
             kept[name] = frozenset(lines)
             found = found.joined(Shared(returners=(factories | own) & {*lines.values()}))
         found = found.joined(Shared(kept, dict(_bases(tree)), takers=_takers(tree)))
     return found
-
-
-def _bodies(tree: ast.Module) -> Iterator[list[ast.stmt]]:
-    """Yield the lines of each class."""
-    yield from (node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
 
 
 def _makers(tree: ast.Module) -> set[str]:

@@ -96,11 +96,13 @@ class Tracking:
             last = [each.with_changes(comma=cst.MaybeSentinel.DEFAULT) for each in kept_args[-1:]]
             return arg.with_changes(value=value.with_changes(args=[*kept_args[:-1], *last]))
         if isinstance(value, cst.Dict):
-            kept = [each for each in value.elements if not (isinstance(each, cst.DictElement) and _is_step(each.key))]
+            kept = [
+                each for each in value.elements if not (isinstance(each, cst.DictElement) and _is_key(each.key, "step"))
+            ]
             if len(kept) < len(value.elements) and kept:
                 kept[-1] = kept[-1].with_changes(comma=value.elements[-1].comma)
             value = value.with_changes(elements=kept)
-            times = [each for each in kept if isinstance(each, cst.DictElement) and _is_reserved(each.key)]
+            times = [each for each in kept if isinstance(each, cst.DictElement) and _is_key(each.key, "step", "time")]
             if times:
                 self._decide('another name for the value "time": each line of a log has its own', "trackers")
             return arg.with_changes(value=value)
@@ -140,15 +142,11 @@ def _own_step(values: cst.BaseExpression) -> cst.BaseExpression | None:
     if isinstance(values, cst.Call) and full_name(values.func) == "dict":
         return argument(values, "step")
     found = values.elements if isinstance(values, cst.Dict) else ()
-    return next((each.value for each in found if isinstance(each, cst.DictElement) and _is_step(each.key)), None)
+    return next((each.value for each in found if isinstance(each, cst.DictElement) and _is_key(each.key, "step")), None)
 
 
-def _is_step(key: cst.BaseExpression) -> bool:
-    return isinstance(key, cst.SimpleString) and key.raw_value == "step"
-
-
-def _is_reserved(key: cst.BaseExpression | None) -> bool:
-    return isinstance(key, cst.SimpleString) and key.raw_value in ("step", "time")
+def _is_key(key: cst.BaseExpression | None, *names: str) -> bool:
+    return isinstance(key, cst.SimpleString) and key.raw_value in names
 
 
 def _keywords(value: cst.BaseExpression) -> str:

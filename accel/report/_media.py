@@ -18,7 +18,7 @@ import msgspec
 
 from accel.opening import open_regular
 from accel.report._run_data import MediaFile
-from accel.report._tables import NONE, Html, element, seen_text, show_number
+from accel.report._tables import NONE, Html, element, folded, seen_text, show_number
 from accel.run_folder import MediaKind
 from accel.terminal import natural_key, show_size
 
@@ -460,15 +460,14 @@ def media_section(media: PageMedia) -> Html:
     )
     cards = [_card(media, at) for at in range(len(media.series))]
     spreads = [card for card, each in zip(cards, media.series, strict=True) if each["kind"] == "histogram"]
-    folded: list[Html] = []
+    rest: list[Html] = []
     if len(spreads) > _MOST_OPEN:
         cards = cards[: -len(spreads)]
-        title = element("summary", "histograms", element("span", f" ({len(spreads)})"))
-        folded = [element("details", title, element("div", *spreads, class_="cards"))]
+        rest = [folded("histograms", element("div", *spreads, class_="cards"), note=str(len(spreads)))]
     body = [slider] if shown else []
     body += [element("p", media.summary, class_="key")] if media.summary else []
     shelf = element("div", *cards, class_="cards")
-    return element("details", head, *body, shelf, *folded, class_="group media", open="")
+    return element("details", head, *body, shelf, *rest, class_="group media", open="")
 
 
 def _card(media: PageMedia, at: int) -> Html:

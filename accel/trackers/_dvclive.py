@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
+from accel.run_folder import replace_file
 from accel.trackers import _media as media
 from accel.trackers._packages import load, needs, picture
 from accel.trackers._tracker import Config, Ending, Run, Tracker, Values
@@ -50,9 +50,7 @@ def _cut(table: Path, step: int) -> None:
     head, *rows = table.read_text().splitlines()
     at = head.split("\t").index("step")
     kept = [row for row in rows if row.split("\t")[at].isdigit() and int(row.split("\t")[at]) <= step]
-    partial = table.with_name(f"{table.name}.partial")
-    _ = partial.write_text("\n".join([head, *kept]) + "\n")
-    os.replace(partial, table)
+    replace_file(table, "".join(f"{row}\n" for row in [head, *kept]).encode())
 
 
 def _log(live: Any, values: Values, step: int) -> None:

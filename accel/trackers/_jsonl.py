@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from accel.run_folder import MEDIA, METRICS, MediaName, encode_line, parse_media
+from accel.run_folder import MEDIA, METRICS, MediaName, encode_line, parse_media, replace_file
 from accel.trackers import _media as media
 from accel.trackers._line_file import LineFile, first_step, open_lines, set_aside, step_of
 from accel.trackers._log import TIME, split_times
@@ -68,10 +68,7 @@ def _log(live: _OpenJsonl, values: Values, step: int) -> None:
 
 def _write(live: _OpenJsonl, name: MediaName, content: bytes) -> None:
     live.media.mkdir(exist_ok=True)
-    path = live.media / name.file
-    partial = path.with_name(f"{path.name}{_PARTIAL}")
-    _ = partial.write_bytes(content)
-    os.replace(partial, path)  # a reader finds all of it or nothing
+    replace_file(live.media / name.file, content)
 
 
 def _cut_media(folder: Path, step: int | None) -> None:
@@ -140,7 +137,8 @@ def _log_row(live: _OpenCsv, values: Values, step: int) -> None:
     row: dict[str, float] = {"step": step, **numbers, **clocks}
     if not row.keys() <= set(live.columns):
         _widen(live, [*numbers], [*clocks])
-    live.lines.append(_row([_cell(row.get(name)) for name in live.columns]))
+    cells = [repr(row[name]) if name in row else "" for name in live.columns]  # nan, inf and -inf as they are
+    live.lines.append(_row(cells))
 
 
 def _widen(live: _OpenCsv, names: list[str], clocks: list[str]) -> None:
@@ -161,10 +159,6 @@ def _row(cells: list[str]) -> bytes:
     text = io.StringIO()
     _ = standard.writer(text, lineterminator="\n").writerow(cells)
     return text.getvalue().encode()
-
-
-def _cell(value: float | None) -> str:
-    return "" if value is None else repr(value)  # nan, inf and -inf as they are
 
 
 def _finish(live: _OpenCsv, ending: Ending) -> None:

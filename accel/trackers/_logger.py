@@ -82,25 +82,20 @@ class RankLogger(_Adapter):
             stacklevel: as of `logging.Logger.log`.
             kwargs: `exc_info`, `stack_info` and `extra`, as of `logging.Logger.log`.
         """
-        enabled = self.isEnabledFor(level)
+        ctx, prefix = self.ctx, ""
+        is_chosen = True
         if once_per_node:
-            if enabled and self.ctx.is_local_main_process:
-                text = f"[node {self.ctx.node_rank}] {msg}" if self.ctx.num_nodes > 1 else msg
-                self._emit(level, text, args, stacklevel + _HERE, kwargs)
-            return
-        if main_process_only:
-            if enabled and self.ctx.is_main_process:
-                self._emit(level, msg, args, stacklevel + _HERE, kwargs)
-            return
-        text = f"[rank {self.ctx.rank}] {msg}" if self.ctx.world_size > 1 else msg
-        if not in_order:
-            if enabled:
-                self._emit(level, text, args, stacklevel + _HERE, kwargs)
-            return
-        for rank in range(self.ctx.world_size):
-            if enabled and rank == self.ctx.rank:
-                self._emit(level, text, args, stacklevel + _HERE, kwargs)
-            wait_for_everyone(self.ctx)
+            is_chosen, prefix = ctx.is_local_main_process, f"[node {ctx.node_rank}] " if ctx.num_nodes > 1 else ""
+        elif main_process_only:
+            is_chosen = ctx.is_main_process
+        elif ctx.world_size > 1:
+            prefix = f"[rank {ctx.rank}] "
+        takes_turns = in_order and not once_per_node and not main_process_only
+        for rank in range(ctx.world_size) if takes_turns else [ctx.rank]:
+            if is_chosen and rank == ctx.rank and self.isEnabledFor(level):
+                self._emit(level, f"{prefix}{msg}" if prefix else msg, args, stacklevel + _HERE, kwargs)
+            if takes_turns:
+                wait_for_everyone(ctx)
 
     def warning_once(self, msg: object, *args: object, stacklevel: int = 1, **kwargs: Any) -> None:
         """Log a warning, unless this logger has logged the same message with the same values before."""

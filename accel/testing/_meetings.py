@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -32,6 +33,7 @@ class Members:
         self.label = "" if whole else f" in group {name!r} of {name_ranks(ranks)}"
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Meeting:
     """One collective call of all ranks of a group.
 
@@ -46,17 +48,14 @@ class Meeting:
         done: whether all have come.
     """
 
-    __slots__ = ("brought", "call", "done", "members", "number", "result", "sites", "waiters")
-
-    def __init__(self, number: int, call: SimulatedCall, members: Members) -> None:
-        self.number = number
-        self.call = call
-        self.members = members
-        self.brought: dict[int, Any] = {}
-        self.result: Any = None
-        self.sites: dict[int, Site] = {}
-        self.waiters: list[int] = []
-        self.done = False
+    number: int
+    call: SimulatedCall
+    members: Members
+    brought: dict[int, Any] = dataclasses.field(default_factory=dict[int, Any])
+    result: Any = None
+    sites: dict[int, Site] = dataclasses.field(default_factory=dict[int, Site])
+    waiters: list[int] = dataclasses.field(default_factory=list[int])
+    done: bool = False
 
     def describe(self, rank: int) -> str:
         """Describe the call of `rank`, its line, and the ranks that have come."""
@@ -64,38 +63,31 @@ class Meeting:
         return f"{self.sites[rank].calls(self.call)}: collective #{self.number}{self.members.label}, {came}"
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class MessageSide:
     """One side of a message between two ranks.
 
-    Args:
+    Attributes:
         kind: side of the message.
         source: the sender; None for a receive from any rank.
         target: the receiver.
         tag: number that both sides must agree on.
         tensor: the one to send, or to fill.
         members: the group of the message.
+        site: line of the call.
+        waiters: ranks that wait for the other side.
+        done: whether both sides have come.
     """
 
-    __slots__ = ("done", "kind", "members", "site", "source", "tag", "target", "tensor", "waiters")
-
-    def __init__(
-        self,
-        kind: Literal["send", "recv"],
-        source: int | None,
-        target: int,
-        tag: int,
-        tensor: Tensor,
-        members: Members,
-    ) -> None:
-        self.kind = kind
-        self.source = source
-        self.target = target
-        self.tag = tag
-        self.tensor = tensor
-        self.members = members
-        self.site = call_site()
-        self.waiters: list[int] = []
-        self.done = False
+    kind: Literal["send", "recv"]
+    source: int | None
+    target: int
+    tag: int
+    tensor: Tensor
+    members: Members
+    site: Site
+    waiters: list[int] = dataclasses.field(default_factory=list[int])
+    done: bool = False
 
     @property
     def rank(self) -> int:
@@ -218,7 +210,7 @@ class MeetingPoint:
         self, kind: Literal["send", "recv"], source: int | None, target: int, tag: int, tensor: Tensor
     ) -> MessageSide:
         """Offer or ask for a message; it is copied when both sides are there, as gloo and nccl do."""
-        mine = MessageSide(kind, source, target, tag, tensor, self.members)
+        mine = MessageSide(kind, source, target, tag, tensor, self.members, call_site())
         self._traffic.begin(mine.rank, kind)
         queue = self._transfers.setdefault((target, tag), [])
         other = next((transfer for transfer in queue if transfer.fits(mine)), None)

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from accel.errors import PeerError
 from accel.testing._sites import Deadlock, SimulationError
-from accel.testing._threads import RankStreams, no_thread
+from accel.testing._threads import RankStreams
 
 _SLICE_S = 1.0  # Python handles a signal that comes just before a wait only after it
 _SHORTEST_S = 0.02  # of a slice: where CPU seconds count, the rest of the time is used up only in part
@@ -252,20 +252,15 @@ class Scheduler:
             raise Stopped
 
     def _resume(self, rank: int) -> None:
-        """Let `rank` run, whose streams are loaded; where its thread cannot start, let the next one see why."""
-        while True:
-            self.running = rank
-            body = self._bodies.pop(rank, None)
-            if body is None:
-                return self._batons[rank].release()
-            try:
-                return body()
-            except RuntimeError as error:
-                self.stop(no_thread(rank, self.size, error))
+        """Let `rank` run; its streams are loaded. A rank that has not begun when the run is stopped never begins."""
+        while self.cause is not None and self._bodies.pop(rank, None) is not None:
             if not self._any_left():
                 return self._over.set()
             rank = self._choose()
             self._streams.load(rank)
+        self.running = rank
+        body = self._bodies.pop(rank, None)
+        return self._batons[rank].release() if body is None else body()
 
     def _any_left(self) -> bool:
         return bool(self._runnable or self._waiting or self._delayed)

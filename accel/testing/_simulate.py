@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import Any, Generic, TypeVar, cast, get_args
+from typing import Any, Generic, NamedTuple, TypeVar, cast, get_args
 
 import torch.distributed as dist
 
@@ -22,7 +22,7 @@ from accel.testing._faults import AnyFault, check_faults
 from accel.testing._networks import Network
 from accel.testing._process import changed_process
 from accel.testing._sites import SimulationError
-from accel.testing._threads import Crew, FreshThreads, GlobalStreams, KeptThreads, RankStreams
+from accel.testing._threads import GlobalStreams, RankStreams, RankThread, RankThreads
 from accel.testing._world import SimulatedRun
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class Simulator:
     """
 
     def __init__(self) -> None:
-        self._threads = KeptThreads()
+        self._threads = RankThreads()
         self._streams = GlobalStreams()
         self._closed = False
 
@@ -70,15 +70,9 @@ class Simulator:
     ) -> list[T]:
         """Run `fn(ctx)` on every rank; see `simulate`."""
         __tracebackhide__ = True
-        return self.run_groups(
-            _OnContext(fn, streams),
-            world_size,
-            seed=seed,
-            timeout_s=timeout_s,
-            faults=faults,
-            default_group=default_group,
-            network=network,
-        )
+        self._check_open()
+        options = _Options(seed, timeout_s, faults, default_group, network)
+        return _run(_OnContext(fn, streams), world_size, options, self._streams, self._threads)
 
     def run_groups(
         self,
@@ -93,19 +87,13 @@ class Simulator:
     ) -> list[T]:
         """Run `fn(group)` on every rank; see `simulate_groups`."""
         __tracebackhide__ = True
+        self._check_open()
+        options = _Options(seed, timeout_s, faults, default_group, network)
+        return _run(fn, world_size, options, self._streams, self._threads)
+
+    def _check_open(self) -> None:
         if self._closed:
             raise SimulationError("this simulator is closed", fix="Call it inside its `with` block.")
-        return _run(
-            fn,
-            world_size,
-            self._threads,
-            self._streams,
-            seed=seed,
-            timeout_s=timeout_s,
-            faults=faults,
-            default_group=default_group,
-            network=network,
-        )
 
 
 def simulate(
@@ -166,15 +154,8 @@ def simulate(
     [0, 10, 20]
     """
     __tracebackhide__ = True  # pytest shows the test and the rank's function, and no frame between
-    return simulate_groups(
-        _OnContext(fn, streams),
-        world_size,
-        seed=seed,
-        timeout_s=timeout_s,
-        faults=faults,
-        default_group=default_group,
-        network=network,
-    )
+    options = _Options(seed, timeout_s, faults, default_group, network)
+    return _run(_OnContext(fn, streams), world_size, options, GlobalStreams())
 
 
 def simulate_groups(
@@ -197,52 +178,56 @@ def simulate_groups(
     Args, returns and errors are those of `simulate`.
     """
     __tracebackhide__ = True
-    return _run(
-        fn,
-        world_size,
-        FreshThreads(),
-        GlobalStreams(),
-        seed=seed,
-        timeout_s=timeout_s,
-        faults=faults,
-        default_group=default_group,
-        network=network,
-    )
+    return _run(fn, world_size, _Options(seed, timeout_s, faults, default_group, network), GlobalStreams())
+
+
+class _Options(NamedTuple):
+    """Options of a simulation, by the names of `simulate`."""
+
+    seed: int | None
+    timeout_s: float
+    faults: Sequence[AnyFault]
+    default_group: bool
+    network: Network | None
 
 
 def _run(
     fn: Callable[[dist.ProcessGroup], T],
     world_size: int,
-    threads: Crew,
+    options: _Options,
     streams: GlobalStreams,
-    *,
-    seed: int | None,
-    timeout_s: float,
-    faults: Sequence[AnyFault],
-    default_group: bool,
-    network: Network | None,
+    kept: RankThreads | None = None,
 ) -> list[T]:
+    """Run `fn(group)` on every rank, on `kept` threads or on threads that end with the run."""
     __tracebackhide__ = True
     _check_callable(fn)
-    _check(world_size, seed, timeout_s, network)
-    check_faults(faults, world_size)
-    groups: AbstractContextManager[Enter] = default_groups() if default_group else nullcontext(nullcontext)
-    if default_group:  # torch keeps caches of its meshes by thread: no other rank may ever have the thread
-        threads = FreshThreads()
+    _check(world_size, options)
+    groups: AbstractContextManager[Enter] = default_groups() if options.default_group else nullcontext(nullcontext)
+    # torch keeps caches of its meshes by thread, so no other rank may have the thread of a rank with a default group
+    threads = RankThreads() if kept is None or options.default_group else kept
     with changed_process(world_size), groups as around:
         own_group = dist.group.WORLD
         ranks = RankStreams(streams, world_size)
         prepare = cast(_OnContext[T], fn).prepare if isinstance(fn, _OnContext) else partial(partial, fn)
         world = SimulatedRun(
-            prepare, world_size, seed=seed, faults=faults, streams=ranks, network=network, around=around
+            prepare,
+            world_size,
+            seed=options.seed,
+            faults=options.faults,
+            streams=ranks,
+            network=options.network,
+            around=around,
         )
-        workers = threads.take(world_size)
+        taken: list[RankThread] = []
         free = False
         try:
-            free = world.run(workers, timeout_s)
+            taken = threads.take(world_size)
+            free = world.run(taken, options.timeout_s)
         finally:
             ranks.close()
-            threads.give_back(workers, free=free)
+            threads.give_back(taken, free=free)
+            if threads is not kept:
+                threads.close()
     try:
         results = world.outcome()
     finally:
@@ -301,15 +286,17 @@ def _check_callable(fn: object) -> None:
         raise ConfigError("nothing to run", expected="a function of one argument", got=repr(fn), where="fn=")
 
 
-def _check(world_size: object, seed: object, timeout_s: object, network: str | None) -> None:
-    if network is not None:
-        check_choice(network, get_args(Network), "no network of that name", where="network=")
+def _check(world_size: int, options: _Options) -> None:
+    if options.network is not None:
+        check_choice(options.network, get_args(Network), "no network of that name", where="network=")
     check_count(world_size, "no world of that size", expected="1 rank or more", where="world_size=")
+    seed, timeout_s = options.seed, options.timeout_s
     if seed is not None and type(seed) is not int:
         raise ConfigError(
             "the seed of a schedule is not valid", expected="an int or None", got=repr(seed), where="seed="
         )
-    if type(timeout_s) not in (int, float) or not 0 < cast(float, timeout_s) <= threading.TIMEOUT_MAX:
+    if type(timeout_s) not in (int, float) or not 0 < timeout_s <= threading.TIMEOUT_MAX:
         raise ConfigError(
             "the time-out is not valid", expected="seconds, above 0 and finite", got=repr(timeout_s), where="timeout_s="
         )
+    check_faults(options.faults, world_size)

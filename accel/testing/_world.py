@@ -20,7 +20,7 @@ from accel.testing._networks import Network
 from accel.testing._process import Killed, enter_rank
 from accel.testing._scheduler import Scheduler, Stopped
 from accel.testing._sites import Deadlock, SimulationError, asked_for_default_group, stack_of
-from accel.testing._threads import RankStreams, Worker, interrupt
+from accel.testing._threads import RankStreams, RankThread, interrupt
 
 T = TypeVar("T")
 
@@ -65,12 +65,12 @@ class SimulatedRun(Generic[T]):
         self._errors: dict[int, BaseException] = {}
         self._killed: dict[int, str] = {}
 
-    def run(self, workers: list[Worker], timeout_s: float) -> bool:
+    def run(self, threads: list[RankThread], timeout_s: float) -> bool:
         """Run all ranks to their end, or stop them once they have used up the time-out's seconds; return whether the
-        workers are free."""
+        threads are free."""
         try:
             jobs = self._jobs()
-            self._scheduler.start([partial(worker.submit, job) for worker, job in zip(workers, jobs, strict=True)])
+            self._scheduler.start([partial(thread.submit, job) for thread, job in zip(threads, jobs, strict=True)])
             if self._scheduler.join(timeout_s, _UNWIND_S):
                 return True
         except BaseException as error:  # such as KeyboardInterrupt: no rank may continue behind the caller's back

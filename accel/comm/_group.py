@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import field
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast
 
@@ -54,6 +56,11 @@ class Unfinished(Protocol):
         ...
 
 
+_Along = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]
+_Orders = dict[tuple[bytes, bytes, bytes], int]
+
+
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Comm:
     """A process group with its backend and devices: the one mutable object behind a context, which can be closed once.
 
@@ -80,78 +87,37 @@ class Comm:
         deferred: reads the outcome of a step that the device alone knows, and raises its error; None without.
         defers: whether parameters of a step are marked as "deferred".
         units: units of sharded models that this rank has run.
+        lost: why the ranks no longer communicate; empty while they do.
     """
 
-    __slots__ = (
-        "_closed",
-        "_group",
-        "_number",
-        "_share",
-        "along",
-        "backend",
-        "bell",
-        "beside",
-        "closure",
-        "control",
-        "deferred",
-        "defers",
-        "lost",
-        "marks",
-        "met",
-        "most_gathered",
-        "notes",
-        "opened",
-        "owned",
-        "rank",
-        "right_orders",
-        "roll",
-        "size",
-        "spare",
-        "steps",
-        "unfinished",
-        "units",
-    )
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        rank: int,
-        size: int,
-        *,
-        backend: str,
-        control: torch.device,
-        owned: bool,
-        roll: RollCall | None = None,
-        beside: dist.ProcessGroup | None = None,
-        share: ThreadExchange | None = None,
-    ) -> None:
-        self._group = group
-        self._closed = False
-        self._number = 0
-        self.rank = rank
-        self.size = size
-        self.backend = backend
-        self.control = control
-        self.owned = owned
-        self.roll = roll
-        self.beside = beside
-        self._share = share
-        self.opened: list[dist.ProcessGroup] = []
-        self.along: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
-        self.unfinished: Unfinished | None = None
-        self.deferred: Callable[[], None] | None = None
-        self.defers = False
-        self.spare: dict[str, torch.Tensor] = {}
-        self.notes: dict[str, str] = {}
-        self.marks = Marks()
-        self.met: Met | None = None
-        self.right_orders: dict[tuple[bytes, bytes, bytes], int] = {}
-        self.most_gathered = MOST_GATHERED
-        self.bell: Alarm | None = None
-        self.lost = ""
-        self.steps = StepLog()
-        self.units = UnitLog()
-        self.closure: str | None = None
+    _group: dist.ProcessGroup | None
+    rank: int
+    size: int
+    _: dataclasses.KW_ONLY
+    backend: str
+    control: torch.device
+    owned: bool
+    roll: RollCall | None = None
+    beside: dist.ProcessGroup | None = None
+    opened: list[dist.ProcessGroup] = field(default_factory=list[dist.ProcessGroup])
+    along: _Along = field(default_factory=_Along)
+    unfinished: Unfinished | None = None
+    spare: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    notes: dict[str, str] = field(default_factory=dict[str, str])
+    marks: Marks = field(default_factory=Marks)
+    met: Met | None = None
+    right_orders: _Orders = field(default_factory=_Orders)
+    most_gathered: int = MOST_GATHERED
+    bell: Alarm | None = None
+    closure: str | None = None
+    steps: StepLog = field(default_factory=StepLog)
+    deferred: Callable[[], None] | None = None
+    defers: bool = False
+    units: UnitLog = field(default_factory=UnitLog)
+    lost: str = ""
+    _share: ThreadExchange | None = None
+    _closed: bool = False
+    _number: int = 0
 
     def __repr__(self) -> str:
         return f"Comm(rank={self.rank}, size={self.size}, {'closed' if self._closed else 'open'})"
@@ -345,7 +311,7 @@ def adopt(group: dist.ProcessGroup, device: torch.device) -> Comm:
         control=_control_device(group, device),
         owned=False,
         roll=_roll_of(group) if share is None else None,
-        share=share,
+        _share=share,
     )
     comm.bell = getattr(group, "alarm", None)
     return comm
@@ -402,11 +368,12 @@ def _adopt_default(env: LaunchEnv, device: torch.device, backend: str | None) ->
             where="init_method=",
             fix="Leave it out, or open no group before.",
         )
-    if backend is not None and backend not in dist.get_backend_config(group):
+    opened = dist.get_backend_config(group)
+    if backend is not None and backend not in opened:
         raise ConfigError(
             "a process group is open already over another backend",
             expected=backend,
-            got=str(dist.get_backend_config(group)),
+            got=str(opened),
             where="from_env, backend",
             fix="Leave the backend out, or open no group before.",
         )

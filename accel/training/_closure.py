@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -183,18 +183,6 @@ def _checked(
     return window
 
 
-class ClosureOutcome(NamedTuple):
-    """A step that has evaluated a closure.
-
-    Attributes:
-        state: with the window of the latest evaluation.
-        grad_norm: norm of its gradient; None if gradients are not checked.
-    """
-
-    state: TrainState
-    grad_norm: torch.Tensor | None
-
-
 def step_by_closure(
     ctx: DistContext,
     optimizers: list[Optimizer],
@@ -203,10 +191,19 @@ def step_by_closure(
     *,
     clips: bool,
     policy: Policy,
-) -> ClosureOutcome:
+) -> tuple[TrainState, torch.Tensor | None]:
     """Let one optimizer evaluate a closure within its step. Mutates parameters; a collective.
 
-    `clips`: whether `optimizer_step` is to clip, which is refused.
+    Args:
+        ctx: the context.
+        optimizers: the optimizer alone.
+        state: a state within a batch.
+        closure: the user's.
+        clips: whether `optimizer_step` is to clip, which is refused.
+        policy: for gradients with inf or NaN.
+
+    Returns:
+        The state with the window of the latest evaluation, and the norm of its gradient; None without a check.
     """
     check_latest(state, "optimizer_step")
     window = _checked(ctx, optimizers, state, clips=clips, policy=policy)
@@ -218,4 +215,4 @@ def step_by_closure(
     taken.step()
     mark_followed(ctx, window_of(state), CLOSURE_LINE)
     norm = None if taken.norm is None else torch.as_tensor(taken.norm)
-    return ClosureOutcome(after_backward(state, taken.window, taken.began), norm)
+    return after_backward(state, taken.window, taken.began), norm

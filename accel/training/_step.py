@@ -246,11 +246,16 @@ def optimizer_step(
         (1, True)
     """
     options = StepOptions(scheduler, max_norm, norm_type, max_value, nonfinite)
-    objects = step_objects(ctx, optimizer, options, evaluates=closure is not None)
+    optimizers, schedulers = step_objects(ctx, optimizer, options, evaluates=closure is not None)
     if closure is None:
-        taken = step_window(ctx, *objects, ended_window(state, "accel.optimizer_step"), options)
-    else:
-        state, taken = _step_by_closure(ctx, *objects, state, closure, options)
+        taken = step_window(ctx, optimizers, schedulers, ended_window(state, "accel.optimizer_step"), options)
+    else:  # every rank takes such a step
+        clips = max_norm is not None or max_value is not None
+        policy = policy_of(nonfinite, state.scaler)
+        state, norm = step_by_closure(ctx, optimizers, state, closure, clips=clips, policy=policy)
+        _end(ctx, None, optimizers, schedulers, stepped=True)
+        outcome = EngineOutcome(stepped=True, finite=True, grad_norm=norm)
+        taken = _result(ctx, optimizers, outcome, window_of(state), None)
     stepped, accum, scale, norm = taken
     return after_step(ctx, state, accum, scale, stepped=stepped, grad_norm=norm)
 
@@ -303,24 +308,6 @@ def step_objects(
     schedulers = [] if given is None else listed(given, LRScheduler, "optimizer_step, scheduler=")
     _check_not_exhausted(schedulers)
     return optimizers, schedulers
-
-
-def _step_by_closure(
-    ctx: DistContext,
-    optimizers: list[Optimizer],
-    schedulers: list[LRScheduler],
-    state: TrainState,
-    closure: Closure,
-    options: StepOptions,
-) -> tuple[TrainState, StepTaken]:
-    """Take a step with a closure, which every rank takes; return the state of its latest evaluation and the outcome."""
-    clips = options.max_norm is not None or options.max_value is not None
-    state, norm = step_by_closure(
-        ctx, optimizers, state, closure, clips=clips, policy=policy_of(options.nonfinite, state.scaler)
-    )
-    _end(ctx, None, optimizers, schedulers, stepped=True)
-    outcome = EngineOutcome(stepped=True, finite=True, grad_norm=norm)
-    return state, _result(ctx, optimizers, outcome, window_of(state), None)
 
 
 def _deferred(

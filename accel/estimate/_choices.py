@@ -296,6 +296,9 @@ def choose_meshes(model: Transformer, job: Job) -> Choices:
     return Choices(fitting, too_large, refused)
 
 
+_OF_A_STEP = [name for name in EstimatedStep.__struct_fields__ if name in Job.__struct_fields__]
+
+
 def _order(choice: Choice) -> tuple[int, int, int]:
     """Fast meshes first; of those alike by a hundredth, the ones of fewer axes, then of less memory."""
     return math.ceil(math.log(choice.time.total) / math.log(1.01)), len(choice.axes.sizes), choice.memory.total
@@ -315,19 +318,8 @@ def _choice(model: Transformer, axes: Axes, strategy: StrategyName, job: Job) ->
         return ConfigError(
             "the batch cannot be divided among the data-parallel ranks", expected=expected, got=f"{batch}"
         )
-    base = EstimatedStep(
-        tokens=job.tokens,
-        rows=job.rows,
-        micro_batches=micro_batches,
-        precision=job.precision,
-        optimizer=job.optimizer,
-        strategy=strategy,
-        compiled=job.compiled,
-        images=job.images,
-        side=job.side,
-        offload=job.offload,
-        chunks=job.chunks,
-    )
+    options = {name: getattr(job, name) for name in _OF_A_STEP}
+    base = EstimatedStep(micro_batches=micro_batches, strategy=strategy, **options)
     check_images(model, base)
     problem: ConfigError | None = None
     best: Choice | None = None

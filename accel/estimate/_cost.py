@@ -252,7 +252,7 @@ def _along_cp(
         total = calls * pair * (shifts * size + axes.cp * 4)  # gradients go round in fp32
         yield _message("cp", axes.cp, "send", calls * (shifts + axes.cp), total)
     else:
-        repeated = keys * (axes.cp // _common(keys, axes.cp))
+        repeated = keys * (axes.cp // math.gcd(keys, axes.cp))
         both = model.head_width + model.value_width
         given = tokens * (model.head_width * heads + both * repeated) * size
         back = tokens * model.value_width * heads * size
@@ -285,12 +285,6 @@ def _along_ep(model: Transformer, held: HeldParameters, axes: Axes, step: Estima
     size = rows * model.width * step.compute_bytes
     counts = model.experts * _INDEX_BYTES * (1 + again)
     yield _message("ep", axes.ep, "all-to-all", calls * (5 + 3 * again), calls * (size * (4 + 2 * again) + counts))
-
-
-def _common(one: int, other: int) -> int:
-    while other:
-        one, other = other, one % other
-    return one
 
 
 def _message(axis: str, ranks: int, operation: Operation, calls: int, size: int) -> Traffic:

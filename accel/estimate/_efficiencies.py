@@ -479,10 +479,7 @@ class Hosts(msgspec.Struct, frozen=True, kw_only=True):
     power_w: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "inside", "between", "latency_s", "flops", "power_w"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                got = str(getattr(self, name))
-                raise ConfigError("the speed is not valid", expected="a number above 0", got=got, where=f"Hosts.{name}")
+        _check_numbers(self, "Hosts")
         if self.power_w and (self.flops or not self.efficiencies.power_w):
             got = "one speed" if self.flops else "a table without `power_w`"
             expected = "a table of speeds with its power limit, such as the one of H100"

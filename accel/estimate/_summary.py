@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
-from accel.errors import AccelError, ConfigError
+from accel.errors import ConfigError
 from accel.errors._checks import check_count, check_kind
-from accel.estimate._build import Input, as_on_gpus, quiet_fakes, storage_of
+from accel.estimate._build import Input, as_on_gpus, quiet_fakes, storage_of, users_code
 from accel.random import isolated_rng
 from accel.tensors import emptied_caches, fake_mode, is_dtensor, local_part, packed
 from accel.terminal import show_size, show_table
@@ -453,18 +453,9 @@ def _shapes(output: object) -> Iterator[Shape]:
         yield tuple(tensor.shape)
 
 
-@contextlib.contextmanager
-def _refused(problem: str, fix: str, entered: Sequence[str] = ()) -> Generator[None]:
-    """Raise `ConfigError` in the place of whatever the user's code raises."""
-    try:
-        yield
-    except AccelError:
-        raise
-    except Exception as error:
-        path = next(reversed(entered), "")
-        text = str(error).splitlines()[0] if str(error) else ""
-        where = f"summary, module {path}" if path else "summary"
-        raise ConfigError(problem, got=f"{type(error).__name__}: {text}", where=where, fix=fix) from error
+def _refused(problem: str, fix: str, entered: Sequence[str] = ()) -> AbstractContextManager[None]:
+    """Raise `ConfigError` for an error of the model; it names the module that runs, the last of `entered`."""
+    return users_code(problem, lambda: f"summary, module {entered[-1]}" if any(entered[-1:]) else "summary", fix)
 
 
 def _around(path: str) -> Iterator[str]:

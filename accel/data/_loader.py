@@ -22,7 +22,7 @@ from accel.data._cursor import Coordinates, Cursor, LastPass
 from accel.data._epoch import SampleSource, lengths_in, plan_epoch, steps_of
 from accel.data._requests import Workers
 from accel.data._shards import BatchPlan, EpochPlan, Tail
-from accel.data.stream._loader import StreamLoader, StreamMode, is_stream, reading_options, stream_loader
+from accel.data.stream._loader import StreamLoader, StreamMode, is_stream, reading_options, stream_loader, tail_of
 from accel.errors import ConfigError, DataError
 
 _FABRIC = "_FabricDataLoader"
@@ -87,13 +87,8 @@ def sample_source(
     drops = getattr(batcher, "drop_last", False) is True
     given = {"global_batch": global_batch, "batch_tokens": batch_tokens, "batches_per_step": batches_per_step}
     _check_arguments({name for name, value in given.items() if value is not None}, lengths, cuts_itself, size)
-    if (
-        tail is not None and drops and tail != "drop" and not cuts_itself
-    ):  # a batch sampler's own drop_last is about its batches
-        raise ConfigError(
-            "two arguments end the epoch", got=f"drop_last=True and tail={tail!r}", fix="Give one of them."
-        )
-    tail = tail or ("drop" if drops else "ragged")
+    # a batch sampler's own drop_last is about its batches
+    tail = tail_of(tail, drops=drops) if not cuts_itself else tail or ("drop" if drops else "ragged")
     held = len(loader.dataset) if isinstance(loader.dataset, Sized) else None
     by_length = _lengths(lengths, held, batch_tokens) if batch_tokens is not None else None
     samples, shuffle, salt, drawn = (None, False, None, sampler) if cuts_itself else _ordered(loader, sampler, held)
@@ -402,7 +397,9 @@ def prepare_loader(
     rank, world_size = _place(ctx, data_parallel)
     if stream is not None or is_stream(loader):
         idle = {"batch_tokens": batch_tokens, "lengths": lengths, "batches_per_step": batches_per_step}
-        _refuse_idle({**idle, "seed_samples": seed_samples})
+        for name in (name for name, value in {**idle, "seed_samples": seed_samples}.items() if value is not None):
+            problem, where = f"{name} has no effect on a stream", f"prepare_loader({name}=)"
+            raise ConfigError(problem, where=where, fix="Leave it out.")
         return stream_loader(
             ctx,
             loader,
@@ -438,14 +435,6 @@ def prepare_loader(
         options=reading_options(raw) | {"persistent_workers": raw.persistent_workers},
         workers=Workers() if raw.persistent_workers else None,
     )
-
-
-def _refuse_idle(given: dict[str, object]) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise ConfigError(
-                f"{name} has no effect on a stream", where=f"prepare_loader({name}=)", fix="Leave it out."
-            )
 
 
 def _place(ctx: DistContext, data_parallel: tuple[int, int] | None) -> tuple[int, int]:

@@ -199,8 +199,8 @@ def _leaf_bytes(leaf: object) -> bytes:
 _STREAM = "a stream"  # the `of` of a stream's cursors
 
 
-class StreamStep(NamedTuple):
-    """One step of a rank, its data left out; attributes are those of `Batch`."""
+class BatchStep(NamedTuple):
+    """One step of a rank without its data; attributes are those of `Batch`."""
 
     valid: SampleCount
     rows: int
@@ -225,9 +225,9 @@ class _ReadMode(msgspec.Struct, frozen=True, array_like=True):
     ahead: bool
 
 
-def stream_batches(
+def stream_steps(
     ctx: DistContext, loader: StreamLoader, state: Positioned | Cursor | None, cursor: Cursor
-) -> Generator[tuple[Any, StreamStep]]:
+) -> Generator[tuple[Any, BatchStep]]:
     """Yield this rank's batches, each with its step, from the cursor to the end of its epoch, as `batches`. A
     collective, now and then."""
     site = call_site()
@@ -300,7 +300,7 @@ def _agreed_steps(
 
 def _with_cursors(
     agreed: Iterator[AgreedStep], cursor: Cursor, copies: int, *, duplicate: bool
-) -> Iterator[tuple[Any, StreamStep]]:
+) -> Iterator[tuple[Any, BatchStep]]:
     consumed = cursor.consumed
     for step in agreed:
         consumed += step.total
@@ -308,7 +308,7 @@ def _with_cursors(
         if step.is_last:
             after = Cursor(cursor.seed, cursor.epoch + 1)
         valid = SampleCount(step.samples, step.total, copies)
-        yield step.batch.data, StreamStep(valid, step.batch.rows, step.is_last, after, duplicate)
+        yield step.batch.data, BatchStep(valid, step.batch.rows, step.is_last, after, duplicate)
 
 
 def _read(

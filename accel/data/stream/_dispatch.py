@@ -320,7 +320,8 @@ class Dispatcher:
             batches = self._data(steps, ctx.rank)
         else:
             batches = self._unpacker.unpack(self._receive(header, at, messages[reader][end:], reader))
-        self.step_bytes = max(_bytes_sent(each) // max(len(each.steps), 1) for each, _ in headers.values())
+        sent = [(sum(each.sizes) + sum(map(sum, each.large)), len(each.steps)) for each, _ in headers.values()]
+        self.step_bytes = max(size // max(count, 1) for size, count in sent)
         return [
             AgreedStep(
                 LocalBatch(batches[i], step.rows[at]),
@@ -368,13 +369,13 @@ class Dispatcher:
         return PackedBatches(header.header_sizes[at], buffer, large)
 
 
-def _bytes_sent(header: _MessageHeader) -> int:
-    return sum(header.sizes) + sum(map(sum, header.large))
-
-
 def _known_steps(headers: dict[int, list[_StepHeader]]) -> int:
     """Return the number of steps that all readers have read; raise if they differ in one of them."""
-    texts = {reader: [_step_text(step) for step in steps] or ["nothing"] for reader, steps in headers.items()}
+    ends = {True: "more follows", False: "the end"}
+    texts = {
+        reader: [f"{step.counts}, {ends[step.more]}" for step in steps] or ["nothing"]
+        for reader, steps in headers.items()
+    }
     first, *others = texts
     for reader in others:
         for mine, theirs in zip(texts[first], texts[reader], strict=False):
@@ -387,10 +388,6 @@ def _known_steps(headers: dict[int, list[_StepHeader]]) -> int:
                     fix='Let every node read the same data in the same order, or use stream="dispatch".',
                 )
     return min(len(steps) for steps in headers.values())
-
-
-def _step_text(step: _StepHeader) -> str:
-    return f"{step.counts}, {'more follows' if step.more else 'the end'}"
 
 
 def _aligned_bytes(header: _MessageHeader) -> torch.Tensor:

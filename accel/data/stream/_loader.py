@@ -166,13 +166,18 @@ def stream_loader(
     )
 
 
-def _tail(tail: Tail | None, *, drops: bool, whole: bool) -> Tail:
-    """Return the treatment of an epoch's end: the stated one, or the loader's."""
+def tail_of(tail: Tail | None, *, drops: bool) -> Tail:
+    """Return the treatment of an epoch's end: the stated one, or the loader's; `ConfigError` if they differ."""
     if tail is not None and drops and tail != "drop":
         raise ConfigError(
             "two arguments end the epoch", got=f"drop_last=True and tail={tail!r}", fix="Give one of them."
         )
-    chosen: Tail = tail or ("drop" if drops else "ragged")
+    return tail or ("drop" if drops else "ragged")
+
+
+def _tail(tail: Tail | None, *, drops: bool, whole: bool) -> Tail:
+    """Return the treatment of an epoch's end in a stream."""
+    chosen = tail_of(tail, drops=drops)
     check_choice(chosen, get_args(Tail), "unknown way to end an epoch", where="tail=")
     if whole and chosen == "pad":
         raise ConfigError(

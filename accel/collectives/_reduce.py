@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast, get_args
 
 import msgspec
@@ -27,6 +26,7 @@ from accel.collectives._packing import (
 )
 from accel.comm import (
     HEADER_BYTES,
+    PAIRWISE,
     Call,
     ReduceOp,
     all_reduce_flat,
@@ -54,13 +54,7 @@ _DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.
            torch.float64, torch.complex64, torch.complex128)  # fmt: skip
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # while ranks' values are added
-_PAIRWISE: dict[Reduction, Callable[..., torch.Tensor]] = {
-    "sum": torch.add,
-    "mean": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "product": torch.mul,
-}
+_PAIRWISE = {**PAIRWISE, "mean": torch.add}
 
 
 @context_first

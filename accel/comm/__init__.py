@@ -87,6 +87,7 @@ from accel.comm._rounds import (
 )
 from accel.comm._threads import SilentGroup as SilentGroup, ThreadGroup as ThreadGroup, run_in_threads as run_in_threads
 from accel.comm._torch import (
+    PAIRWISE as PAIRWISE,
     ReduceOp as ReduceOp,
     all_gather_flat as all_gather_flat,
     all_reduce_flat as all_reduce_flat,

@@ -238,10 +238,6 @@ def _exchanged(x: Tensor, by: Passage, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-def _exchanged_back(x: Tensor, by: Passage, group: dist.ProcessGroup) -> Tensor:
-    return _exchanged(x, by._replace(to=by.back, back=by.to), group)
-
-
 _Function = Callable[[Tensor, Passage, dist.ProcessGroup], Tensor]
 _PASSAGES: Mapping[str, tuple[_Function, _Function]] = {  # forward and backward
     "copied": (_same, _reduced),
@@ -250,5 +246,5 @@ _PASSAGES: Mapping[str, tuple[_Function, _Function]] = {  # forward and backward
     "gathered_summed": (_gathered, _scattered),
     "scattered": (_scattered, _gathered),
     "own_part": (_own, _gathered),
-    "exchanged": (_exchanged, _exchanged_back),
+    "exchanged": (_exchanged, lambda x, by, group: _exchanged(x, by._replace(to=by.back, back=by.to), group)),
 }

@@ -114,22 +114,22 @@ class RollCall:
 
         No collective: ranks that do not come are not waited for longer. Repetitions of a subject are numbered.
         """
-        found = {self._rank: note}
         self._subjects += 1
-        subject = f"{subject}, {self._subjects}"
+        return self._notes(f"{subject}, {self._subjects}", note)
+
+    def exchange_places(self, place: RankPlace) -> Mapping[int, RankPlace]:
+        """Leave this rank's place; return those of all ranks that leave theirs within 1 s of this one, by rank."""
+        found = self._notes(_PLACES, place.word())
+        if self._store is not None:
+            time.sleep(2 * _LOOK_S)  # the store may end with this rank: the others still read
+        return {rank: read_place(word) for rank, word in found.items()}
+
+    def _notes(self, subject: str, note: str) -> dict[int, str]:
+        found = {self._rank: note}
         if self._store is not None:
             store = self._store
             _ = answer_of(lambda: self._exchange_notes(store, subject, note, found), _GRACE_S + SILENCE_S)
         return dict(found)
-
-    def exchange_places(self, place: RankPlace) -> Mapping[int, RankPlace]:
-        """Leave this rank's place; return those of all ranks that leave theirs within 1 s of this one, by rank."""
-        found = {self._rank: place.word()}
-        if self._store is not None:
-            store = self._store
-            _ = answer_of(lambda: self._exchange_notes(store, _PLACES, found[self._rank], found), _GRACE_S + SILENCE_S)
-            time.sleep(2 * _LOOK_S)  # the store may end with this rank: the others still read
-        return {rank: read_place(word) for rank, word in dict(found).items()}
 
     def _exchange_notes(self, store: Store, subject: str, note: str, found: dict[int, str]) -> None:
         until = time.monotonic() + _GRACE_S

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -259,12 +259,9 @@ def start_receive(comm: Comm, tensor: torch.Tensor, source: int) -> Any:
     return cast(Any, dist).irecv(tensor, group=comm.carrier(tensor), group_src=source, tag=_TAG)
 
 
-class Combine(Protocol):
-    """Combines the values of two runs of neighbouring ranks."""
-
-    def __call__(self, lower: torch.Tensor, upper: torch.Tensor, /) -> None:
-        """Overwrite the value of the lower ranks, shape [..., length], with that of both; any bytes are a value."""
-        ...
+# Overwrites the value of a run of ranks, shape [..., length], with that of this run and of the run above; any bytes are
+# a value.
+Combine = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 def start_reduction(comm: Comm, mine: torch.Tensor, combine: Combine) -> Callable[[], torch.Tensor]:
@@ -290,7 +287,7 @@ def start_gather(comm: Comm, out: torch.Tensor, mine: torch.Tensor, *, dst: int 
     `out` has shape [size * length], on the CPU; without `dst` all ranks receive. `mine` stays unchanged until the wait.
     """
     if comm.share is not None:
-        arrive = comm.share(mine, _joined)
+        arrive = comm.share(mine, lambda rows: torch.cat(list(rows)))
 
         def receive() -> None:
             rows = arrive()
@@ -326,10 +323,6 @@ def reduce_rows(rows: torch.Tensor, combine: Combine) -> torch.Tensor:
         combine(rows[::2], rows[1::2])
         rows = rows[::2]
     return rows[0]
-
-
-def _joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(list(rows))
 
 
 def _reduction(comm: Comm, state: list[torch.Tensor], combine: Combine) -> Iterator[list[Any]]:

@@ -31,7 +31,7 @@ _XLA_REDUCES = (torch.float32, torch.bfloat16, torch.float16)
 _IN_ROUNDS_BYTES = 1024 * 1024
 _REDUCED_IN_ROUNDS_BYTES = 64 * 1024
 
-_PAIRWISE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
+PAIRWISE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,
     "min": torch.minimum,
@@ -110,13 +110,8 @@ def all_reduce_flat(comm: Comm, mine: torch.Tensor, op: ReduceOp) -> torch.Tenso
 def start_all_reduce(comm: Comm, mine: torch.Tensor, op: ReduceOp) -> Callable[[], None]:
     """Begin `all_reduce_flat`; return a function that waits. A collective; `mine` stays unchanged until the wait."""
     group = comm.carrier(mine)
-    kinds = {
-        "sum": dist.ReduceOp.SUM,
-        "max": dist.ReduceOp.MAX,
-        "min": dist.ReduceOp.MIN,
-        "product": dist.ReduceOp.PRODUCT,
-    }
-    return start_transfer(comm, lambda: [cast(Any, dist).all_reduce(mine, op=kinds[op], group=group, async_op=True)])
+    kind = getattr(dist.ReduceOp, op.upper())
+    return start_transfer(comm, lambda: [cast(Any, dist).all_reduce(mine, op=kind, group=group, async_op=True)])
 
 
 def broadcast_flat(comm: Comm, tensor: torch.Tensor, *, source: int) -> None:
@@ -130,7 +125,7 @@ def broadcast_flat(comm: Comm, tensor: torch.Tensor, *, source: int) -> None:
 
 
 def _combine(lower: torch.Tensor, upper: torch.Tensor, op: ReduceOp) -> None:
-    _ = _PAIRWISE[op](lower, upper, out=lower)
+    _ = PAIRWISE[op](lower, upper, out=lower)
 
 
 def _goes_by_control(comm: Comm, tensor: torch.Tensor) -> bool:

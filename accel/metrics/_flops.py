@@ -67,7 +67,7 @@ def count_flops(model: nn.Module, *args: Any, **kwargs: Any) -> FlopCount:
     if any(map(is_dtensor, model.parameters())):
         return FlopCount(None, None, "a model whose parameters are sharded; count before prepare")
     failures: list[str] = []
-    for copied in (_without_memory, _sharing_memory):
+    for copied in (_without_memory, torch.Tensor.detach):
         try:
             return _count(model, copied, args, kwargs)
         except Exception as error:  # the model's code: whatever it raises, the run continues
@@ -98,10 +98,6 @@ def _plain(output: Any) -> Any:
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("meta")
-
-
-def _sharing_memory(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach()
 
 
 def _mapping() -> dict[Any, Any]:

@@ -35,11 +35,6 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to(wide_dtype(tensor.device))
 
 
-def started(kind: Kind, like: torch.Tensor) -> torch.Tensor:
-    """Return the state before the first value, of the shape and on the device of a wide tensor."""
-    return torch.full_like(like, START[kind])
-
-
 def contribution(kind: Kind, values: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Return the contribution of wide values to a metric's state; a value of weight 0 may be anything, such as the nan
     mean of no tokens."""
@@ -135,7 +130,8 @@ def add_nested(name: str, state: Nested | None, kind: Kind, values: Any, weight:
 
     Raises `DataError` for values of another structure or shape than before.
     """
-    return _merged(name, state, kind, values, weight, [leaf for _, leaf in tensors(values)], ready=False)
+    added = [contribution(kind, leaf, weight) for _, leaf in tensors(values)]
+    return _merged(name, state, kind, values, weight, added)
 
 
 def add_nested_rows(name: str, state: Nested | None, kind: Kind, values: Any, weights: torch.Tensor) -> Nested:
@@ -145,7 +141,7 @@ def add_nested_rows(name: str, state: Nested | None, kind: Kind, values: Any, we
     """
     total = wide(weights).sum()
     added = [sum_of_rows(f"{name}{path[1:]}", leaf, kind, weights, total) for path, leaf in tensors(values)]
-    return _merged(name, state, kind, replace_tensors(values, added), total, added, ready=True)
+    return _merged(name, state, kind, replace_tensors(values, added), total, added)
 
 
 def sum_of_rows(
@@ -173,19 +169,15 @@ def _merged(
     values: Any,
     weight: Weight,
     added: Sequence[torch.Tensor],
-    *,
-    ready: bool,
 ) -> Nested:
-    """Merge values, or contributions that are ready, into a state of the same shapes."""
+    """Merge contributions into a state of the same shapes."""
     if state is None:
-        old, before = [started(kind, leaf) for leaf in added], 0.0
+        old, before = [torch.full_like(leaf, START[kind]) for leaf in added], 0.0
     else:
         old, before = [leaf for _, leaf in tensors(state.values)], state.weight
         _check_same(name, shapes_of(state.values), shapes_of(values))
     if not isinstance(weight, torch.Tensor) and not weight:
         return Nested(replace_tensors(values, old), before)  # shapes are known from then on
-    if not ready:
-        added = [contribution(kind, leaf, weight) for leaf in added]
     new = [merged(kind, a.to(b.device), b, weight) for a, b in zip(old, added, strict=True)]
     if isinstance(weight, torch.Tensor):
         weight = wide(weight)

@@ -122,12 +122,6 @@ def first_nonfinite(parameters: Sequence[torch.Tensor]) -> int:
 _MeshDims = tuple["DeviceMesh", tuple[int, ...]]  # a mesh, and its dimensions along which elements are split
 
 
-def reduce_power(comm: Comm, power: torch.Tensor, *, largest: bool) -> torch.Tensor:
-    """Return the sum of norms' powers over ranks, or the largest. A collective."""
-    # a reduction by max need not keep NaN
-    return all_gather_flat(comm, power.reshape(1)).amax() if largest else all_reduce_flat(comm, power, "sum")
-
-
 class KeptNorms:
     """Norms of single gradients, as total norms compute them, to find what is not finite after the gradients are gone.
 
@@ -230,7 +224,9 @@ def _local_norm(grads: Sequence[torch.Tensor], norm_type: float, kept: KeptNorms
     return _norm_of_parts(local_parts(grads), norm_type, keep)
 
 
-def _norm_of_parts(parts: Sequence[torch.Tensor], norm_type: float, keep: _Keep | None) -> float | torch.Tensor:
+def _norm_of_parts(
+    parts: Sequence[torch.Tensor], norm_type: float, keep: _Keep | None, dtype: torch.dtype | None = None
+) -> float | torch.Tensor:
     if norm_type == math.inf:
         parts = [part if part.numel() else part.new_zeros(1) for part in parts]
     if all(part.is_cpu for part in parts):
@@ -241,7 +237,7 @@ def _norm_of_parts(parts: Sequence[torch.Tensor], norm_type: float, keep: _Keep 
     own = _stacked_norms(parts, norm_type)
     if keep is not None:
         keep(own)
-    return _torch.linalg.vector_norm(own, norm_type)
+    return _torch.linalg.vector_norm(own, norm_type, dtype=dtype)
 
 
 def _stacked_norms(parts: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
@@ -262,15 +258,19 @@ def _stacked_norms(parts: Sequence[torch.Tensor], norm_type: float) -> torch.Ten
 def wide_norm(grads: Sequence[torch.Tensor], norm_type: float, kept: KeptNorms | None = None) -> torch.Tensor:
     """Return the norm of this rank's parts of gradients in float64 on their device, shape []."""
     parts = local_parts(grads)
-    keep = None if kept is None else kept.of(grads)
-    first = parts[0]
-    if first.is_cpu or any(part.dtype != first.dtype for part in parts):
-        norm = _norm_of_parts(parts, norm_type, keep)
-        return torch.as_tensor(norm, dtype=torch.float64, device=first.device)
-    own = torch.stack(norms(parts, norm_type))
-    if keep is not None:
-        keep(own)
-    return _torch.linalg.vector_norm(own, norm_type, dtype=torch.float64)
+    norm = _norm_of_parts(parts, norm_type, None if kept is None else kept.of(grads), torch.float64)
+    return torch.as_tensor(norm, dtype=torch.float64, device=parts[0].device)
+
+
+def norm_over(comms: Iterable[Comm], own: torch.Tensor, norm_type: float) -> float | torch.Tensor:
+    """Return the norm over ranks that each hold a part, from the norm of this rank's part. A collective of each."""
+    largest = norm_type == math.inf
+    power = own if largest else own**norm_type
+    for comm in comms:
+        # a reduction by max need not keep NaN
+        power = all_gather_flat(comm, power.reshape(1)).amax() if largest else all_reduce_flat(comm, power, "sum")
+    norm = power if largest else power ** (1 / norm_type)
+    return norm.item() if norm.is_cpu else norm
 
 
 def _spread_norm(
@@ -287,16 +287,10 @@ def _spread_norm(
     mesh, dims = spread
     mine = wide_norm(grads, norm_type, kept)
     device = mine.device
-    power = mine if norm_type == math.inf else mine**norm_type
     if isinstance(alone, torch.Tensor) or alone != 0.0:
         # a number is not copied to the device, for which the host would wait
-        power = power + (alone.to(device) if isinstance(alone, torch.Tensor) else alone)
-    for dim in dims:
-        group = mesh.get_group(dim)
-        comm, largest = adopt(group, device), norm_type == math.inf
-        power = reduce_power(comm, power, largest=largest)
-    norm = power if norm_type == math.inf else power ** (1 / norm_type)
-    return norm.item() if norm.is_cpu else norm
+        mine = mine + (alone.to(device) if isinstance(alone, torch.Tensor) else alone)
+    return norm_over((adopt(mesh.get_group(dim), device) for dim in dims), mine, norm_type)
 
 
 def _joined(parts: Sequence[float | torch.Tensor], norm_type: float) -> float | torch.Tensor:

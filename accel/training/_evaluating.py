@@ -152,7 +152,8 @@ class Ema(nn.Module):
         """
         if step is not None and step.stepped is False:
             return
-        if (step is not None and step.stepped is None) or _is_deferred(model):
+        is_deferred = any(find_mark(each, "deferred") is not None for each in model.parameters())
+        if is_deferred or (step is not None and step.stepped is None):
             raise ConfigError(
                 "the average cannot take a step with an unknown outcome",
                 expected="an optimizer step with a known outcome",
@@ -233,11 +234,6 @@ class Ema(nn.Module):
             where=f"Ema, {name}",
             fix="Make the Ema after accel.prepare, of the model that is trained.",
         )
-
-
-def _is_deferred(model: nn.Module) -> bool:
-    """Return whether a step of the model's parameters has deferred its outcome."""
-    return any(find_mark(each, "deferred") is not None for each in model.parameters())
 
 
 def ema_decay(updates: int, decay: float, *, warmup: bool = True) -> float:

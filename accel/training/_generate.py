@@ -115,7 +115,8 @@ def generate(
         mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids)
         decoder = CachedTokens(ctx, model, mask, select)
     else:
-        decoder = WholeSequences(ctx, model, ids.shape[1] + max_new_tokens - 1, inputs_of or _as_they_are, select)
+        given: Callable[[Tensor], Any] = inputs_of or (lambda ids: ids)
+        decoder = WholeSequences(ctx, model, ids.shape[1] + max_new_tokens - 1, given, select)
     numbers = None
     if key is not None:
         keys = [key.fold_in("generate", row) for row in _row_numbers(ctx, numbered, len(ids))]
@@ -124,10 +125,6 @@ def generate(
     options: Any = {"count": max_new_tokens, "numbers": numbers, "stop": stop}
     options |= {"vocab_parallel": vocab_parallel, "where": _WHERE}
     return torch.cat([ids, decode(ctx, model, decoder, ids, sampling, **options).tokens], 1)
-
-
-def _as_they_are(ids: Tensor) -> Tensor:
-    return ids
 
 
 def _check(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -227,32 +228,35 @@ def _is_filled(cell: Any) -> bool:
     return True
 
 
+@dataclasses.dataclass(eq=False)
 class LossSums:
     """Sums of losses, one for each micro-batch.
 
     Attributes:
+        ctx: the context.
+        loss_fn: the user's.
         factor: factor of their gradients.
+        probe: looks at the function.
         found: the sums so far, detached.
     """
 
-    def __init__(self, ctx: DistContext, loss_fn: LossFn, factor: float | torch.Tensor, probe: LossProbe) -> None:
-        self.factor = factor
-        self.found: list[torch.Tensor] = []
-        self._ctx = ctx
-        self._loss_fn = loss_fn
-        self._probe = probe
+    ctx: DistContext
+    loss_fn: LossFn
+    factor: float | torch.Tensor
+    probe: LossProbe
+    found: list[torch.Tensor] = dataclasses.field(default_factory=list[torch.Tensor])
 
     def of(self, output: Any, batch: MicroBatch) -> torch.Tensor:
         """Return the sum of a micro-batch's losses; rows that fill it up are left out."""
-        containers = self._ctx.containers
+        containers = self.ctx.containers
         if not batch.rows.real:
             first = first_tensor(output, containers)
             found = (first if first.ndim else first[None])[:0].sum()
         else:
             trees = (output,) if batch.targets is None else (output, batch.targets)
             given = tuple(first_rows(each, batch.rows, containers) for each in trees)
-            halves = self._probe.halves(given, batch.rows.real)
-            found = self._loss_fn(*given)
+            halves = self.probe.halves(given, batch.rows.real)
+            found = self.loss_fn(*given)
             check_loss(found, "forward_backward", "Return the sum over the real units: loss.sum().")
             if batch.rows.real < batch.rows.size and is_models_own(found, given[0], batch.rows.real, containers):
                 raise StepError(
@@ -262,7 +266,7 @@ class LossSums:
                     where=_WHERE,
                     fix="Pass DataLoader(drop_last=True) and a batch_size that micro_batches divides.",
                 )
-            self._probe.check(found, halves, given, batch.rows.real)
+            self.probe.check(found, halves, given, batch.rows.real)
         if found.dtype in (torch.float16, torch.bfloat16):
             found = found.float()  # weight times scale does not fit into 16 bits
         self.found.append(found.detach())

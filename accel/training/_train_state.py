@@ -423,7 +423,11 @@ def _other_record(function: Callable[..., Any], at: int, keeps: str, given: list
     name, state = function.__name__, "accel.train_state(ctx)"
     fix = f"Pass the state that the call before returned; the first is {state}."
     if parts:
-        records = ["accum"] if name == "accumulate" else ["scaler", "accum"][: 1 + any(map(_is_window, parts))]
+        records = (
+            ["accum"]
+            if name == "accumulate"
+            else ["scaler", "accum"][: 1 + any(isinstance(each, Accumulation) for each in parts)]
+        )
         models = ["model"] if name == "accumulate" else []
         call = f"accel.training.parts.{name}({', '.join([*before, *records, *behind, *models])})"
         fix = f"A loss scale and an accumulation without a state: {keeps.format(call)}"
@@ -434,7 +438,3 @@ def _other_record(function: Callable[..., Any], at: int, keeps: str, given: list
         where=f"{name}, state",
         fix=fix,
     )
-
-
-def _is_window(record: object) -> bool:
-    return isinstance(record, Accumulation)

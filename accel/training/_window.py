@@ -26,9 +26,9 @@ from accel.optim import (
     check_latest,
     elements_of,
     gradients,
+    norm_over,
     parameters_of,
     precision_of,
-    reduce_power,
     step_of,
     take_step,
     total_norm,
@@ -227,10 +227,10 @@ def in_format_of(
     parts: Sequence[Sequence[torch.Tensor]], norms: Sequence[float | torch.Tensor], optimizers: Sequence[Optimizer]
 ) -> list[float | torch.Tensor]:
     """Return norms of some gradients in their precision, where they are tensors."""
-    found: list[float | torch.Tensor] = []
-    for norm, part in zip(norms, parts, strict=False):
-        found.append(as_tensor(norm, precision_of(part, optimizers)) if isinstance(norm, torch.Tensor) else norm)
-    return found
+    return [
+        as_tensor(norm, precision_of(part, optimizers)) if isinstance(norm, torch.Tensor) else norm
+        for norm, part in zip(norms, parts, strict=False)
+    ]
 
 
 def joined(
@@ -353,15 +353,10 @@ def whole_norm(
     # In float64: the square of a large norm overflows float32.
     plain = bool(own) and not any(is_dtensor(grad) or grad.device != ctx.device for grad in own)
     if plain and norm_type != math.inf:
-        power = wide_norm(own, norm_type, kept)
+        norm = wide_norm(own, norm_type, kept)
     else:
-        norm = total_norm(own, norm_type, kept)
-        power = torch.as_tensor(norm, dtype=torch.float64, device=ctx.device)
-    comm, largest = adopt(group, ctx.device), norm_type == math.inf
-    power = power if largest else power**norm_type
-    norm = reduce_power(comm, power, largest=largest)
-    norm = norm if largest else norm ** (1 / norm_type)
-    return norm.item() if norm.is_cpu else norm
+        norm = torch.as_tensor(total_norm(own, norm_type, kept), dtype=torch.float64, device=ctx.device)
+    return norm_over([adopt(group, ctx.device)], norm, norm_type)
 
 
 Figures = Sequence[float | torch.Tensor]

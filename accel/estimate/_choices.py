@@ -285,7 +285,11 @@ def choose_meshes(model: Transformer, job: Job) -> Choices:
     too_large: list[Choice] = []
     refused: list[Refusal] = []
     for axes in list_meshes(job.ranks, experts=model.experts):
-        for strategy in _strategies(axes):
+        # a mesh that names its shards, or has no ranks with equal parameters, leaves no choice
+        strategies: Sequence[StrategyName] = (
+            ("ddp", "fsdp") if axes.dp_shard == 1 and axes.dp * axes.cp > 1 else ("fsdp",)
+        )
+        for strategy in strategies:
             found = _choice(model, axes, strategy, job)
             if isinstance(found, ConfigError):
                 refused.append(Refusal(axes, strategy, found))
@@ -302,10 +306,6 @@ _OF_A_STEP = [name for name in EstimatedStep.__struct_fields__ if name in Job.__
 def _order(choice: Choice) -> tuple[int, int, int]:
     """Fast meshes first; of those alike by a hundredth, the ones of fewer axes, then of less memory."""
     return math.ceil(math.log(choice.time.total) / math.log(1.01)), len(choice.axes.sizes), choice.memory.total
-
-
-def _strategies(axes: Axes) -> Sequence[StrategyName]:
-    return ("ddp", "fsdp") if axes.dp_shard == 1 and axes.dp * axes.cp > 1 else ("fsdp",)
 
 
 def _choice(model: Transformer, axes: Axes, strategy: StrategyName, job: Job) -> Choice | ConfigError:

@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 from torch import Tensor
 
-from accel.errors import CollectiveMismatch
+from accel.errors import CollectiveMismatch, PeerError
 from accel.testing._collectives import SimulatedCall, fill, layout
 from accel.testing._faults import Injector
 from accel.testing._networks import Network
 from accel.testing._process import outside_of_modes
-from accel.testing._scheduler import Outage, Scheduler, SimulatedAlarm, Stopped, Waitable, name_ranks
+from accel.testing._scheduler import Scheduler, Stopped, Waitable, name_ranks
 from accel.testing._sites import SimulationError, Site, call_site, units_differ
 
 
@@ -118,13 +119,18 @@ class CallTraffic:
         scheduler: of the ranks.
         faults: failures to inject.
         network: backend with the limits to keep.
+
+    Attributes:
+        note: of the rank that rang first; None while calls go through.
     """
 
     def __init__(self, scheduler: Scheduler, faults: Injector, network: Network | None) -> None:
         self.scheduler = scheduler
         self.network: Network | None = network
+        self.note: bytes | None = None
         self._faults = faults
-        self.outage = Outage(scheduler)
+        self._given_up: dict[int, Waitable] = {}  # by identity, kept so that it stays theirs
+        self._renewal = _Renewal()
         self._groups: dict[tuple[str, tuple[int, ...]], MeetingPoint] = {}
 
     def rendezvous(self, name: str, ranks: Sequence[int]) -> MeetingPoint:
@@ -156,11 +162,32 @@ class CallTraffic:
         self.scheduler.check(rank, name)
         self._faults.call(rank)
         self.scheduler.pause(rank)
-        self.outage.check()
+        self.check()
 
-    def alarm(self, rank: int) -> SimulatedAlarm:
-        """Return the alarm by which `rank` ends the calls of all ranks, in all groups."""
-        return SimulatedAlarm(self.outage, self._groups.values(), rank)
+    def check(self, event: Waitable | None = None) -> None:
+        """Raise `PeerError` where a call begins after a rank has rung, or has been given up."""
+        if id(event) in self._given_up or (event is None and self.note is not None):
+            raise PeerError("the call was given up, because a rank has failed")
+
+    def ring(self, note: bytes) -> bytes:
+        """Give up all calls under way, unless a rank has rung before; return the first note."""
+        if self.note is None:
+            self.note = note
+            for event in [event for group in self._groups.values() for event in group.give_up()]:
+                self._given_up[id(event)] = event
+                self.scheduler.happened(event)
+        return self.note
+
+    def renew(self, rank: int) -> None:
+        """Wait until all ranks have come here; from then on calls go through."""
+        renewal = self._renewal
+        renewal.came += 1
+        if renewal.came < self.scheduler.size:
+            self.scheduler.wait(rank, renewal)
+            return
+        self.note = None
+        self._renewal = _Renewal()
+        self.scheduler.happened(renewal)
 
     def unfinished(self) -> list[str]:
         """Describe calls that nobody waited for and that peers never joined."""
@@ -236,12 +263,12 @@ class MeetingPoint:
     def wait(self, rank: int, event: Meeting | MessageSide) -> None:
         """Let `rank` wait for the end of a call; `PeerError` if it was given up because a rank has failed."""
         self._scheduler.wait(rank, event)
-        self._traffic.outage.check(event)
+        self._traffic.check(event)
 
     def alarm(self, rank: int) -> SimulatedAlarm | None:
         """Return the alarm by which `rank` ends all calls of the run; None unless this group has all ranks."""
         is_whole = len(self.members.ranks) == self._scheduler.size
-        return self._traffic.alarm(rank) if is_whole else None
+        return SimulatedAlarm(self._traffic, rank) if is_whole else None
 
     def give_up(self) -> list[Waitable]:
         """Forget all calls under way; return those that ranks may wait for."""
@@ -289,3 +316,38 @@ class MeetingPoint:
         error.where = where
         self._scheduler.stop(error)
         raise Stopped
+
+
+class _Renewal:
+    """The meeting at which calls go through again, after a rank had rung."""
+
+    def __init__(self) -> None:
+        self.came = 0
+        self.done = False
+        self.waiters: list[int] = []
+
+    def describe(self, rank: int) -> str:
+        """Describe what `rank` waits for."""
+        return "the group to be opened again, after a rank had failed"
+
+
+class SimulatedAlarm(NamedTuple):
+    """The alarm of a rank, by its number in the world; see `accel.comm.Alarm`."""
+
+    traffic: CallTraffic
+    rank: int
+
+    def watching(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def ring(self, note: bytes) -> bytes:
+        return self.traffic.ring(note)
+
+    def cut(self) -> None:
+        """Do nothing: no rank is lost here without the run's end."""
+
+    def rung(self) -> bool:
+        return self.traffic.note is not None
+
+    def renew(self) -> None:
+        self.traffic.renew(self.rank)

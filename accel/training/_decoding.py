@@ -4,6 +4,7 @@ loop that adds them to sequences."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import warnings
@@ -38,7 +39,8 @@ def takes_cache(model: nn.Module) -> bool:
     return _CACHE in inspect.signature(inner.forward).parameters and hasattr(inner, "config")
 
 
-class WholeSequences(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class WholeSequences:
     """Runs whole sequences for each token, filled up to one length, so that shapes stay as they are.
 
     Attributes:

@@ -69,7 +69,7 @@ def reduce(ctx: DistContext, tree: T, op: Reduction = "sum", *, tag: str | None 
         tree: nested containers of None and of tensors, with the same shapes and dtypes on every rank.
         op: "sum", "mean", "max", "min" or "product"; a mean of integers is refused, and so are arithmetic on bool and
             anything but sum and mean of complex numbers.
-        tag: name of the call, compared between ranks. It distinguishes calls of one kind and shape, whose order could
+        tag: name of the call, compared between ranks. It distinguishes calls of one kind and shape if their order could
             differ between ranks by mistake, as in a loop over keys.
 
     Returns:
@@ -127,7 +127,7 @@ def _reduce(ctx: DistContext, leaves: TreeTensors, call: Call, op: Reduction) ->
 def _reduce_on_the_way(
     ctx: DistContext, leaves: TreeTensors, call: Call, op: Reduction, packing: Packing
 ) -> dict[int, torch.Tensor]:
-    """Reduce small tensors of a large group, those of 16 bits as float32, in the checked message."""
+    """Reduce small tensors of a large group in the checked message, 16-bit ones as float32."""
     message = blank(ctx.comm)
     mine = [leaf.to(_WIDER.get(leaf.dtype, leaf.dtype)) for leaf in leaves.tensors]
     write(packing, mine, message, HEADER_BYTES)
@@ -196,7 +196,7 @@ def broadcast(ctx: DistContext, tree: T, *, src: int = 0, tag: str | None = None
         ctx: the context.
         tree: nested containers of None and of tensors, with the same shapes and dtypes on every rank.
         src: the rank that sends its tensors.
-        tag: name of the call, compared between ranks. It distinguishes calls of one kind and shape, whose order could
+        tag: name of the call, compared between ranks. It distinguishes calls of one kind and shape if their order could
             differ between ranks by mistake, as in a loop over keys.
 
     Returns:

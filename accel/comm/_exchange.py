@@ -182,8 +182,7 @@ def agreed(comm: Comm, call: Call) -> Generator[None]:
 
 
 def agreed_values(comm: Comm, call: Call, work: Callable[[], T], kind: type[T], *, dst: int | None = None) -> list[T]:
-    """Run work that communicates nothing, and gather every rank's value, or raise as `agreed`. A collective; `dst` is
-    the same in all such calls."""
+    """Run work without communication, and gather all ranks' values, or raise as `agreed`. A collective; one `dst`."""
     with shared_failure(comm, call):
         value = work()
     return exchange_values(comm, call, value, kind, dst=dst)
@@ -209,7 +208,7 @@ def notes_of_ranks(comm: Comm, subject: str, note: str) -> Mapping[int, str]:
     if comm.size == 1:
         return {comm.rank: note}
     if comm.share is not None:
-        try:  # ranks are threads here: each has a word of its own
+        try:  # ranks are threads here, each with its word
             return dict(enumerate(exchange_values(comm, Call(subject, ordered=False), note, str)))
         except AccelError:
             return {comm.rank: note}

@@ -70,7 +70,7 @@ class Comm:
         control: device of control messages; the CPU wherever the group can.
         owned: whether `close` destroys the group.
         roll: notes of the ranks that reached a failed collective; None without a store.
-        beside: group for tensors on the CPU; None where the group itself carries them.
+        host_group: group for tensors on the CPU; None where the group itself carries them.
         opened: further groups to destroy in `close`.
         along: groups along several axes of a mesh, by the ranks of all groups that were opened together; None where
             this rank is in none of them.
@@ -82,7 +82,7 @@ class Comm:
         right_orders: numbers of comparisons of orders by fingerprint and code places; see `accel.comm._call`.
         most_gathered: most ranks that receive the first messages of all.
         bell: ends the wait of all ranks; see `alarm`.
-        closure: call whose closure runs now, "closure=" or "optimizer.step"; None outside of one.
+        closure: call with a running closure, "closure=" or "optimizer.step"; None outside of one.
         steps: decisions about optimizer steps that all ranks take together.
         deferred: reads the outcome of a step that the device alone knows, and raises its error; None without.
         defers: whether parameters of a step are marked as "deferred".
@@ -98,7 +98,7 @@ class Comm:
     control: torch.device
     owned: bool
     roll: RollCall | None = None
-    beside: dist.ProcessGroup | None = None
+    host_group: dist.ProcessGroup | None = None
     opened: list[dist.ProcessGroup] = field(default_factory=list[dist.ProcessGroup])
     along: _Along = field(default_factory=_Along)
     unfinished: Unfinished | None = None
@@ -146,8 +146,7 @@ class Comm:
 
     @property
     def alarm(self) -> Alarm | None:
-        """The alarm for ranks in collectives of torch; None where the group cannot be opened again, as one with further
-        groups of a mesh: modules refer to those by name."""
+        """The alarm for ranks in torch's collectives; None with groups of a mesh, which cannot be opened again."""
         self.check_open()
         return None if self.opened else self.bell
 
@@ -164,8 +163,8 @@ class Comm:
     def carrier(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
         """Return the group for tensors on a tensor's device."""
         group = self.group
-        # a group on XLA carries no CPU tensors, so that control messages take the gloo group beside it
-        return group if self.beside is None or tensor.device.type != "cpu" else self.beside
+        # a group on XLA carries no CPU tensors, so that control messages take a gloo group
+        return group if self.host_group is None or tensor.device.type != "cpu" else self.host_group
 
     def check_open(self) -> None:
         """Raise `ContextClosedError` if the scope that opened this has ended, `PeerError` if its group has."""
@@ -207,7 +206,7 @@ class Comm:
             _ = self.unfinished.result()
 
     def close(self) -> None:
-        """Drop the group and destroy groups that were opened here; waits for background work without raising, as other
+        """Drop the group, and destroy groups that were opened here. Waits for background work without raising, as other
         ranks may be gone. Later use raises; a second close does nothing."""
         if self._closed:
             return
@@ -225,7 +224,7 @@ class Comm:
         self.along.clear()
         self._closed = True
         self._group = self._share = self.deferred = None
-        self.roll = self.beside = self.bell = None
+        self.roll = self.host_group = self.bell = None
         self.opened = []
         if not owned and not opened:
             if adopted:
@@ -275,7 +274,7 @@ def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s
     rank = xla.join(env.local_rank, env.local_world_size, env.world_size) if device.type == "xla" else env.rank
     try:
         alarm.open()
-        beside = _open_beside(dist.group.WORLD) if device.type == "xla" else None
+        host_group = _open_host_group(dist.group.WORLD) if device.type == "xla" else None
     except (RuntimeError, ValueError) as error:
         raise PeerError(
             f"rank {env.rank} could not join the process group: {error}",
@@ -291,7 +290,7 @@ def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s
         control=torch.device("cpu"),
         owned=True,
         roll=RollCall(store, rank, env.world_size),
-        beside=beside,
+        host_group=host_group,
     )
     # a lone rank waits for nobody; XLA's collectives cannot be cut
     comm.bell = alarm if env.world_size > 1 and device.type != "xla" else None
@@ -299,7 +298,7 @@ def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s
 
 
 def adopt(group: dist.ProcessGroup, device: torch.device) -> Comm:
-    """Return a handle on a group that its maker destroys; on XLA open a group for the CPU beside it, a collective."""
+    """Return a handle on a group that its maker destroys; on XLA also open a group for the CPU, a collective."""
     if device.type == "xla":
         return _adopt_xla(group)
     share: ThreadExchange | None = getattr(group, "share", None)  # of a simulated group
@@ -326,7 +325,7 @@ def _adopt_xla(group: dist.ProcessGroup) -> Comm:
             where="device=xla",
             fix='Open it with torch.distributed.init_process_group("xla", init_method="xla://").',
         )
-    beside = _open_beside(group)
+    host_group = _open_host_group(group)
     handle = Comm(
         group,
         group.rank(),
@@ -335,13 +334,13 @@ def _adopt_xla(group: dist.ProcessGroup) -> Comm:
         control=torch.device("cpu"),
         owned=False,
         roll=_roll_of(group),
-        beside=beside,
+        host_group=host_group,
     )
-    handle.opened.append(beside)
+    handle.opened.append(host_group)
     return handle
 
 
-def _open_beside(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def _open_host_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Open a gloo group of all ranks for tensors on the CPU. A collective."""
     timeout = cast(Any, group).timeout
     return cast(dist.ProcessGroup, cast(Any, dist).new_group(backend="gloo", timeout=timeout))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values beside the fields of records, which nothing compares; and marks that guards put on records and tensors."""
+"""Values of records that are no fields and never compared; and marks that guards put on records and tensors."""
 
 from __future__ import annotations
 

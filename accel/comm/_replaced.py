@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors whose values a block replaces and puts back at its end: what a call must not save or change meanwhile.
+"""Tensors with values that a block replaces until its end: no call may save or change them meanwhile.
 
 The block marks the tensors and their memory, by identity and weakly, until its end. The memory is marked too, as a
 state dict holds other tensor objects over it.
@@ -38,7 +38,7 @@ def replaced(tensors: Iterable[torch.Tensor], name: str, line: str, *, steps: bo
     """Mark tensors in this block, which replaces their values and puts them back at its end. Blocks may nest.
 
     Args:
-        tensors: live tensors whose values are replaced.
+        tensors: live tensors that get other values.
         name, line: name of the block's function and the line that opens it, for errors.
         steps: whether steps of the tensors belong to the block, so that only saves and loads are refused.
     """
@@ -72,8 +72,7 @@ def refuse_replaced(tensors: Iterable[torch.Tensor], call: str, where: str = "")
 
 
 def refuse_replaced_memory(tensors: Iterable[torch.Tensor], call: str, where: str = "") -> None:
-    """Raise `StepError` if a block holds other values in some of these tensors or in their memory. For saves and loads;
-    arguments as for `refuse_replaced`."""
+    """Raise `StepError` as `refuse_replaced`, for saves and loads: looks at the memory of the tensors, too."""
     for each in tensors:
         _refuse(_blocks(each), call, where)
         if (memory := _memory(each)) is not None:

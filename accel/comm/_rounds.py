@@ -23,7 +23,7 @@ class ReduceRound(NamedTuple):
 
     Attributes:
         target: rank that gets this rank's value; None for none.
-        source: rank whose value comes; None for none.
+        source: rank that sends its value here; None for none.
         final: whether the value that comes is the result, and not another part of it.
     """
 
@@ -37,7 +37,7 @@ class GatherRound(NamedTuple):
 
     Attributes:
         target: rank that gets the first `sent` of the rows here; None for none.
-        source: rank whose rows come behind those here; None for none.
+        source: rank that sends its rows, which follow the rows here; None for none.
         sent: number of rows to send.
         received: number of rows to receive.
     """
@@ -111,8 +111,7 @@ _LOST = (
 
 
 def start_transfer(comm: Comm, begin: Callable[[], list[Any]]) -> Callable[[], None]:
-    """Begin transfers of all ranks by a function that returns torch's handles; return a function that waits for
-    them."""
+    """Begin transfers by a function that returns torch's handles; return a function that waits for them."""
     return start_rounds(comm, (begin() for _ in range(1)), cuts=False)
 
 
@@ -181,8 +180,10 @@ def peer_error(error: BaseException, name: str) -> PeerError | None:
 
 
 def lost_rank(comm: Comm, error: BaseException, name: str) -> PeerError | None:
-    """Convert the error of a lost connection in the call `name` to a `PeerError` with the places of all ranks that wait
-    in a call; return None for any other error. Peers that wait for this rank raise, too."""
+    """Convert the error of a lost connection in the call `name` to a `PeerError` with the places of all waiting ranks.
+
+    Returns None for any other error. Peers that wait for this rank raise, too.
+    """
     lost = peer_error(error, name)
     # a search for a batch size rings: its caller handles the error, and no rank is missing
     if lost is None or comm.size == 1 or comm.roll is None or (comm.bell is not None and comm.bell.rung()):
@@ -240,7 +241,7 @@ def send_flat(comm: Comm, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None
 
 
 def receive_flat(comm: Comm, tensors: Sequence[torch.Tensor], *, source: int) -> None:
-    """Overwrite contiguous 1-d tensors with those of another rank; sends and receives match by order."""
+    """Receive contiguous 1-d tensors from another rank; sends and receives match by order."""
     buffers = [tensor.to(comm.control) for tensor in tensors]
     works = guarded(lambda: [start_receive(comm, buffer, source) for buffer in buffers], [source])
     for tensor, buffer, work in zip(tensors, buffers, works, strict=True):
@@ -296,7 +297,7 @@ def start_gather(comm: Comm, out: torch.Tensor, mine: torch.Tensor, *, dst: int 
 
         return receive
     rounds = gather_rounds(comm.rank, comm.size) if dst is None else gather_to_rounds(comm.rank, comm.size, dst)
-    # rounds collect rows from this rank on, so they need a buffer besides `out`, whose first row is rank 0's
+    # rounds collect rows from this rank on, so they need a buffer: the first row of `out` is rank 0's
     rows = torch.empty_like(out).view(comm.size, -1)
     _ = rows[0].copy_(mine)
     wait = start_rounds(comm, _gathering(comm, rows, rounds))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group whose ranks are threads of one process: `copied`, `summed` and their like, without a network."""
+"""A group of threads of one process as ranks: `copied`, `summed` and their like, without a network."""
 
 from __future__ import annotations
 
@@ -106,8 +106,7 @@ class SilentGroup(ThreadGroup):
 
 
 def run_in_threads(size: int, work: Callable[[ThreadGroup], T]) -> list[T]:
-    """Run work on every rank of a group of threads, and return what each returned. The first error of a rank is raised,
-    not those of ranks that waited for it. No communication."""
+    """Run work on every rank of a group of threads, and return the results; raises the first rank's error."""
     meeting = _Meeting(size)
     results: dict[int, T] = {}
     errors: list[BaseException] = []

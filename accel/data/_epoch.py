@@ -140,8 +140,7 @@ def _fresh_streams(sampler: Any, cursor: Cursor, dataset: object) -> Generator[A
 
 
 def _fresh(sampler: Any, key: Key, epoch: int, known: dict[int, Any]) -> Any:
-    """Return a copy of a sampler at an epoch, with copies of the attributes that iteration may change; `known` keeps
-    shared ones shared."""
+    """Return a copy of a sampler at an epoch, with copies of what iteration may change; `known` keeps shares shared."""
     clone = known[id(sampler)] = copy.copy(sampler)
     for name, value in getattr(clone, "__dict__", {}).copy().items():
         if (new := _fresh_part(value, key.fold_in(name), epoch, known)) is not value:
@@ -258,11 +257,11 @@ class SampleSource:
     """The samples of a loader, and how every epoch orders and cuts them.
 
     Attributes:
-        samples: samples in an epoch; None for a sampler, whose epochs may differ.
+        samples: samples in an epoch; None for a sampler: its epochs may differ.
         dataset: the user's.
         size: samples in the dataset, None if it has no length.
         plan: the cut of an epoch into steps.
-        shuffle: whether each epoch has its own permutation; without meaning beside a sampler.
+        shuffle: whether each epoch has its own permutation; without meaning with a sampler.
         salt: seed of the loader's own generator, None without one.
         sampler: the user's own, None for an order that is arithmetic.
         in_batches: whether the sampler yields lists.
@@ -316,8 +315,7 @@ def order(seed: int, epoch: int, n: int, *, shuffle: bool = True, salt: int | No
 
 
 def plan_epoch(source: SampleSource, cursor: Cursor) -> Epoch:
-    """Return the epoch of the cursor, or raise `DataError` where it belongs to another order or exceeds its end, or a
-    sampler yields nothing. No communication."""
+    """Return the epoch of the cursor; `DataError` for a cursor of another order, or past the end. No communication."""
     check_cursor(cursor)
     this, count, bounds, name = _ordered(source, cursor)
     if cursor.of not in ("", name):

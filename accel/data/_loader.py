@@ -30,8 +30,7 @@ _SHARDED_BATCHES, _SHARDED_STREAM = "BatchSamplerShard", "IterableDatasetShard" 
 
 
 def unwrapped_loader(loader: Any) -> Any:
-    """Return the DataLoader that Lightning Fabric has wrapped, anything else as it is; raise `DataError` for a stream
-    that reads one process's part already."""
+    """Return the DataLoader inside of Lightning Fabric's wrapper; `DataError` for a stream that is divided already."""
     wrapped = type(loader).__name__ == _FABRIC
     held: Any = cast(dict[str, Any], vars(loader)).get("_dataloader", loader) if wrapped else loader
     source: Any = held.dataset if isinstance(cast(object, held), DataLoader) else held
@@ -41,8 +40,7 @@ def unwrapped_loader(loader: Any) -> Any:
 
 
 def unwrapped_batches(batcher: Any) -> Any:
-    """Return the batch sampler inside of Accelerate's shard for each process, anything else as it is; raise `DataError`
-    for one that splits each batch, whose size is that of all."""
+    """Return the batch sampler inside of Accelerate's shard; `DataError` for a shard that splits each batch."""
     if type(batcher).__name__ != _SHARDED_BATCHES:
         return batcher
     if batcher.split_batches:
@@ -148,8 +146,7 @@ def _batcher(loader: Any) -> Any:
 
 
 def _ordered(loader: Any, sampler: Any, dataset: int | None) -> tuple[int | None, bool, int | None, Any]:
-    """Return the samples of an epoch, whether they are shuffled, the second seed, and the sampler to draw from, whose
-    epochs may differ in length."""
+    """Return the samples of an epoch, whether they are shuffled, the second seed, and the sampler to draw from."""
     generators = (getattr(sampler, "generator", None), loader.generator)
     salt = next((each.initial_seed() for each in generators if each is not None), None)
     name = type(sampler).__name__

@@ -102,7 +102,7 @@ class Workers:
 
 
 class _Feed:
-    """A batch sampler whose batches are set anew for each epoch."""
+    """A batch sampler that gets new batches for each epoch."""
 
     def __init__(self) -> None:
         self.source: Iterable[Any] = ()

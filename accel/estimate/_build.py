@@ -293,8 +293,7 @@ def _tensor(each: Input) -> torch.Tensor:
 
 @contextmanager
 def quiet_fakes() -> Generator[None]:
-    """Keep work of this thread on fake tensors quiet: torch warns about copies, and torch 2.14 logs the traceback
-    of an operation that fails, whose error has its text."""
+    """Silence this thread's work on fake tensors: torch warns about copies, and torch 2.14 logs failing operations."""
     here = threading.get_ident()
 
     def other_thread(record: logging.LogRecord) -> bool:

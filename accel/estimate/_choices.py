@@ -257,9 +257,9 @@ class Choices(NamedTuple):
     """Meshes of a job.
 
     Attributes:
-        fitting: those that fit, the fastest first; of equally fast ones those of fewer axes.
-        too_large: those that need more memory, the smallest need first.
-        refused: those that divide what cannot be divided.
+        fitting: meshes that fit, the fastest first; of equally fast ones, fewer axes first.
+        too_large: meshes that need more memory, the smallest need first.
+        refused: meshes that the model or the batch cannot be divided by.
     """
 
     fitting: Sequence[Choice]
@@ -275,8 +275,8 @@ def choose_meshes(model: Transformer, job: Job) -> Choices:
         job: the training.
 
     Returns:
-        Meshes that fit, the fastest first; those that need more memory, the smallest need first; and those that the
-        model cannot be divided by.
+        Meshes that fit, the fastest first; meshes that need more memory, the smallest need first; and meshes that
+        the model cannot be divided by.
 
     Raises:
         ConfigError: sequences that their images, or the model's positions, do not fit.

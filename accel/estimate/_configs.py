@@ -72,14 +72,14 @@ def read_transformer(path: Path) -> Transformer:
     """Return the sizes in a `config.json` of Hugging Face's transformers, given the file or its folder.
 
     Raises:
-        ConfigError: no such file, or a kind of model whose blocks are not known.
+        ConfigError: no such file, or a kind of model with unknown blocks.
     """
     path = path / "config.json" if path.is_dir() else path
     return transformer_from(read_fields(path), where=str(path))
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """Return the fields of a `config.json`, whose sizes are those of a model that can exist."""
+    """Return the fields of a `config.json`; sizes that no model can have are refused."""
     try:
         fields = msgspec.json.decode(read_regular(path), type=dict[str, Any])
     except FileNotFoundError as error:
@@ -256,7 +256,7 @@ _PIXELS = 3
 
 
 def _with_tower(fields: Mapping[str, Any], kind: str, where: str) -> Transformer:
-    """Sizes of a decoder and of the encoder of images beside it."""
+    """Return the sizes of a decoder with an encoder of images."""
     inner, usual, words = _SEEING[kind]
     vision = {**usual, **_nested(fields, "vision_config", where)}
     text = {**words, **(_nested(fields, "text_config", where) if "text_config" in fields else fields)}
@@ -358,7 +358,7 @@ def _clip_encoder(fields: Mapping[str, Any], where: str) -> Transformer:
 
 
 def _qwen_tower(_: Mapping[str, Any], vision: Mapping[str, Any], width: int, where: str) -> Tower:
-    """Sizes of the encoder of Qwen2-VL, or of Qwen2.5-VL, whose blocks are those of a Llama with windows."""
+    """Return the sizes of the encoder of Qwen2-VL, or of Qwen2.5-VL: blocks of a Llama with windows."""
     gated = "embed_dim" not in vision
     own = _size(vision, "hidden_size" if gated else "embed_dim", where)
     depth, heads, patch = (_size(vision, name, where) for name in ("depth", "num_heads", "patch_size"))

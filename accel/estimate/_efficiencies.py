@@ -43,7 +43,7 @@ class ProductSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttentionSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """Causal attention, whose masked half is no operation.
+    """Causal attention; its masked half counts no operations.
 
     Attributes:
         dtype: as of products.
@@ -162,7 +162,7 @@ def _product(table: Efficiencies, dtype: str, m: int, n: int, k: int) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def attention_flops(table: Efficiencies, dtype: str, tokens: int, head_width: int) -> tuple[float, float]:
-    """Return operations a second of causal attention, forward and backward; those of a product where none is known."""
+    """Return operations a second of causal attention, forward and backward; a product's where none is known."""
     rows = [each for each in table.attention if each.dtype == dtype]
     if not rows:
         speed = _product(table, dtype, tokens, tokens, head_width)
@@ -266,7 +266,7 @@ H100 = Efficiencies(
         "https://github.com/openxla/xla/blob/main/xla/service/gpu/model/matmul_interpolator_data.h",
         "https://github.com/meta-pytorch/float8_experimental/pull/38",
         "https://github.com/deepseek-ai/DeepGEMM",
-        "https://arxiv.org/abs/2407.08608",  # FlashAttention-3, whose figures compare FlashAttention-2
+        "https://arxiv.org/abs/2407.08608",  # FlashAttention-3, with figures of FlashAttention-2
         "https://glennklockwood.com/garden/peak-FLOPS",  # fp32
         "https://github.com/Azure/AI-benchmarking-guide/blob/main/Azure_Results/ND_H100_v5_results.md",  # memory
     ),
@@ -455,7 +455,7 @@ def _measured_messages(ctx: DistContext, sizes: Iterable[int]) -> Iterator[Messa
 
 
 class Hosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Speeds of the machine. The defaults are those of hosts of eight H100.
+    """Speeds of the machine. The defaults describe hosts of eight H100.
 
     Attributes:
         ranks: number of GPUs of a host.

@@ -46,8 +46,8 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes on a rank at one moment of a step.
 
     Attributes:
-        moment: the end of a forward whose blocks compute again, the backward of the loss, that of the last block or of
-            the next one, the reduction of the last block's gradients or of the first one's, or the optimizer's step.
+        moment: the end of a forward with recomputation, the backward of the loss, of the last block or of the next one,
+            the reduction of the last block's gradients or of the first one's, or the optimizer's step.
         stage: index of the rank along pp.
         parameters: of parameters as stored, and of buffers.
         gradients: of gradients.
@@ -82,7 +82,7 @@ def rank_memory(model: Model | Transformer, axes: Axes, step: EstimatedStep, pla
         model: the description of a model, or sizes of a transformer.
         axes: the mesh.
         step: the step.
-        plan: options of the spreading; those of `Plan()` by default.
+        plan: options of the spreading; `Plan()` by default.
 
     Raises:
         ConfigError: a mesh of more than data parallelism for a model without the sizes of a transformer.
@@ -143,8 +143,8 @@ class _RankStep(NamedTuple):
         full = self.full_gradients()
         earlier = self.earlier(full)
         flying = in_flight(plan, self.axes.pp, self.rank, step.micro_batches)
-        beside = self.beside() if held.is_first else 0
-        waiting = flying * (max(self.entries()) + beside)
+        images = self.of_encoder() if held.is_first else 0
+        waiting = flying * (max(self.entries()) + images)
         losses = step.micro_batches if self.axes.pp > 1 and plan.schedule in _ALL_FORWARD else 1
         logits = held.is_last * (kept.ends + kept.logits)
         entry = self.entry(kept.block)
@@ -193,7 +193,7 @@ class _RankStep(NamedTuple):
         waiting += (losses - 1) * logits + ahead[0]
         yield at("block", earlier, waiting + again, max(2, whole), inside)
         if full:  # they are reduced during the backward of the last micro-batch, when no other waits
-            waiting = max(self.entries()) + beside + ahead[0]
+            waiting = max(self.entries()) + images + ahead[0]
         waiting += ahead[1] - ahead[0]
         others = min(units - 1, max(2, whole - 1))
         if layers > 1:
@@ -201,7 +201,7 @@ class _RankStep(NamedTuple):
         summed = on_its_way if layers > 1 and _keeps_a_sum() else 0  # until the next is formed; its parameters are free
         blocks = [(others, reduced), (others - bool(summed), reduced + summed)]
         yield max((at("reduction", earlier, waiting - entry, *each) for each in blocks), key=lambda each: each.total)
-        first = waiting - beside - sum(self.entries()) - ahead[1]
+        first = waiting - images - sum(self.entries()) - ahead[1]
         yield at("last reduction", trained + full, first, 0, reduced + summed)
         temporaries = OPTIMIZERS[step.optimizer].temporaries * trained
         yield at("optimizer", trained, 0, whole if self.axes.pp > 1 and self.is_sharded else 0, temporaries)
@@ -271,7 +271,7 @@ class _RankStep(NamedTuple):
         """Return what the blocks of a micro-batch keep on the host."""
         return max(self.entries(offload=False)) - max(self.entries())
 
-    def beside(self) -> int:
+    def of_encoder(self) -> int:
         """Return what the image encoder's blocks keep until after the decoder's backward."""
         if self.kept.tower is None:
             return 0
@@ -279,7 +279,7 @@ class _RankStep(NamedTuple):
         return count * self.entry(block) + self.kept.around
 
     def earlier(self, full: int) -> int:
-        """Return the gradients while a forward runs: those of micro-batches before, and DDP's buckets."""
+        """Return the gradients during a forward: of earlier micro-batches, and DDP's buckets."""
         trained = self.held.every.trained
         held = (full or trained) if self.step.micro_batches > 1 else 0
         if self.copies.engine != "ddp":
@@ -303,8 +303,7 @@ class _RankStep(NamedTuple):
         return self.held.every.gradients * max(wire_bytes(self.step, self.plan)[1], self.step.compute_bytes)
 
     def gathered(self, blocks: int, flying: int, moment: Moment) -> int:
-        """Return the parameters in the compute dtype while so many blocks are used; autocast converts in each
-        forward."""
+        """Return the parameters in the compute dtype while so many blocks are used."""
         held, step, plan = self.held, self.step, self.plan
         size = wire_bytes(step, plan)[0]
         if not self.is_sharded:
@@ -357,7 +356,7 @@ def _offloaded(memory: RankMemory, full: int) -> RankMemory:
 
 
 def in_flight(plan: Plan, pp: int, rank: int, micro_batches: int) -> int:
-    """Return the most micro-batches, counted for each stage of a rank along pp, whose backward is still to come."""
+    """Return the most micro-batches that wait for their backward, counted for each stage of a rank along pp."""
     if pp == 1:
         return 1
     most = micro_batches * plan.stages_per_rank
@@ -397,7 +396,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
     plan: Plan = Plan()
 
     def of(self, step: EstimatedStep) -> EstimatedStep:
-        """Return a step with this strategy instead of its own."""
+        """Return a step with this strategy."""
         return replace(step, strategy=self.name, dealt=self.dealt)
 
 

@@ -196,7 +196,7 @@ def _pickled(file: Path) -> Header:
     try:
         with open(open_regular(file), "rb") as opened, fake:  # tensors get no memory, and no bytes of them are read
             loaded: object = torch.load(opened, weights_only=True)
-    except Exception as error:  # whatever torch raises for a file that is none of its own
+    except Exception as error:  # whatever torch raises for a file that torch.save has not written
         fix = "Load it where you trust it, and save its tensors as safetensors."
         raise CheckpointError("cannot be read as weights", got=str(error), where=str(file), fix=fix) from error
     found: dict[str, TensorHeader] = {}

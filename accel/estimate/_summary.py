@@ -25,14 +25,14 @@ from accel.tree import map_tensors
 
 
 class ModuleRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A module of a summary. Its numbers include those of the modules inside.
+    """A module of a summary. Its numbers include its submodules' numbers.
 
     Attributes:
         path: name in the model; empty for the model itself.
         kind: name of its class.
         depth: number of modules around it.
         parameters: elements of parameters; one that several modules share counts in the first.
-        trained: those of them with a gradient.
+        trained: elements of `parameters` with a gradient.
         shared: elements of parameters that count in an earlier module.
         local: elements of `parameters` that this rank holds.
         parameter_bytes: their bytes on this rank.
@@ -264,7 +264,7 @@ def _folded(rows: Sequence[ModuleRow]) -> Iterator[tuple[str, ModuleRow]]:
 
 
 def _block(rows: Sequence[ModuleRow], at: int) -> Sequence[ModuleRow]:
-    """Return a row and those of the modules inside."""
+    """Return a row and the rows of its submodules."""
     end = at + 1
     while end < len(rows) and rows[end].depth > rows[at].depth:
         end += 1
@@ -319,7 +319,7 @@ def run_fake(model: nn.Module, inputs: Any) -> Forward:
 
 
 def _shaped(model: nn.Module, inputs: Any, entered: list[str]) -> nn.Module:
-    """Return a copy on the meta device whose lazy modules have their shapes; fake tensors cannot become theirs."""
+    """Return a copy on the meta device with shapes in its lazy modules, which take no fake tensors."""
     twin = _copied(model, _on_meta)
     with _refused("the model cannot be called on these inputs without values", _HOW, entered), torch.no_grad():
         args, options = _arguments(inputs, _on_meta)
@@ -379,7 +379,7 @@ def _copied(model: nn.Module, empty: Callable[[torch.Tensor], torch.Tensor]) -> 
         twin = copy.deepcopy(model, known)
     for _, module in modules_of(twin):
         if _is_lazy(module):
-            continue  # a hook of its own makes its parameters
+            continue  # its hook makes its parameters
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
         module._backward_hooks.clear()

@@ -115,7 +115,7 @@ def _add(after: Scalars, names: tuple[str, ...], values: torch.Tensor, weight: W
 
 
 def _with_weights(after: Scalars, names: tuple[str, ...]) -> ScalarGroup:
-    """Return a group whose weights are on the device, taken from the host if they were there."""
+    """Return a group with its weights on the device; weights on the host are moved."""
     group = after.groups[names]
     if group.weights is not None:
         return group

@@ -65,7 +65,7 @@ def count_flops(model: nn.Module, *args: Any, **kwargs: Any) -> FlopCount:
     if isinstance(model, DistributedDataParallel):
         model = cast("nn.Module", cast(Any, model).module)
     if any(map(is_dtensor, model.parameters())):
-        return FlopCount(None, None, "a model whose parameters are sharded; count before prepare")
+        return FlopCount(None, None, "the model's parameters are sharded; count before prepare")
     failures: list[str] = []
     for copied in (_without_memory, torch.Tensor.detach):
         try:

@@ -36,8 +36,7 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def contribution(kind: Kind, values: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Return the contribution of wide values to a metric's state; a value of weight 0 may be anything, such as the nan
-    mean of no tokens."""
+    """Return the contribution of wide values to a metric's state; a value of weight 0 may be anything, such as nan."""
     if not isinstance(weight, torch.Tensor):
         return values * weight if kind == "mean" else values
     weight = weight.to(values.device, values.dtype)
@@ -135,7 +134,7 @@ def add_nested(name: str, state: Nested | None, kind: Kind, values: Any, weight:
 
 
 def add_nested_rows(name: str, state: Nested | None, kind: Kind, values: Any, weights: torch.Tensor) -> Nested:
-    """Return the state with per-sample values added, those of shape [] as one for all rows. No wait for the device.
+    """Return the state with per-sample values added; one of shape [] counts for all rows. No wait for the device.
 
     Raises `DataError` as `add_nested`, or for a tensor without a row for each weight.
     """
@@ -147,8 +146,7 @@ def add_nested_rows(name: str, state: Nested | None, kind: Kind, values: Any, we
 def sum_of_rows(
     path: str, values: torch.Tensor, kind: Kind, weights: torch.Tensor, total: torch.Tensor
 ) -> torch.Tensor:
-    """Return the contribution of per-sample values, or of one value of shape [] with the sum of weights; `DataError`
-    without a row a weight."""
+    """Return the contribution of per-sample values, or of one value of shape []; `DataError` for other rows."""
     if values.ndim == 0:
         return contribution(kind, values, total)
     if len(values) != len(weights):

@@ -39,7 +39,7 @@ class Metrics(msgspec.Struct, frozen=True, eq=False):
 
     Attributes:
         kinds: kind of each metric by name.
-        by_rank: metrics whose median and largest value over ranks are read too.
+        by_rank: metrics that are also read as the median and the largest value over ranks.
         numbers: states on the host by name: sums of values times weight, sums, extremes, last values.
         weights: the weights behind the states.
         groups: states of scalars on an accelerator.
@@ -56,7 +56,7 @@ class Metrics(msgspec.Struct, frozen=True, eq=False):
     def add(self, weight: Weight, /, **values: Any) -> Metrics:
         """Return the record with values added. No communication, and no wait for an accelerator.
 
-        Values of weight 0 are left out, whatever they are: those of a batch without samples, or nan as the mean of no
+        Values of weight 0 are left out, whatever they are: of a batch without samples, or nan as the mean of no
         tokens. Everything is added in float64.
 
         Args:
@@ -246,7 +246,7 @@ def running_metrics(*, by_rank: Sequence[str] = (), **kinds: Kind) -> Metrics:
     lowest rank's that has one.
 
     Args:
-        by_rank: names of scalars whose median and largest value over ranks are read too.
+        by_rank: names of scalars to read also as the median and the largest value over ranks.
         kinds: kind of each metric, by name, in the order in which they are read.
 
     Raises:

@@ -35,7 +35,7 @@ _CONVOLUTIONS = (
 
 
 class _MatrixBucket(NamedTuple):
-    """Parameters whose matrices are sent together, by number, and the matrices."""
+    """Parameters by number, and their matrices, which are sent together."""
 
     numbers: Sequence[int]
     matrices: Sequence[Matrix]

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer state in pinned host memory: the optimizer steps one bucket of parameters on the device, while the state of
-the next bucket comes and that of the former one leaves.
-"""
+"""Optimizer state in pinned host memory: one bucket is stepped while the next one comes and the last one leaves."""
 
 from __future__ import annotations
 
@@ -154,7 +152,7 @@ def streamed_state(optimizer: Optimizer, streams: DeviceStreams) -> StreamedStat
     """Return what streams an optimizer's state, made at its first step. Mutates the optimizer's attributes.
 
     Raises:
-        ConfigError: an optimizer whose state cannot be streamed.
+        ConfigError: the optimizer's state cannot be streamed.
     """
     found: StreamedState | None = getattr(optimizer, _STREAMED, None)
     if found is None or found.streams is not streams:

@@ -108,7 +108,7 @@ def autocast(
 def matmul_precision(ctx: DistContext) -> AbstractContextManager[None]:
     """Compute the block's fp32 products in the context's precision, as a backward in tf32 needs outside of `autocast`.
 
-    torch's settings are those of the process, so blocks of several threads must not overlap.
+    torch's settings are global to the process, so blocks of several threads must not overlap.
     """
     if ctx.precision.compute != "tf32":
         return _UNCHANGED

@@ -72,8 +72,7 @@ def submodules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def matched(model: nn.Module, patterns: Sequence[str], where: str) -> set[str]:
-    """Return the submodules that match a pattern, such as "blocks.*.router", with those inside; a pattern without a
-    match raises `ConfigError`."""
+    """Return the submodules that match patterns such as "blocks.*.router", with all inside; none: `ConfigError`."""
     every = list(cast("Iterable[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=False)))
     names = [name for name, _ in every if name]
     found: set[str] = set()

@@ -76,8 +76,7 @@ def default_groups() -> Generator[Enter]:
 
 
 def check_hooks() -> None:
-    """Raise `SimulationError` for a version of torch that lacks a hook, or keeps state of groups where no hook
-    leads."""
+    """Raise `SimulationError` for a version of torch that lacks a hook, or keeps state of groups elsewhere."""
     for module, names in _HOOKS.items():
         for name in names:
             try:
@@ -173,8 +172,7 @@ class _TorchHooks:
 
     @contextmanager
     def enter(self, store: object, group: SimulatedGroup) -> Generator[None]:
-        """Give the calling thread, which must end with the run, a world of its own; raise `SimulationError` if torch
-        does not see it."""
+        """Give the calling thread, which must end with the run, a separate c10d world; check that torch sees it."""
         self._threads.tables = self._tables()
         self._threads.owner = uuid.uuid4().int
         _fill(self._threads.tables, group, store)

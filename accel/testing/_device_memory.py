@@ -53,7 +53,7 @@ class MemoryBlock:
         users: further streams that were named as its last users.
         bytes: its memory, alive until the device has seen the end of the last tensor on it.
         log: accesses that a later one may race with.
-        unknown: copies to and from pinned memory whose end the host does not know, in program order.
+        unknown: copies to and from pinned memory with an end that the host does not know, in program order.
     """
 
     __slots__ = ("bytes", "kind", "log", "owner", "unknown", "users")
@@ -67,7 +67,7 @@ class MemoryBlock:
         self.unknown = list[UnknownCopy]()
 
     def reused(self, nbytes: int, end: int) -> MemoryBlock:
-        """Return a block in the memory of this one, whose owner freed it by operation `end`."""
+        """Return a block in the memory of this one, which the owner freed by operation `end`."""
         block = MemoryBlock(self.kind, self.owner, 0)
         block.bytes = torch.empty(0, dtype=torch.uint8).set_(self.bytes.untyped_storage(), 0, (nbytes,), (1,))  # pyright: ignore[reportCallIssue, reportArgumentType] - not in the stub
         block.log.append(Access(self.owner, end, 0, nbytes, True, "free"))
@@ -139,7 +139,7 @@ class MemoryBlock:
 
 
 class UnknownCopy:
-    """A copy to pinned memory, or from it, whose end the host does not know.
+    """A copy to pinned memory, or from it, with an end that the host does not know.
 
     Attributes:
         part: the part of the memory.
@@ -221,7 +221,7 @@ class DeviceMemory:
         return self._blocks.get(tensor.untyped_storage().data_ptr())
 
     def freed(self) -> Iterator[MemoryBlock]:
-        """Yield the blocks whose last tensor has ended since the last call."""
+        """Yield the blocks that have lost their last tensor since the last call."""
         while self._freed:
             block = self._freed.popleft()
             del self._blocks[block.bytes.data_ptr()]

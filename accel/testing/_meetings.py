@@ -157,8 +157,7 @@ class CallTraffic:
         raise Stopped
 
     def begin(self, rank: int, name: str) -> None:
-        """Let `rank` begin a call on its own thread, unless a fault is due, and perhaps after another rank; `PeerError`
-        once one has failed."""
+        """Let `rank` begin a call on its thread, perhaps after another rank; inject faults, and raise `PeerError`."""
         self.scheduler.check(rank, name)
         self._faults.call(rank)
         self.scheduler.pause(rank)

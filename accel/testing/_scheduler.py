@@ -53,8 +53,7 @@ class Allowance:
         return min(self.most_s - self._since_s, _MEETING * self.most_s - self._total_s)
 
     def spend(self, wall_s: float, cpu_s: float, meetings: int) -> None:
-        """Count a stretch of the run by the clock and in CPU seconds, more than by the clock where the process has
-        several threads."""
+        """Count a stretch of the run, in seconds by the clock and of the CPU (more with several threads)."""
         spent = wall_s if cpu_s < _IDLE * wall_s else min(max(cpu_s, wall_s / 10), wall_s)
         self._total_s += spent
         self._since_s = self._since_s + spent if meetings == self._meetings else 0.0
@@ -114,8 +113,7 @@ class Scheduler:
         self._resume(first)
 
     def join(self, timeout_s: float, unwind_s: float) -> bool:
-        """Wait until all ranks have ended, at most `timeout_s` of an `Allowance`, or `unwind_s` of a stopped run;
-        return whether they have."""
+        """Return whether all ranks end within `timeout_s` of an `Allowance`, or within `unwind_s` of a stop."""
         allowance = Allowance(timeout_s)
         while not self._stopping.is_set() and (left := allowance.left()) > 0:
             patience = min(max(left, _SHORTEST_S), _SLICE_S)
@@ -146,8 +144,7 @@ class Scheduler:
             self._over.set()
 
     def check(self, rank: int, what: str) -> None:
-        """Let only the thread of `rank` pass, and only while the run continues; another thread or process is a
-        `SimulationError`."""
+        """Let only the thread of `rank` pass while the run continues; `SimulationError` for any other thread."""
         if self._process != os.getpid():
             raise SimulationError(
                 f"{what} was called by a process that simulated rank {rank} has forked",

@@ -31,8 +31,8 @@ T = TypeVar("T")
 class Simulator:
     """Runs simulations and keeps their threads in between; they end with its `with` block.
 
-    Use it where many small simulations follow each other, as in a property test; `simulate` is for a single one. The
-    arguments of `run` are those of `simulate`.
+    Use it where many small simulations follow each other, as in a property test; `simulate` is for a single one. `run`
+    takes the arguments of `simulate`.
     """
 
     def __init__(self) -> None:
@@ -130,8 +130,8 @@ def simulate(
             see the process's own default group, if it has one. It costs a few milliseconds a run.
         network: "gloo" or "nccl" to refuse dtypes, reduce ops, layouts and kinds of messages that the backend refuses
             or silently gets wrong; None for the laxest limits that make sense. Tensors are on the CPU all the same.
-        streams: a device whose streams run beside the host; each rank gets one of its order as `ctx.streams`. Batches
-            and prepared models go there. None for a host that does everything at once.
+        streams: a device with streams that run next to the host; each rank gets one of its order as `ctx.streams`.
+            Batches and prepared models go there. None for a host that does everything at once.
 
     Returns:
         Values of `fn`, by rank.
@@ -175,7 +175,7 @@ def simulate_groups(
     `dist.group.WORLD` as well, and may be left out; without, what asks for a default group does not run: `DeviceMesh`
     and all above it, roots as `src=` and `dst=`, and `dist.recv`, which looks the sender up (`irecv` does not).
 
-    Args, returns and errors are those of `simulate`.
+    Args, returns and errors as of `simulate`.
     """
     __tracebackhide__ = True
     return _run(fn, world_size, _Options(seed, timeout_s, faults, default_group, network), GlobalStreams())

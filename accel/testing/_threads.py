@@ -56,7 +56,7 @@ class RankThread:
 def drop_thread_caches() -> None:
     """Empty DTensor's cache of this thread, while it holds the interpreter's lock.
 
-    At the end of a thread torch takes a lock of its own to empty the cache, and the interpreter's for tensors in it:
+    At the end of a thread torch takes a lock to empty the cache, and the interpreter's lock for tensors in it:
     two threads that end at once can wait for each other (seen with torch 2.12).
     """
     empty: Any = getattr(cast(Any, torch)._C, "_clear_DTensor_sharding_propagator_cache", None)
@@ -112,8 +112,7 @@ class RankThreads:
 
 
 def interrupt(thread: int, error: type[BaseException]) -> None:
-    """Raise an error class in another thread at its next Python instruction, as Ctrl-C does in the main thread; ignore
-    one that ended."""
+    """Raise an error class in a running thread at its next Python instruction, as Ctrl-C does in the main thread."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
 
 
@@ -170,7 +169,7 @@ class RankStreams:
         self._closed = False
 
     def swap(self, rank: int, following: int) -> None:
-        """Remember the streams as the state of `rank`, which stops running, and load those of `following`."""
+        """Remember the streams as the state of `rank`, which stops running, and load the streams of `following`."""
         if not self._closed:
             self._ranks[rank] = self._streams.swap(self._ranks[following])
 
@@ -186,7 +185,7 @@ class RankStreams:
 
 
 class _Watched(ABC):
-    """A stream whose state is read and written only after it was drawn from.
+    """A random stream; its state is read and written only after something was drawn.
 
     Reading or writing it takes python 15 us and numpy 100, more than all else at a hand-over together. So its memory is
     compared first.
@@ -220,8 +219,8 @@ class _Watched(ABC):
     def _set(self, state: Any) -> None: ...
 
 
-_WORDS, _WORD_BYTES = 624, 4  # of a Mersenne Twister, which has a position among them besides
-# The position and 16 words beside it: a draw moves the position; seeding and a whole round of draws change all words.
+_WORDS, _WORD_BYTES = 624, 4  # of a Mersenne Twister, which also has a position among them
+# The position and 16 words next to it: a draw moves the position; seeding and a whole round of draws change all words.
 _SAMPLE_BYTES = 17 * _WORD_BYTES
 
 

@@ -66,8 +66,7 @@ class SimulatedRun(Generic[T]):
         self._killed: dict[int, str] = {}
 
     def run(self, threads: list[RankThread], timeout_s: float) -> bool:
-        """Run all ranks to their end, or stop them once they have used up the time-out's seconds; return whether the
-        threads are free."""
+        """Run all ranks to their end, or stop them at the time-out; return whether the threads are free."""
         try:
             jobs = self._jobs()
             self._scheduler.start([partial(thread.submit, job) for thread, job in zip(threads, jobs, strict=True)])

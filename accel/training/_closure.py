@@ -72,7 +72,7 @@ class _ClosureStep:
         if self.window is self._state.accum:
             raise StepError(
                 "the optimizer has not called the closure",
-                expected="an optimizer whose step(closure) evaluates the loss",
+                expected="an optimizer that evaluates the loss in step(closure)",
                 got=type(self._optimizer).__name__,
                 where=_WHERE,
             )
@@ -166,7 +166,7 @@ def _checked(
     window = begun_window(state.accum, "accel.optimizer_step")
     if window.backwards or not is_begun(window):
         raise StepError(
-            "the closure's gradients would be added to those of an earlier backward",
+            "the closure's gradients would be added to the gradients of an earlier backward",
             expected="a state from state.next(batch)",
             got=f"a window with {window.backwards} backward passes",
             where=_WHERE,

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding on any mesh: logits of the next tokens, with keys and values kept or without, the choice of tokens, and the
-loop that adds them to sequences."""
+"""Decoding on any mesh: logits of the next tokens with or without a cache, the choice of tokens, and the loop."""
 
 from __future__ import annotations
 
@@ -84,7 +83,7 @@ class WholeSequences:
 class CachedTokens:
     """Runs the prompt, then each new token alone, with the keys and values of those before it.
 
-    Each stage of a pipeline keeps those of its layers, for each micro-batch.
+    Each stage of a pipeline has a cache of its layers for each micro-batch.
 
     Args:
         ctx: the context.
@@ -145,7 +144,7 @@ Decoder: TypeAlias = WholeSequences | CachedTokens
 
 
 def _first_forward(model: nn.Module) -> nn.Module:
-    """The module whose forward takes the model's inputs: of a pipelined model a stage."""
+    """Return the module that takes the model's inputs: the first stage of a pipelined model."""
     first = stage_modules(unwrap_model(model))[0]
     return first.module if isinstance(first, ReplayedModule) else first
 
@@ -214,7 +213,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
                 "key=accel.seeding.Key(seed), to draw from",
             )
         elif not self.temperature and (has_key or self.top_k is not None or self.top_p is not None):
-            problem, expected = "key, top_k or top_p without a temperature", "temperature above 0 beside them"
+            problem, expected = "key, top_k or top_p without a temperature", "a temperature above 0 with them"
         if problem:
             raise ConfigError("tokens cannot be drawn like this", expected=expected, got=problem, where=where)
 
@@ -233,7 +232,7 @@ def next_tokens(logits: Tensor, sampling: Sampling, numbers: Tensor | None, *, s
     """Return a token for each row, the most probable one or by the inverse distribution function of a number, and with
     `scores` its log-probability: of shape [1 or 2, rows], float64 where there are numbers or scores, int64 elsewhere.
 
-    A row's token is a function of its logits and its number alone, whichever rows are beside it.
+    A row's token depends on its logits and its number alone, and not on the other rows of the batch.
     """
     if numbers is None and not scores:
         return logits.argmax(-1)[None]  # no float64, which MPS and XLA do not have
@@ -243,8 +242,7 @@ def next_tokens(logits: Tensor, sampling: Sampling, numbers: Tensor | None, *, s
 
 
 def numbers_of(keys: Sequence[Key], count: int, device: torch.device) -> Tensor:
-    """Return numbers in [0, 1) for the tokens of rows by the row's key, float64 of shape [rows, count]. The first ones
-    do not depend on how many."""
+    """Return numbers in [0, 1) by the rows' keys, float64 of shape [rows, count]; a longer count extends the rows."""
     drawn = [[each / 2**53 for each in key.integers(count, bits=53)] for key in keys]
     return torch.tensor(drawn, dtype=torch.float64, device=device)
 
@@ -336,7 +334,7 @@ def decode(
         count: most tokens to add.
         numbers: number in [0, 1) of each token, float64 of shape [rows, count]; None for the most probable ones.
         stop: tokens that end a sequence; none to add all tokens.
-        vocab_parallel: whether each rank along tp has the logits of its own classes.
+        vocab_parallel: whether each rank along tp has the logits of its share of the classes.
         together: whether all ranks take as many steps. A rank that stopped alone would leave the others in the
             collectives of the next forward.
         drops: whether rows that have ended leave the batch where the decoder can drop them.
@@ -390,7 +388,7 @@ def decode(
 
 
 def _beyond_tables(error: OutsideTableError, ids: Tensor, longest: int, count: int, where: str) -> DataError:
-    """Rows whose tokens or positions a model's tables do not have."""
+    """Make the error for tokens or positions that are outside of the model's tables."""
     return DataError(
         "the model has not so many positions, or not these tokens",
         expected="prompts and new tokens within the model's context, and tokens within its vocabulary",

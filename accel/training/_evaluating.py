@@ -109,7 +109,7 @@ class Ema(nn.Module):
 
     Raises:
         ConfigError: a decay out of range, or an unknown choice.
-        PrepareError: a model of DeepSpeed's stage 3, whose weights are empty between passes.
+        PrepareError: a model of DeepSpeed's stage 3: its weights are empty between passes.
     """
 
     updates: torch.Tensor
@@ -248,7 +248,7 @@ def _refuse_emptied(model: nn.Module) -> None:
             expected="weights on each rank, replicated or as DTensors",
             got=f"{source}, which gathers weights for a pass",
             where="Ema(model)",
-            fix="Use a stage below 3, or strategy='fsdp', whose shards are averaged.",
+            fix="Use a stage below 3, or strategy='fsdp': the average then holds shards.",
         )
 
 

@@ -60,7 +60,7 @@ def find_lr(
 ) -> LrRange:
     """Take optimizer steps at rising learning rates, and suggest the rate at which the loss falls fastest.
 
-    The steps are those of `train_step`, with the state's accumulation, over as many epochs as they need. The test ends
+    It calls the functions of `train_step`, with the state's accumulation, over as many epochs as needed. The test ends
     early where the loss, a mean over all ranks, rises far or is not finite. At its end, and after an error,
     parameters, buffers, modes, optimizers and random streams are as before, to the bit; so are the state and the
     position in the data. Plain attributes that a forward writes are not restored. A collective; takes the memory of a
@@ -268,7 +268,7 @@ def _all_optimizers(optimizers: Sequence[Optimizer]) -> Iterator[Optimizer]:
 
 
 def _stepped(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:
-    """Yield what steps change, each tensor once: trained parameters, those of the optimizers, and buffers."""
+    """Yield the tensors that steps change, each once: trained and optimized parameters, and buffers."""
     trained = (each for each in model.parameters() if each.requires_grad)
     found = {id(each): each for each in (*trained, *parameters_of(optimizers), *model.buffers())}
     yield from found.values()

@@ -54,7 +54,7 @@ def forward_backward(
         model: from `prepare` or `prepare_model`; its plan has the number of micro-batches.
         state: the state within a batch.
         inputs: a tensor; a tuple of the model's arguments; or a mapping of keyword arguments. Tensors have
-            the batch in dimension 0; those of one row, and other values, go to every micro-batch. Behind the first
+            the batch in dimension 0; tensors of one row, and other values, go to every micro-batch. Behind the first
             stage of a pipeline hidden states take the place of the first input, which is a tensor; a forward with an
             argument `inputs_embeds` takes them there. All ranks along `pp` pass the same batch.
         loss_fn: maps the model's output, and the targets if there are some, to the sum of the losses of the
@@ -151,7 +151,7 @@ def count_for(model: nn.Module) -> int:
 def split_for(
     ctx: DistContext, model: nn.Module, inputs: Any, targets: Any = None, *, has_loss: bool = True
 ) -> list[MicroBatch]:
-    """Split a batch into the micro-batches of a model; those of a pipeline have equal sizes."""
+    """Split a batch into the micro-batches of a model; a pipeline needs equal sizes."""
     equal = pipeline_of(unwrap_model(model)) is not None
     containers = ctx.containers
     return split_batch(inputs, targets, count_for(model), equal=equal, containers=containers, has_loss=has_loss)

@@ -37,7 +37,7 @@ def fused_step(ctx: DistContext, loss: torch.Tensor, optimizer: Optimizer, *, no
     Args:
         ctx: the context. For local SGD pass `accel.single(ctx.device)`.
         loss: shape [], the mean over the batch, to be minimised. Ranks count the same.
-        optimizer: optimizer that steps each parameter by itself, as those of torch.optim do.
+        optimizer: optimizer that steps each parameter by itself, as torch.optim's do.
         nonfinite: policy for inf or NaN: `raise`, which costs several ranks two small messages, or `ignore`, which
             never waits for the device.
 

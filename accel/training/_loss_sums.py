@@ -119,7 +119,7 @@ class LossProbe:
         both = sum(halves)
         if abs(both) <= _TWICE * abs(whole) or abs(both - whole) <= _ROUNDING * sum(map(abs, halves)):
             return False
-        # Rows twice leave a mean as it is, unlike a sum of pairs, as of one row beside targets of several.
+        # Rows that come twice do not change a mean, but change a sum of pairs, such as one row with several targets.
         twice = self._values(given, rows, lambda tensor: torch.cat([tensor, tensor]))
         if not twice or abs(twice[0] - whole) > _SAME * abs(whole):
             return False
@@ -128,8 +128,7 @@ class LossProbe:
     def _values(
         self, given: tuple[Any, ...], rows: int, *takes: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[float, ...]:
-        """Return the losses of rows of a micro-batch, without gradient and with random streams put back; none if one
-        raises."""
+        """Return losses of rows without gradient, and restore the random streams; nothing if one raises."""
         found: list[float] = []
         reads = _Reads()
         with torch.no_grad(), isolated_rng(self._ctx.device), reads:

@@ -116,7 +116,7 @@ def step_by(
 def _parts(
     ctx: DistContext, optimizers: list[Optimizer], window: Accumulation, *, joint: bool
 ) -> list[list[torch.Tensor]]:
-    """Group gradients by norm: all, or those of each optimizer; a parameter of two counts for the first."""
+    """Group gradients by norm: all, or each optimizer's; a parameter of two optimizers counts for the first."""
     # A parameter of two optimizers would be scaled twice, once with each group.
     groups = [parameters_of(optimizers)] if joint else _disjoint([parameters_of([each]) for each in optimizers])
     parts = window_gradients(ctx, window, *groups)

@@ -152,7 +152,7 @@ def times(value: float | torch.Tensor, factor: float | torch.Tensor) -> float | 
 
 
 def division(ctx: DistContext, window: Accumulation, weight: float | torch.Tensor) -> float | torch.Tensor:
-    """Return the factor from a window's gradients to those of the mean loss over all units."""
+    """Return the factor that makes a window's gradients the gradients of the mean loss over all units."""
     if window.divided:
         return 1.0
     if isinstance(weight, torch.Tensor):  # without weight all gradients are zero, and stay it
@@ -341,7 +341,7 @@ def whole_norm(
 ) -> float | torch.Tensor:
     """Return the total norm of gradients over all stages, equal on all ranks; see `accel.optim.total_norm`.
 
-    A collective along the pipeline, and of DTensors' meshes. `parameters` include those of the gradients.
+    A collective along the pipeline, and of DTensors' meshes. `parameters` include the parameters of `grads`.
     """
     if ctx.axis("pp").size == 1:
         return total_norm(grads, norm_type, kept)

@@ -160,8 +160,7 @@ def _agreed_totals(reports: list[_Report], data_ranks: list[int], *, drops: bool
 
 
 def _warn_of_equal(digests: Sequence[str], data_ranks: Sequence[int]) -> None:
-    """Log a warning if two data-parallel ranks begin with the same samples: the stream was not divided. Digests are of
-    each rank's first batch."""
+    """Log a warning if two data-parallel ranks begin with the same samples, by digests of their first batches."""
     readers: dict[str, int] = {}
     for rank, (digest, data_rank) in enumerate(zip(digests, data_ranks, strict=True)):
         other = readers.setdefault(digest, rank) if digest else rank
@@ -228,8 +227,7 @@ class _ReadMode(msgspec.Struct, frozen=True, array_like=True):
 def stream_steps(
     ctx: DistContext, loader: StreamLoader, state: Positioned | Cursor | None, cursor: Cursor
 ) -> Generator[tuple[Any, BatchStep]]:
-    """Yield this rank's batches, each with its step, from the cursor to the end of its epoch, as `batches`. A
-    collective, now and then."""
+    """Yield this rank's batches and steps from the cursor to the end of its epoch. A collective now and then."""
     site = call_site()
     with shared_failure(ctx.comm, Call("batches", site=site)):
         check_entry((ctx.rank, ctx.world_size, ctx.data_parallel), loader.prepared_for, cursor)
@@ -351,7 +349,7 @@ def _start(loader: StreamLoader, cursor: Cursor) -> StreamPosition:
             expected=f"one {_division(ranks)}",
             got=f"one {_division(at.ranks)}",
             fix="Continue with as many ranks as before, begin the epoch again, or use a mode that reads the full "
-            'stream ("elements" or "dispatch"), whose cursors fit any number of ranks.',
+            'stream ("elements" or "dispatch"): its cursors fit any number of ranks.',
         )
     if len(at.workers) != workers:
         raise DataError(

@@ -331,23 +331,17 @@ def _describe(ctx: DistContext, tree: Any, path: str) -> _Node:
         named = cast("dict[str | int, Any]", tree)
         nodes = tuple(_describe(ctx, child, f"{path}[{key!r}]") for key, child in named.items())
         return _Node(kind="dict", keys=tuple(named), nodes=nodes)
-    if isinstance(tree, list | tuple) and _kind(cast(object, tree)) in ("list", "tuple"):
+    kind = type(cast(object, tree)).__name__
+    if isinstance(tree, list | tuple) and kind in ("list", "tuple"):
         listed = enumerate(cast("list[Any]", tree))
-        return _Node(
-            kind=_kind(cast(object, tree)),
-            nodes=tuple(_describe(ctx, each, f"{path}[{at}]") for at, each in listed),
-        )
+        return _Node(kind=kind, nodes=tuple(_describe(ctx, each, f"{path}[{at}]") for at, each in listed))
     raise TreeError(
         "cannot send this container to ranks that hold none",
         expected="dicts, lists and tuples of tensors and None, with keys of text or int",
-        got=_kind(cast(object, tree)),
+        got=kind,
         where=f"{_NAME}, {path}",
         fix="Split it, or use broadcast_object_list.",
     )
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__
 
 
 def _empty(ctx: DistContext, node: _Node) -> Any:

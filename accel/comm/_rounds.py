@@ -18,80 +18,68 @@ from accel.comm._units import UnitLog, described, users_line, way_out
 from accel.errors import AccelError, PeerError
 
 
-class ReduceRound(NamedTuple):
-    """One rank's part in a round of a reduction.
+class Round(NamedTuple):
+    """One rank's part in a round of a reduction, or of a gather, which moves a run of the ranks' rows.
 
     Attributes:
-        target: rank that gets this rank's value; None for none.
-        source: rank that sends its value here; None for none.
-        final: whether the value that comes is the result, and not another part of it.
+        target: rank that gets this rank's value, or the first `sent` of the rows here; None for none.
+        source: rank that sends its value, or rows that follow the rows here; None for none.
+        sent: number of rows to send.
+        received: number of rows to receive.
+        final: whether the value that comes is the result of a reduction, and not another part of it.
     """
 
     target: int | None
     source: int | None
+    sent: int = 1
+    received: int = 1
     final: bool = False
 
 
-class GatherRound(NamedTuple):
-    """One rank's part in a round of a gather, which moves a run of the ranks' rows.
-
-    Attributes:
-        target: rank that gets the first `sent` of the rows here; None for none.
-        source: rank that sends its rows, which follow the rows here; None for none.
-        sent: number of rows to send.
-        received: number of rows to receive.
-    """
-
-    target: int | None
-    source: int | None
-    sent: int
-    received: int
-
-
-def reduction_rounds(rank: int, size: int) -> list[ReduceRound]:
+def reduction_rounds(rank: int, size: int) -> list[Round]:
     """Reduce on all ranks by recursive doubling, in rank order: each value is that of a run of neighbouring ranks."""
     power = 1 << (size.bit_length() - 1)
     pairs = size - power  # ranks beyond a power of two: a neighbour sends their value, and returns the result
     if rank < 2 * pairs and rank % 2:
-        return [ReduceRound(rank - 1, None), ReduceRound(None, rank - 1, final=True)]
+        return [Round(rank - 1, None), Round(None, rank - 1, final=True)]
     place = rank // 2 if rank < 2 * pairs else rank - pairs
     # partners differ in one bit a round; both combine the same two runs, so all ranks get the same bits
     partners = [place ^ (1 << bit) for bit in range(power.bit_length() - 1)]
     ranks = [2 * partner if partner < pairs else partner + pairs for partner in partners]
-    doubling = [ReduceRound(partner, partner) for partner in ranks]
+    doubling = [Round(partner, partner) for partner in ranks]
     if rank < 2 * pairs:
-        return [ReduceRound(None, rank + 1), *doubling, ReduceRound(rank + 1, None)]
+        return [Round(None, rank + 1), *doubling, Round(rank + 1, None)]
     return doubling
 
 
-def gather_rounds(rank: int, size: int) -> list[GatherRound]:
+def gather_rounds(rank: int, size: int) -> list[Round]:
     """Gather the rows of all ranks on all ranks by Bruck's algorithm.
 
     Rows are in the order of ranks from this one on, cyclically: rank, rank + 1, ..., rank - 1.
     """
-    rounds: list[GatherRound] = []
+    rounds: list[Round] = []
     held = 1
     while held < size:
         count = min(held, size - held)
         # rows held double each round, so the last round may be a part of them
-        rounds.append(GatherRound((rank - held) % size, (rank + held) % size, count, count))
+        rounds.append(Round((rank - held) % size, (rank + held) % size, count, count))
         held += count
     return rounds
 
 
-def gather_to_rounds(rank: int, size: int, dst: int) -> list[GatherRound]:
+def gather_to_rounds(rank: int, size: int, dst: int) -> list[Round]:
     """Gather the rows of all ranks on one rank along a binomial tree; the order of rows is that of `gather_rounds`."""
     place = (rank - dst) % size
-    rounds: list[GatherRound] = []
+    rounds: list[Round] = []
     held = 1
     span = 1
     while span < size:
         if place & span:
-            rounds.append(GatherRound((rank - span) % size, None, held, 0))
+            rounds.append(Round((rank - span) % size, None, held, 0))
             break
         if place + span < size:
             count = min(span, size - place - span)
-            rounds.append(GatherRound(None, (rank + span) % size, 0, count))
+            rounds.append(Round(None, (rank + span) % size, 0, count))
             held += count
         span *= 2
     return rounds
@@ -342,16 +330,14 @@ def _reduction(comm: Comm, state: list[torch.Tensor], combine: Combine) -> Itera
             state[0] = theirs
 
 
-def _gathering(comm: Comm, rows: torch.Tensor, rounds: Sequence[GatherRound]) -> Iterator[list[Any]]:
+def _gathering(comm: Comm, rows: torch.Tensor, rounds: Sequence[Round]) -> Iterator[list[Any]]:
     held = 1
     for each in rounds:
         yield _exchange(comm, each, rows[: each.sent], rows[held : held + each.received])
         held += each.received
 
 
-def _exchange(
-    comm: Comm, each: ReduceRound | GatherRound, sent: torch.Tensor, received: torch.Tensor | None
-) -> list[Any]:
+def _exchange(comm: Comm, each: Round, sent: torch.Tensor, received: torch.Tensor | None) -> list[Any]:
     works: list[Any] = []
     if each.source is not None and received is not None:
         # receives first, so that no send waits in the peer for a buffer

@@ -147,13 +147,9 @@ def _gather_to(comm: Comm, mine: torch.Tensor, sizes: Sequence[int], dst: int) -
     out = mine.new_empty(sum(sizes))
     parts = torch.split(out, list(sizes))
     _ = parts[dst].copy_(mine)
-    start_transfer(comm, lambda: _receive_all(comm, parts))()
+    sources = [rank for rank, part in enumerate(parts) if rank != dst and part.numel()]
+    start_transfer(comm, lambda: [start_receive(comm, parts[rank], rank) for rank in sources])()
     return out
-
-
-def _receive_all(comm: Comm, parts: Sequence[torch.Tensor]) -> list[Any]:
-    sources = [rank for rank, part in enumerate(parts) if rank != comm.rank and part.numel()]
-    return [start_receive(comm, parts[rank], rank) for rank in sources]
 
 
 def _broadcast(comm: Comm, tensor: torch.Tensor, source: int) -> Any:

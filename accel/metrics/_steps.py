@@ -17,8 +17,7 @@ from accel.devices import name_of_device, peak_memory, wait_for_device
 from accel.errors import ConfigError
 from accel.metrics._flops import peak_flops
 from accel.metrics._kinds import Kind, Weight
-from accel.metrics._metrics import Metrics, emptied, own_row, read_values, running_metrics
-from accel.metrics._rows import MetricsRow, gather_rows
+from accel.metrics._metrics import Metrics, MetricsRow, emptied, gather_rows, own_row, read_values, running_metrics
 from accel.terminal import show_seconds
 from accel.topology import data_dimension
 

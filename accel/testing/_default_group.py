@@ -90,11 +90,6 @@ def check_hooks() -> None:
                 _refuse("no state but what a simulation can replace", f"{name} in {', '.join(shared)}")
 
 
-def _rank_tables() -> type[Any]:
-    """The class of c10d's tables as one rank sees them: own attributes hide the properties that lead to globals."""
-    return type("_RankTables", (_c10d._World,), dict.fromkeys(_TABLES))
-
-
 def _fill(tables: Any, group: SimulatedGroup, store: object) -> None:
     """Enter the default group into tables that are a rank's own."""
     for name, make in _TABLES.items():
@@ -134,7 +129,8 @@ class _TorchHooks:
         self._real: Any = _c10d._world
         self._mesh_backend: Any = _mesh.get_backend
         self._new_group: Any = _c10d._new_process_group_helper
-        self._tables = _rank_tables()
+        # c10d's tables as one rank sees them: own attributes hide the properties that lead to globals
+        self._tables = type("_RankTables", (_c10d._World,), dict.fromkeys(_TABLES))
         self._undo = ExitStack()
 
     def hold(self) -> None:

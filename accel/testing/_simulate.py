@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import torch.distributed as dist
 
@@ -23,7 +23,7 @@ from accel.testing._networks import Network
 from accel.testing._process import changed_process
 from accel.testing._sites import SimulationError
 from accel.testing._threads import GlobalStreams, RankStreams, RankThread, RankThreads
-from accel.testing._world import SimulatedRun
+from accel.testing._world import Prepare, SimulatedRun, SimulationOptions
 
 T = TypeVar("T")
 
@@ -71,8 +71,8 @@ class Simulator:
         """Run `fn(ctx)` on every rank; see `simulate`."""
         __tracebackhide__ = True
         self._check_open()
-        options = _Options(seed, timeout_s, faults, default_group, network)
-        return _run(_OnContext(fn, streams), world_size, options, self._streams, self._threads)
+        options = SimulationOptions(seed, timeout_s, faults, default_group, network)
+        return _run(_on_contexts(fn, streams), world_size, options, self._streams, self._threads)
 
     def run_groups(
         self,
@@ -88,8 +88,8 @@ class Simulator:
         """Run `fn(group)` on every rank; see `simulate_groups`."""
         __tracebackhide__ = True
         self._check_open()
-        options = _Options(seed, timeout_s, faults, default_group, network)
-        return _run(fn, world_size, options, self._streams, self._threads)
+        options = SimulationOptions(seed, timeout_s, faults, default_group, network)
+        return _run(_on_groups(fn), world_size, options, self._streams, self._threads)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -154,8 +154,8 @@ def simulate(
     [0, 10, 20]
     """
     __tracebackhide__ = True  # pytest shows the test and the rank's function, and no frame between
-    options = _Options(seed, timeout_s, faults, default_group, network)
-    return _run(_OnContext(fn, streams), world_size, options, GlobalStreams())
+    options = SimulationOptions(seed, timeout_s, faults, default_group, network)
+    return _run(_on_contexts(fn, streams), world_size, options, GlobalStreams())
 
 
 def simulate_groups(
@@ -178,29 +178,51 @@ def simulate_groups(
     Args, returns and errors as of `simulate`.
     """
     __tracebackhide__ = True
-    return _run(fn, world_size, _Options(seed, timeout_s, faults, default_group, network), GlobalStreams())
+    options = SimulationOptions(seed, timeout_s, faults, default_group, network)
+    return _run(_on_groups(fn), world_size, options, GlobalStreams())
 
 
-class _Options(NamedTuple):
-    """Options of a simulation, by the names of `simulate`."""
+def _on_groups(fn: Callable[[dist.ProcessGroup], T]) -> Prepare[T]:
+    """Return the function that prepares a function of a group for a rank."""
+    _check_callable(fn)
+    return partial(partial, fn)
 
-    seed: int | None
-    timeout_s: float
-    faults: Sequence[AnyFault]
-    default_group: bool
-    network: Network | None
+
+def _on_contexts(fn: Callable[[DistContext], T], streams: SimulatedDevice | None) -> Prepare[T]:
+    """Return the function that makes a rank's context, before the rank runs."""
+    _check_callable(fn)
+    kinds = SimulatedDevice | None
+    expected = "a SimulatedDevice or None"
+    check_kind(streams, kinds, "the value is not a simulated device", expected=expected, where="streams=")
+
+    def prepare(group: dist.ProcessGroup) -> Callable[[], T]:
+        ctx = from_group(group, device="cpu")
+        if streams is None:
+            return partial(_call, fn, ctx, nullcontext)
+        device = streams.for_rank(ctx.rank)
+        cast(Any, group).device = device
+        return partial(_call, fn, dataclasses.replace(ctx, streams=device), device.active)
+
+    return prepare
+
+
+def _call(fn: Callable[[DistContext], T], ctx: DistContext, scope: Callable[[], AbstractContextManager[object]]) -> T:
+    __tracebackhide__ = True
+    with scope():
+        result = fn(ctx)
+        ctx.comm.finish()
+        return result
 
 
 def _run(
-    fn: Callable[[dist.ProcessGroup], T],
+    prepare: Prepare[T],
     world_size: int,
-    options: _Options,
+    options: SimulationOptions,
     streams: GlobalStreams,
     kept: RankThreads | None = None,
 ) -> list[T]:
-    """Run `fn(group)` on every rank, on `kept` threads or on threads that end with the run."""
+    """Run a function on every rank, on `kept` threads or on threads that end with the run."""
     __tracebackhide__ = True
-    _check_callable(fn)
     _check(world_size, options)
     groups: AbstractContextManager[Enter] = default_groups() if options.default_group else nullcontext(nullcontext)
     # torch keeps caches of its meshes by thread, so no other rank may have the thread of a rank with a default group
@@ -208,16 +230,7 @@ def _run(
     with changed_process(world_size), groups as around:
         own_group = dist.group.WORLD
         ranks = RankStreams(streams, world_size)
-        prepare = cast(_OnContext[T], fn).prepare if isinstance(fn, _OnContext) else partial(partial, fn)
-        world = SimulatedRun(
-            prepare,
-            world_size,
-            seed=options.seed,
-            faults=options.faults,
-            streams=ranks,
-            network=options.network,
-            around=around,
-        )
+        world = SimulatedRun(prepare, world_size, options, ranks, around)
         taken: list[RankThread] = []
         free = False
         try:
@@ -240,53 +253,12 @@ def _run(
     return results
 
 
-class _OnContext(Generic[T]):
-    """A function of a context as one of a group, which can be prepared before the rank runs."""
-
-    def __init__(self, fn: Callable[[DistContext], T], streams: SimulatedDevice | None) -> None:
-        _check_callable(fn)
-        if streams is not None:
-            check_kind(
-                streams,
-                SimulatedDevice,
-                "the value is not a simulated device",
-                expected="a SimulatedDevice or None",
-                where="streams=",
-            )
-        self._fn = fn
-        self._streams = streams
-
-    def __call__(self, group: dist.ProcessGroup) -> T:
-        __tracebackhide__ = True
-        return self.prepare(group)()
-
-    def prepare(self, group: dist.ProcessGroup) -> Callable[[], T]:
-        """Make the context, and return what the rank is to call."""
-        ctx = from_group(group, device="cpu")
-        if self._streams is None:
-            return partial(self._call, ctx)
-        device = self._streams.for_rank(ctx.rank)
-        cast(Any, group).device = device
-        return partial(self._call_on, device, dataclasses.replace(ctx, streams=device))
-
-    def _call(self, ctx: DistContext) -> T:
-        __tracebackhide__ = True
-        result = self._fn(ctx)
-        ctx.comm.finish()
-        return result
-
-    def _call_on(self, device: SimulatedDevice, ctx: DistContext) -> T:
-        __tracebackhide__ = True
-        with device.active():
-            return self._call(ctx)
-
-
 def _check_callable(fn: object) -> None:
     if not callable(fn):
         raise ConfigError("nothing to run", expected="a function of one argument", got=repr(fn), where="fn=")
 
 
-def _check(world_size: int, options: _Options) -> None:
+def _check(world_size: int, options: SimulationOptions) -> None:
     if options.network is not None:
         check_choice(options.network, get_args(Network), "no network of that name", where="network=")
     check_count(world_size, "no world of that size", expected="1 rank or more", where="world_size=")

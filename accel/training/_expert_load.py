@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from accel.comm import refuse_replaced, summed
 from accel.context import DistContext, group_of
 from accel.context._dist_context import check_context
-from accel.data import SampleCount
 from accel.errors import ConfigError, PrepareError, StepError
 from accel.errors._checks import check_kind
 from accel.optim import Accumulation
@@ -161,7 +160,7 @@ class ExpertLoad:
         """
         window = state.accum if isinstance(state, TrainState) else state
         self._begin(window)
-        is_real = not isinstance(state, TrainState) or state.valid is None or _is_real(state.valid)
+        is_real = not isinstance(state, TrainState) or state.valid is None or state.valid > 0
         self._mask, self._is_real = mask, is_real
         self._is_counting, before = True, self._calls
         try:
@@ -321,10 +320,6 @@ class ExpertLoad:
         self._micros = set()
         for each in self._layers.values():
             _ = each.counts.zero_()
-
-
-def _is_real(valid: SampleCount) -> bool:
-    return int(valid) > 0
 
 
 def _experts_by_path(model: nn.Module, experts: Mapping[str, int] | Literal["model"]) -> dict[str, int]:

@@ -29,11 +29,11 @@ _PASSES = 100  # over the dataset, before a sampler without a length counts as e
 _PLAIN = {int, float, bool, str, bytes, tuple, type(None)}
 
 
-class SamplerDraw(msgspec.Struct, frozen=True, eq=False):
-    """Samples drawn from a sampler.
+class DrawnOrder(msgspec.Struct, frozen=True, eq=False):
+    """The samples of one epoch, as a sampler drew them.
 
     Attributes:
-        samples: positions in the dataset, int64, shape [given].
+        samples: positions in the dataset, int64, shape [n].
         bounds: of a batch sampler: 0, and the end of each batch among the samples; else empty.
         digest: a short text, different for different samples or batches.
     """
@@ -42,8 +42,12 @@ class SamplerDraw(msgspec.Struct, frozen=True, eq=False):
     bounds: list[int]
     digest: str
 
+    def at(self, positions: torch.Tensor) -> Any:
+        """Return the samples at several positions, as nested lists of the positions' shape."""
+        return cast(Any, self.samples[positions]).tolist()
 
-def draw(sampler: Any, cursor: Cursor, *, in_batches: bool, dataset: Any) -> SamplerDraw:
+
+def draw(sampler: Any, cursor: Cursor, *, in_batches: bool, dataset: Any) -> DrawnOrder:
     """Return the samples of one epoch, drawn from the user's sampler; the global random streams are restored.
 
     Raises `DataError` where it fails, or yields nothing, too many, no integers or positions outside the dataset.
@@ -93,7 +97,7 @@ def draw(sampler: Any, cursor: Cursor, *, in_batches: bool, dataset: Any) -> Sam
         _refuse(name, "yields a position outside the dataset", f"0 to {(size or 2**63) - 1}", bad, "")
     hashed = hashlib.blake2b(given, digest_size=6)
     hashed.update(array("q", bounds))
-    return SamplerDraw(samples, bounds if in_batches else [], hashed.hexdigest())
+    return DrawnOrder(samples, bounds if in_batches else [], hashed.hexdigest())
 
 
 def _length(sampler: Any) -> int | None:
@@ -238,20 +242,6 @@ class Order(msgspec.Struct, frozen=True):
         return cast(Any, positions).tolist()
 
 
-class DrawnOrder(msgspec.Struct, frozen=True, eq=False):
-    """The samples of one epoch, as a sampler drew them.
-
-    Attributes:
-        samples: shape [n], int64.
-    """
-
-    samples: torch.Tensor
-
-    def at(self, positions: torch.Tensor) -> Any:
-        """Return the samples at several positions, as nested lists of the positions' shape."""
-        return cast(Any, self.samples[positions]).tolist()
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleSource:
     """The samples of a loader, and how every epoch orders and cuts them.
@@ -335,8 +325,8 @@ def plan_epoch(source: SampleSource, cursor: Cursor) -> Epoch:
     if isinstance(plan, EpochPlan):
         return Epoch(this, msgspec.structs.replace(plan, samples=count), entered)
     if source.lengths is not None and plan.batch_tokens is not None:
-        rest = DrawnOrder(source.lengths).at(torch.tensor(this.at(torch.arange(cursor.consumed, count))))
-        bounds = token_bounds(rest, plan.batch_tokens, cursor.consumed)
+        rest: Any = source.lengths[torch.tensor(this.at(torch.arange(cursor.consumed, count)))]
+        bounds = token_bounds(rest.tolist(), plan.batch_tokens, cursor.consumed)
     return Epoch(this, BatchBounds(bounds, plan.batches_per_step, plan.tail == "drop"), entered)
 
 
@@ -395,7 +385,7 @@ def _ordered(source: SampleSource, cursor: Cursor) -> tuple[Order | DrawnOrder, 
         return this, source.samples, [], name
     drawn = draw(source.sampler, cursor, in_batches=source.in_batches, dataset=source.dataset)
     name = f"{len(drawn.samples)} samples drawn by {type(source.sampler).__name__}, digest {drawn.digest}"
-    return DrawnOrder(drawn.samples), len(drawn.samples), drawn.bounds, name
+    return drawn, len(drawn.samples), drawn.bounds, name
 
 
 def _ranked(n: int, keys: tuple[int, ...]) -> torch.Tensor:

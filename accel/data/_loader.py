@@ -22,7 +22,15 @@ from accel.data._cursor import Coordinates, Cursor, LastPass
 from accel.data._epoch import SampleSource, lengths_in, plan_epoch, steps_of
 from accel.data._requests import Workers
 from accel.data._shards import BatchPlan, EpochPlan, Tail
-from accel.data.stream._loader import StreamLoader, StreamMode, is_stream, reading_options, stream_loader, tail_of
+from accel.data.stream._loader import (
+    StreamLoader,
+    StreamMode,
+    is_stream,
+    reading_options,
+    stream_loader,
+    tail_of,
+    unread,
+)
 from accel.errors import ConfigError, DataError
 
 _FABRIC = "_FabricDataLoader"
@@ -294,11 +302,7 @@ class Loader:
             self.workers.close()
 
     def __iter__(self) -> NoReturn:
-        raise DataError(
-            "a prepared loader is read by accel.batches, from a position",
-            expected="for batch in accel.batches(ctx, loader, state)",
-            got="for batch in loader",
-        )
+        raise unread()
 
 
 @overload

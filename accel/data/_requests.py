@@ -155,7 +155,7 @@ class RequestedDataset(Dataset[Any]):
     def _read(self, base: int | None, start: int, stop: int, samples: list[int]) -> Any:
         dataset = self.__dict__["_dataset"]
         whole = self.__dict__["_whole"]
-        if whole or _reads_batches(dataset):
+        if whole or callable(getattr(_undivided(dataset), "__getitems__", None)):  # it reads several at once itself
             if base is not None:
                 seed_streams(base, start)
             return dataset[samples] if whole else dataset.__getitems__(samples)
@@ -224,11 +224,6 @@ def read_here(dataset: Any, collate: Callable[[Any], Any], asked: Iterable[Any])
         return collate(several(samples) if several else [dataset[sample] for sample in samples])
 
     return map(read, asked)
-
-
-def _reads_batches(dataset: Any) -> bool:
-    """Whether a dataset has its own way to read several samples at once."""
-    return callable(getattr(_undivided(dataset), "__getitems__", None))
 
 
 def _draws_nothing(dataset: Any) -> bool:

@@ -31,7 +31,9 @@ class StreamedState:
     """
 
     def __init__(self, optimizer: Optimizer, streams: DeviceStreams) -> None:
-        _check_optimizer(optimizer)
+        deals_state = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
+        if isinstance(optimizer, LBFGS) or deals_state:
+            raise _refused(optimizer, "state that belongs to no single parameter")
         self.streams = streams
         self._optimizer = optimizer
         self._into = streams.side()
@@ -228,12 +230,6 @@ def _check_options(
                 where=_WHERE,
                 fix="Leave offload out of the plan, and begin again: some parameters have moved.",
             )
-
-
-def _check_optimizer(optimizer: Optimizer) -> None:
-    deals_state = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
-    if isinstance(optimizer, LBFGS) or deals_state:
-        raise _refused(optimizer, "state that belongs to no single parameter")
 
 
 def _refused(optimizer: Optimizer, got: str) -> ConfigError:

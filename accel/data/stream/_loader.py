@@ -30,6 +30,15 @@ _MODES = (
 )
 
 
+def unread() -> DataError:
+    """Make the error for a loop over a prepared loader."""
+    return DataError(
+        "a prepared loader is read by accel.batches, from a position",
+        expected="for batch in accel.batches(ctx, loader, state)",
+        got="for batch in loader",
+    )
+
+
 @runtime_checkable
 class _Shardable(Protocol):
     def shard(self, num_shards: int, index: int) -> Iterable[Any]: ...
@@ -73,11 +82,7 @@ class StreamLoader:
     passes: LastPass = dataclasses.field(default_factory=LastPass, repr=False, compare=False)
 
     def __iter__(self) -> NoReturn:
-        raise DataError(
-            "a prepared loader is read by accel.batches, from a position",
-            expected="for batch in accel.batches(ctx, loader, state)",
-            got="for batch in loader",
-        )
+        raise unread()
 
     @property
     def is_shared(self) -> bool:

@@ -124,7 +124,7 @@ class _RankStep(NamedTuple):
         rank: index along pp.
         copies: ranks with equal parameters.
         held: parameters of the rank.
-        kept: what forward keeps for backward.
+        kept: tensors that forward keeps for backward.
     """
 
     model: Model | Transformer
@@ -153,34 +153,15 @@ class _RankStep(NamedTuple):
         units = len(held.blocks)
         whole = units if keeps_blocks(plan, self.axes) else 0
 
-        away = flying * self.away()
-        known = RankMemory(
-            moment="forward",
-            stage=self.rank,
-            parameters=held.every.stored + (self.model.buffer_bytes if isinstance(self.model, Model) else 0),
-            gradients=0,
-            optimizer=self.state(),
-            activations=None,
-            gathered=0,
-            buffers=self.received(),
-        )
+        known = self.at_all_moments()
 
         def at(moment: Moment, gradients: int, activations: int, blocks: int, buffers: int) -> RankMemory:
-            found = replace(
-                known,
-                moment=moment,
-                gradients=gradients,
-                activations=activations
-                if isinstance(self.model, Transformer) or self.model.knows_activations
-                else None,
-                gathered=self.gathered(blocks, flying, moment),
-                buffers=known.buffers + buffers,
-            )
-            if plan.offload == "optimizer":
-                found = self.without_state(found)
-            elif plan.offload and self.is_sharded:
-                found = _offloaded(found, full)
-            return replace(found, host=found.host + (0 if moment == "optimizer" else away))
+            buffers += known.buffers
+            gathered = self.gathered(blocks, flying, moment)
+            found = replace(known, moment=moment, gradients=gradients, gathered=gathered, buffers=buffers)
+            if known.activations is not None:
+                found = replace(found, activations=activations)
+            return self.with_host(found, full, flying)
 
         again = self.again()
         layers = sum(held.layers)
@@ -205,6 +186,28 @@ class _RankStep(NamedTuple):
         yield at("last reduction", trained + full, first, 0, reduced + summed)
         temporaries = OPTIMIZERS[step.optimizer].temporaries * trained
         yield at("optimizer", trained, 0, whole if self.axes.pp > 1 and self.is_sharded else 0, temporaries)
+
+    def at_all_moments(self) -> RankMemory:
+        """Return the parts that do not change within a step; no activations where they are not known."""
+        model = self.model
+        return RankMemory(
+            moment="forward",
+            stage=self.rank,
+            parameters=self.held.every.stored + (model.buffer_bytes if isinstance(model, Model) else 0),
+            gradients=0,
+            optimizer=self.state(),
+            activations=0 if isinstance(model, Transformer) or model.knows_activations else None,
+            gathered=0,
+            buffers=self.received(),
+        )
+
+    def with_host(self, memory: RankMemory, full: int, flying: int) -> RankMemory:
+        """Return the memory with what the plan, and `offload_activations`, leave on the host."""
+        if self.plan.offload == "optimizer":
+            memory = self.without_state(memory)
+        elif self.plan.offload and self.is_sharded:
+            memory = _offloaded(memory, full)
+        return replace(memory, host=memory.host + (0 if memory.moment == "optimizer" else flying * self.away()))
 
     @property
     def is_sharded(self) -> bool:
@@ -261,7 +264,8 @@ class _RankStep(NamedTuple):
 
     def entries(self, *, offload: bool | None = None) -> Sequence[int]:
         """Return what the blocks of each stage keep on the device; `offload` in place of the step's."""
-        block, dense = self.entry(self.kept.block), self.entry(self.kept.dense)
+        block = self.entry(self.kept.block)
+        dense = self.entry(self.kept.dense)
         if self.step.offload if offload is None else offload:
             return [block * min(layers, 1) for layers in self.held.layers]
         stages = zip(self.held.layers, self.held.dense, strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of gradients by the strategy fsdp: penalties, forces within a forward, graphs that nobody uses."""
+"""Gradients of gradients on shards and on parts: penalties, forces within a forward, graphs that nobody uses."""
 
 from __future__ import annotations
 
@@ -33,6 +33,23 @@ class Energy(nn.Module):
         for block in self.blocks:
             hidden = hidden + block(hidden)
         return self.last(hidden)
+
+
+class Pair(nn.Module):
+    """Two layers that ranks along tp divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Divided(Energy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pair() for _ in range(2))
 
 
 class Forces(nn.Module):
@@ -78,7 +95,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor]]
     "second derivative": (Energy, _second_derivative),
     "forces": (Forces, _forces),
     "forces alone": (Forces, _forces_alone),
+    "penalty of parts": (Divided, _penalty),
+    "second derivative of parts": (Divided, _second_derivative),
 }
+ON_SHARDS = [name for name in CASES if "parts" not in name]
 
 
 def _samples() -> Tensor:
@@ -122,9 +142,9 @@ def _train(ctx: accel.DistContext, name: str, accumulation: int, between: str) -
                 state = accel.backward(ctx, loss, state)
             if state.sync:
                 state = accel.optimizer_step(ctx, optimizer, state)
-    gathered = [each for each in model.modules() if isinstance(each, FSDPModule)]
-    assert len(gathered) >= 4
-    assert not any(type(each) is nn.Parameter for each in model.parameters())  # shards again
+    if name in ON_SHARDS:
+        assert len([each for each in model.modules() if isinstance(each, FSDPModule)]) >= 4
+        assert not any(type(each) is nn.Parameter for each in model.parameters())  # shards again
     return accel.get_state_dict(ctx, model, dst=None)
 
 
@@ -147,6 +167,19 @@ def test_training_with_gradients_of_gradients_equals_one_process(
         return _train(accel.replace(ctx, strategy="fsdp", plan=plan), name, accumulation, between)
 
     for found in ranks.run(rank, 3 - (accumulation - 1), default_group=True):
+        torch.testing.assert_close(found, _alone(name), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ON_SHARDS])
+@pytest.mark.parametrize(("mesh", "world_size"), [("tp=2", 2), ("dp=2,tp=2", 4)])
+def test_ranks_that_divide_layers_equal_one_process(ranks: Simulator, name: str, mesh: str, world_size: int) -> None:
+    plan = Plan(tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
+
+    def rank(ctx: accel.DistContext) -> dict[str, Tensor]:
+        strategy = "fsdp" if world_size == 4 else "ddp"
+        return _train(accel.replace(ctx, mesh=mesh, strategy=strategy, plan=plan), name, 1, "")
+
+    for found in ranks.run(rank, world_size, default_group=True):
         torch.testing.assert_close(found, _alone(name), rtol=0, atol=1e-12)
 
 

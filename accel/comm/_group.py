@@ -248,7 +248,7 @@ def alone() -> Comm:
 def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s: float) -> Comm:
     """Open the default process group, of one process too, or adopt it if it is open. A collective.
 
-    `backend` is c10d's for tensors on the device; None for that of its kind, such as nccl on CUDA.
+    `backend` is c10d's for tensors on the device; None for the usual one of its kind, such as nccl on CUDA.
     """
     if dist.is_initialized():
         return _adopt_default(env, device, backend)

@@ -411,7 +411,7 @@ def _open_sockets() -> dict[int, int]:
     """Return the inode number of each socket of this process, by descriptor."""
     found: dict[int, int] = {}
     for name in os.listdir(_SOCKETS) if os.path.isdir(_SOCKETS) else []:
-        with contextlib.suppress(OSError):  # closed since, as that of the listing itself
+        with contextlib.suppress(OSError):  # closed since, as the descriptor of the listing itself
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):
                 found[int(name)] = status.st_ino

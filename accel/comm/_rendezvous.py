@@ -74,7 +74,7 @@ def open_store(env: LaunchEnv, timeout_s: float) -> Store:
         try:
             return _meet(env, timeout_s)
         except dist.DistNetworkError as error:
-            # rank 0's store may be that of the previous group, about to close
+            # rank 0's store may belong to the previous group, about to close
             if env.rank == 0 or time.monotonic() - began > min(_RETRY_S, timeout_s):
                 raise _unreachable(env, error) from error
             time.sleep(0.1)

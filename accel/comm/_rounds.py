@@ -37,7 +37,7 @@ class Round(NamedTuple):
 
 
 def reduction_rounds(rank: int, size: int) -> list[Round]:
-    """Reduce on all ranks by recursive doubling, in rank order: each value is that of a run of neighbouring ranks."""
+    """Reduce on all ranks by recursive doubling, in rank order: each value covers a run of neighbouring ranks."""
     power = 1 << (size.bit_length() - 1)
     pairs = size - power  # ranks beyond a power of two: a neighbour sends their value, and returns the result
     if rank < 2 * pairs and rank % 2:
@@ -68,7 +68,7 @@ def gather_rounds(rank: int, size: int) -> list[Round]:
 
 
 def gather_to_rounds(rank: int, size: int, dst: int) -> list[Round]:
-    """Gather the rows of all ranks on one rank along a binomial tree; the order of rows is that of `gather_rounds`."""
+    """Gather the rows of all ranks on one rank along a binomial tree; rows have the order of `gather_rounds`."""
     place = (rank - dst) % size
     rounds: list[Round] = []
     held = 1
@@ -248,8 +248,8 @@ def start_receive(comm: Comm, tensor: torch.Tensor, source: int) -> Any:
     return cast(Any, dist).irecv(tensor, group=comm.carrier(tensor), group_src=source, tag=_TAG)
 
 
-# Overwrites the value of a run of ranks, shape [..., length], with that of this run and of the run above; any bytes are
-# a value.
+# Overwrites the value of a run of ranks, shape [..., length], with the value of this run and the run above; any bytes
+# are a value.
 Combine = Callable[[torch.Tensor, torch.Tensor], None]
 
 

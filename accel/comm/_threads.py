@@ -100,7 +100,7 @@ class SilentGroup(ThreadGroup):
         super().__init__(_Meeting(size), 0, size)
 
     def _met(self, given: list[Tensor], of: Callable[[Sequence[list[Tensor]]], Tensor], output: Tensor) -> dist.Work:
-        if output is not given[0]:  # no sum, which is that of this rank
+        if output is not given[0]:  # no sum: a sum stays the value of this rank
             _ = output.zero_()
         return _Done()
 

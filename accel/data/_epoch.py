@@ -291,7 +291,7 @@ def order(seed: int, epoch: int, n: int, *, shuffle: bool = True, salt: int | No
         epoch: number of the epoch, which has its own permutation.
         n: number of samples, at most 10**15.
         shuffle: False for the dataset's own sequence.
-        salt: a second seed, such as that of a loader's own generator.
+        salt: a second seed, such as the seed of a loader's generator.
 
     Raises:
         ConfigError: n below 1 or too large, or a seed or epoch outside its range.

@@ -375,7 +375,7 @@ def prepare_loader(
             default if the loader has workers. Augmentation then depends on neither workers nor ranks. A dataset that
             draws nothing, such as a TensorDataset, is seeded once a batch. Streams are always seeded.
         replay: for a stream only, whether to resume by reading from the beginning even if the stream has a state. By
-            default if the state is known to be incomplete: that of a Hugging Face dataset with a shuffle buffer. With
+            default if the state is known to be incomplete, as a Hugging Face dataset's with a shuffle buffer. With
             False the samples in the buffer are lost at a resume.
         steps_per_message: for a stream only, largest number of small steps in one message between ranks; by default 1
             with workers, else 8, which are read at once. The first message holds one step.

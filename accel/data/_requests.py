@@ -248,7 +248,7 @@ def seed_base(key: Key) -> int:
 
 
 def seed_streams(base: int, position: int) -> None:
-    """Seed python's, numpy's and torch's global streams; the mixing is that of SplitMix64 (Steele et al. 2014)."""
+    """Seed python's, numpy's and torch's global streams; the mixing is SplitMix64's (Steele et al. 2014)."""
     word = (base + (position + 1) * 0x9E3779B97F4A7C15) & _WORD
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD

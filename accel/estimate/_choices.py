@@ -174,7 +174,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         hosts: speeds of the machine.
         images: number of images of a sequence, for models with an encoder of them.
         side: side of an image in pixels, for encoders that take images of any size.
-        offload, chunks: as of `EstimatedStep`. Copies to the host count no time.
+        offload, chunks: as for `EstimatedStep`. Copies to the host count no time.
         plan: `logits` and `offload` of the plans to choose among.
     """
 

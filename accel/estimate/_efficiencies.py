@@ -46,7 +46,7 @@ class AttentionSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """Causal attention; its masked half counts no operations.
 
     Attributes:
-        dtype: as of products.
+        dtype: as for products.
         tokens: length of a sequence.
         head_width: size of a head.
         forward: operations a second of the forward.
@@ -464,7 +464,7 @@ class Hosts(msgspec.Struct, frozen=True, kw_only=True):
         latency_s: seconds of a message, whatever its length.
         efficiencies: speeds of a GPU by shape; those published for H100 by default.
         flops: operations a second of a GPU, in their place, for products and attention of any shape and format.
-        power_w: power limit of a GPU in watts; that of the table by default.
+        power_w: power limit of a GPU in watts; the table's by default.
 
     Raises:
         ConfigError: a number that is not above 0, or a power limit for speeds of an unknown one.
@@ -489,7 +489,7 @@ class Hosts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def clock(self) -> float:
-        """The GPU's clock under its power limit, as a part of that of the table.
+        """The GPU's clock under its power limit, as a part of the table's.
 
         The power of a circuit goes with its clock and the square of its voltage, which goes with the clock. The data
         sheets of H100 SXM (700 W) and NVL (400 W) agree: 989 and 835 Tflop/s are an exponent of 0.30.

@@ -420,7 +420,7 @@ def strategy_memory(model: Model, strategy: str, step: EstimatedStep, nproc: int
 
     Args:
         model: the description of a model.
-        strategy: "ddp", "ddp-zero", "fsdp" or "fsdp-keep", in place of that of the step.
+        strategy: "ddp", "ddp-zero", "fsdp" or "fsdp-keep", in place of the step's.
         step: the step.
         nproc: number of ranks.
 

@@ -22,7 +22,7 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
         name: name in the model.
         shape: sizes.
         dtype: safetensors' name of the dtype in training.
-        file_dtype: that of the dtype in its checkpoint; None for `dtype`.
+        file_dtype: the same for its checkpoint; None for `dtype`.
         trained: whether it has a gradient.
         stored: whether checkpoints hold it; False for a non-persistent buffer.
         looked_up: whether it is known as a lookup table, without a product.
@@ -211,7 +211,7 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
         dense: number of blocks, the first ones, with an MLP in the place of experts.
         dense_inner: size of a token inside these.
         corrected: whether routers have a stored bias for each expert, which is no parameter.
-        tied: whether the head's weight is that of the embedding.
+        tied: whether the head shares the embedding's weight.
         divided_ends: whether the tensor-parallel plan of the model divides embedding and head.
         compared: size of the vectors of texts and images that are compared, in the place of a head; 0 for a head.
         tower: encoder of images; None without one.
@@ -407,5 +407,5 @@ def _inside(path: str, parameters: Iterable[Parameter]) -> Iterator[Parameter]:
 
 
 def is_expert(parameter: Parameter) -> bool:
-    """Return whether a parameter of a block is that of its experts, expert after expert along its first dimension."""
+    """Return whether a parameter of a block belongs to its experts, expert after expert along its first dimension."""
     return parameter.name.startswith("mlp.experts.")

@@ -252,7 +252,7 @@ def cached_model(name: str, environ: Mapping[str, str]) -> Path:
 
 
 def is_model_name(source: str) -> bool:
-    """Return whether a text may be the name of a model on the Hub, and is not that of a file."""
+    """Return whether a text may be the name of a model on the Hub, and names no file."""
     return _NAME.fullmatch(source) is not None and not source.endswith(_FILES)
 
 

@@ -181,7 +181,7 @@ def stream_bytes(step: EstimatedStep, engine: Engine) -> int:
 
 
 def tower_side(tower: Tower, step: EstimatedStep) -> int:
-    """Return the side of an image in pixels: the encoder's own, or that of the step."""
+    """Return the side of an image in pixels: the encoder's, or without one the step's."""
     return tower.side or step.side
 
 

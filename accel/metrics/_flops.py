@@ -51,7 +51,7 @@ def count_flops(model: nn.Module, *args: Any, **kwargs: Any) -> FlopCount:
 
     Args:
         model: plain model, before `prepare`; on any device, the meta device included.
-        args, kwargs: an input of the model, as of one batch.
+        args, kwargs: an input of the model, such as one batch.
 
     Returns:
         The count for this input; `StepStatistics.read(flops_per_sample=)` takes its `per_sample`.

@@ -170,7 +170,7 @@ class Metrics(States, frozen=True, eq=False):
         """Return the record with the numbers of several ranks together.
 
         Args:
-            parts: as of `with_rank_part`, in rank order; None for a rank without numbers.
+            parts: as for `with_rank_part`, in rank order; None for a rank without numbers.
 
         Raises:
             msgspec.ValidationError: a part does not fit.

@@ -242,7 +242,7 @@ class StepStatistics(msgspec.Struct, frozen=True, eq=False):
             state: the state after it: `TrainState`. Without one, each batch is a step.
             tokens: number of tokens that count on this rank.
             weight: weight of the values; `batch.weight` by default.
-            values: by declared name, as of `Metrics.add`.
+            values: by declared name, as for `Metrics.add`.
 
         Raises:
             ConfigError, DataError, TreeError: as `Metrics.add`; or a name that the statistics have themselves.
@@ -304,7 +304,7 @@ def step_statistics(**kinds: Kind) -> StepStatistics:
     """Return empty statistics of training steps. No communication.
 
     Args:
-        kinds: further metrics and their kinds, as of `running_metrics`, so that one collective reads all.
+        kinds: further metrics and their kinds, as for `running_metrics`, so that one collective reads all.
 
     Raises:
         ConfigError: as `running_metrics`, or a name that the statistics have themselves.

@@ -165,7 +165,7 @@ def plan_matrices(specs: Sequence[Spec], ranks: Sequence[int]) -> list[Matrix]:
 
 
 def cost(shape: tuple[int, int]) -> float:
-    """Return a matrix's cost: that of a product with its transpose."""
+    """Return a matrix's cost: a product with its transpose."""
     return float(math.prod(shape) * min(shape))
 
 

@@ -49,7 +49,7 @@ class StreamedState:
             self.streams.synchronize(self._left)
 
     def on_host(self, value: Tensor) -> Tensor:
-        """Return a copy of a value on the host, as of a state that is loaded."""
+        """Return a copy of a value on the host, as for a state that is loaded."""
         home = self._new_home(value)
         self.streams.copy(local_part(home), local_part(value))
         self._left = self.streams.record(self.streams.current())

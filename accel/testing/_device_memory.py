@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a simulated device: that of the CPU, poison until it is written and once it is freed; and clocks of streams
+"""Memory of a simulated device: CPU memory, poison until it is written and once it is freed; and clocks of streams
 and host: accesses with nothing between them are races.
 
 Freed memory is given out again to the stream that owned it. In program order, what a copy wrote to pinned memory is
@@ -191,7 +191,7 @@ class DeviceMemory:
             nbytes = max(span(like)[1], dtype.itemsize, 1)
             block = self._reused(kind, owner, nbytes) or MemoryBlock(kind, owner, nbytes)
             address = block.bytes.data_ptr()
-            # torch keeps the buffer for as long as a storage uses it, so its end is that of the last tensor
+            # torch keeps the buffer for as long as a storage uses it, so it ends with the last tensor
             buffer: Any = (ctypes.c_uint8 * nbytes).from_address(address)
             weakref.finalize(buffer, self._freed.append, block).atexit = False
             self._blocks[address] = block

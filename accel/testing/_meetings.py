@@ -140,7 +140,7 @@ class CallTraffic:
             for known in self._groups.values():
                 if known.members.name == name and set(known.members.ranks) & set(ranks):
                     self._refuse_group(known, ranks)
-            whole = not self._groups  # the first group is that of all ranks
+            whole = not self._groups  # the first group has all ranks
             self._groups[key] = MeetingPoint(self, Members(name, ranks, whole=whole))
         return self._groups[key]
 

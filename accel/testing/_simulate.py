@@ -175,7 +175,7 @@ def simulate_groups(
     `dist.group.WORLD` as well, and may be left out; without, what asks for a default group does not run: `DeviceMesh`
     and all above it, roots as `src=` and `dst=`, and `dist.recv`, which looks the sender up (`irecv` does not).
 
-    Args, returns and errors as of `simulate`.
+    Args, returns and errors as for `simulate`.
     """
     __tracebackhide__ = True
     options = SimulationOptions(seed, timeout_s, faults, default_group, network)

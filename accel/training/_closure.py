@@ -114,7 +114,7 @@ def _checked(
         "parameters that ranks divide": any(map(is_dtensor, parameters)),
         "a pipeline": ctx.axis("pp").size > 1,
         "ranks that step separately": any(map(steps_alone, parameters)),
-        "a loss scale, as of fp16": state.scaler.dynamic or state.scaler.scale != 1.0,
+        "a loss scale, as with fp16": state.scaler.dynamic or state.scaler.scale != 1.0,
         "master weights": ctx.precision.master_weights is not None,
     }
     if found := [each for each, holds in refused.items() if holds]:

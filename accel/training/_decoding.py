@@ -348,7 +348,7 @@ def decode(
     _warn_long(model, longest + count)
     ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     counts = torch.full((len(ids),), 0 if stop else count, device=ids.device)
-    wide = torch.float64 if scores or numbers is not None else torch.int64  # as of `next_tokens`
+    wide = torch.float64 if scores or numbers is not None else torch.int64  # as in `next_tokens`
     found = torch.zeros(1 + scores, len(ids), count, dtype=wide, device=ids.device)
     found[0] = stop[0] if stop else 0
     ends = torch.tensor(stop, dtype=ids.dtype, device=ids.device)

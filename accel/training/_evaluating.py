@@ -132,7 +132,7 @@ class Ema(nn.Module):
         self.decay, self.warmup, self.averages_buffers = decay, warmup, buffers == "average"
         self.weights = nn.Module()
         for name, _ in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
-            _ = _child(self.weights, clean_name(model, name))  # in the model's order, which that of tensors follows
+            _ = _child(self.weights, clean_name(model, name))  # in the model's order, which tensors follow
         for name, live in _named(model, buffers=self.averages_buffers):
             _add_copy(self.weights, name, live)
         follow_stages(self, model)

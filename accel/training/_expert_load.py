@@ -66,7 +66,7 @@ class _Counted(NamedTuple):
     Attributes:
         counts: tokens of each expert on this rank in the window so far.
         holder: module with the bias; None without one.
-        is_sorted: whether the module is called with every token for each expert, as that of Llama 4.
+        is_sorted: whether the module is called with every token for each expert, as in Llama 4.
     """
 
     counts: Tensor
@@ -348,7 +348,7 @@ def _experts_by_path(model: nn.Module, experts: Mapping[str, int] | Literal["mod
 
 
 def _holder(modules: Mapping[str, nn.Module], path: str, bias: str, paths: Iterable[str]) -> nn.Module | None:
-    """Return the module with the bias: that of experts, or one in the block that holds no other experts."""
+    """Return the module with the bias: the experts, or a module of the block that holds no other experts."""
     block = path
     while True:
         inside = [each for each in modules if each == block or each.startswith(f"{block}.") or not block]

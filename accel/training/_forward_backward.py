@@ -242,7 +242,7 @@ def forward(
     Args:
         ctx: the context.
         model: from `prepare` or `prepare_model`.
-        inputs: as of `forward_backward`.
+        inputs: as for `forward_backward`.
         select: maps the model's output to the tensor to return, with the batch in dimension 0; the first tensor of the
             output by default, such as the logits of Hugging Face's models.
 

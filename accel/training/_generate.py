@@ -69,7 +69,7 @@ def generate(
         max_new_tokens: number of tokens to add, from 1.
         attention_mask: 1 for tokens and 0 for padding before them, shape [rows, length]; for a cache. None for prompts
             of one length.
-        temperature, top_k, top_p: as of transformers: 0 for the most probable token; else a divisor of the logits, and
+        temperature, top_k, top_p: as in transformers: 0 for the most probable token; else a divisor of the logits, and
             limits on the tokens that may be drawn.
         key: source of the draws; equal on every rank. A token is drawn by a number that depends on the key, the row's
             number and the token's place alone, so that any number of ranks draws the same tokens, but where the
@@ -90,7 +90,7 @@ def generate(
         ConfigError: an encoder-decoder, a model without a language head, a mesh with `cp`, an engine, arguments out of
             range, a mask that is not for prompts padded in front, or a cache of a model that has none.
         DataError: tokens or positions that the model's tables do not have, on the CPU.
-        StageError, PeerError: as of `forward`.
+        StageError, PeerError: as for `forward`.
 
     Examples:
         >>> class Next(nn.Module):

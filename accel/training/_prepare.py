@@ -93,7 +93,7 @@ def _begins(state: Mapping[str, Any], shape: torch.Size) -> bool:
 
 
 def _shard_state(optimizer: Optimizer) -> None:
-    """Replace the first state of parameters that were sharded by that of their shards. Mutates the optimizer."""
+    """Replace the first state of sharded parameters by the state of their shards. Mutates the optimizer."""
     for old in parameters_of([optimizer]):
         if (new := heir_of(old)) is not None and old in optimizer.state:
             state = optimizer.state.pop(old)

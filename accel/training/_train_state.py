@@ -276,7 +276,7 @@ def train_state(
         accumulation: micro-batches in a window; by default `ctx.accumulation`, the setting of flag, variable or file.
         sync_each_batch: whether ranks exchange gradients in every micro-batch and not only in the last. This takes more
             communication, but sharded models need no memory for full gradients. The result is the same.
-        scaler: the first loss scale; by default that of `loss_scale(ctx)`: dynamic for fp16, else fixed at 1.
+        scaler: the first loss scale; by default `loss_scale(ctx)`: dynamic for fp16, else fixed at 1.
 
     Raises:
         ConfigError: an argument outside its range.

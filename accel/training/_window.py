@@ -249,7 +249,7 @@ def joined(
 def shortening(norm: float | torch.Tensor, max_norm: float) -> float | torch.Tensor:
     """Return the factor that shortens gradients of a norm to `max_norm`, at most 1.
 
-    The 1e-6 is that of torch.nn.utils.clip_grad_norm_.
+    The 1e-6 comes from torch.nn.utils.clip_grad_norm_.
     """
     if isinstance(norm, torch.Tensor):
         return (max_norm / (norm + 1e-6)).clamp(max=1.0)

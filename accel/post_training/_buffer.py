@@ -123,13 +123,9 @@ class RolloutBuffer(msgspec.Struct, frozen=True, eq=False):
 
     def __post_init__(self) -> None:
         check_count(self.batch, "the number of prompts is not valid", where=f"{_WHERE}(batch=)")
-        if self.max_staleness < 0:
-            raise DataError(
-                "the number of updates is not valid",
-                expected="0 or more",
-                got=repr(self.max_staleness),
-                where=f"{_WHERE}(max_staleness=)",
-            )
+        check_count(
+            self.max_staleness, "the number of updates is not valid", least=0, where=f"{_WHERE}(max_staleness=)"
+        )
 
     @property
     def room(self) -> int:

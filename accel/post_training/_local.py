@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from accel.checkpoint._live_tensors import checksums, tied
 from accel.comm import adopt, all_reduce_flat
@@ -43,6 +44,7 @@ from accel.training._decoding import (
 from accel.training._evaluating import evaluating
 from accel.training._generate import check_causal
 
+_padded_in_front = partial(pad_sequence, batch_first=True, padding_side="left")
 Layout = Literal["hub", "model"]
 Check = Literal["digest", "dtype", "version"]
 
@@ -159,27 +161,91 @@ class LocalServer:
     @property
     def place(self) -> Place:
         """Return who draws samples: all ranks together if the model is spread over them."""
-        return "ranks" if is_spread(self.model) else "rank"
+        return "ranks" if is_sharded(self.model) or is_pipelined(self.model) else "rank"
 
     def sample(self, ctx: DistContext, requests: Sequence[SampleRequest], options: SampleOptions) -> Samples:
         """Draw samples; see `SampleServer`. A collective if the model is spread over ranks."""
         return samples_of(requests, self.draw(ctx, requests, options), self.version, limited=options.is_limited)
 
     def draw(self, ctx: DistContext, requests: Sequence[SampleRequest], options: SampleOptions) -> list[DrawnTokens]:
-        """Draw the tokens of each request, as `sample` does."""
+        """Draw the tokens of each request, as `sample` does, in batches of rows.
+
+        If the model is spread over ranks, all run equally many batches: a rank with fewer repeats a row.
+        """
         self.check_version(options.version)
-        rows, vocab_parallel = self._most_rows, self._vocab_parallel
-        return draw_tokens(ctx, self.model, requests, options, most_rows=rows, vocab_parallel=vocab_parallel)
+        check_causal(self.model, options.max_new_tokens, where="sample")
+        plain = unwrap_model(self.model)
+        if "context" in prepared_of(plain):
+            raise ConfigError(
+                "a token at a time cannot be shared along cp",
+                expected="a model that was not prepared on a mesh with cp",
+                got=type(plain).__name__,
+                where="sample",
+                fix="Publish its weights to a plain copy, and sample from that: server = servers.local(copy).",
+            )
+        batches = _batches(requests, self._most_rows, alike=not takes_cache(self.model))
+        if ctx.world_size > 1 and self.place == "ranks":
+            count = torch.tensor([len(batches)], dtype=torch.int64, device=ctx.comm.control)
+            most = int(all_reduce_flat(ctx.comm, count, "max"))
+            filling = [SampleRequest(-1, 0, requests[0].ids if requests else (0,))]
+            batches += [filling] * (most - len(batches))
+        drawn: dict[tuple[int, int], DrawnTokens] = {}
+        with evaluating(self.model), torch.no_grad():
+            for batch in batches:
+                rows = self._draw_batch(ctx, batch, options)
+                drawn |= {(each.prompt, each.sample): row for each, row in zip(batch, rows, strict=True)}
+        return [drawn[each.prompt, each.sample] for each in requests]
+
+    def _draw_batch(
+        self, ctx: DistContext, requests: Sequence[SampleRequest], options: SampleOptions
+    ) -> list[DrawnTokens]:
+        """Draw the tokens of requests in one batch. Rows leave it when they end."""
+        prompts = [torch.tensor(each.ids) for each in requests]
+        ids = _padded_in_front(prompts).to(ctx.device)
+        select = partial(first_tensor, containers=ctx.containers)
+        decoder: Decoder
+        if takes_cache(self.model):
+            mask = _padded_in_front([torch.ones_like(each) for each in prompts])
+            decoder = CachedTokens(ctx, self.model, mask.to(ctx.device), select)
+        else:
+            longest = ids.shape[1] + options.max_new_tokens - 1
+            decoder = WholeSequences(ctx, self.model, longest, lambda ids: ids, select)
+        numbers = None
+        if options.temperature:
+            keys = [options.key.fold_in("sample", each.prompt, each.sample) for each in requests]
+            numbers = numbers_of(keys, options.max_new_tokens, ctx.device)
+        found = decode(
+            ctx,
+            self.model,
+            decoder,
+            ids,
+            options,
+            count=options.max_new_tokens,
+            numbers=numbers,
+            stop=options.stop,
+            vocab_parallel=self._vocab_parallel,
+            together=ctx.world_size > 1 and self.place == "ranks",
+            drops=True,
+            scores=True,
+            where="sample",
+        )
+        assert found.logprobs is not None
+        rows: list[DrawnTokens] = []
+        for tokens, count, logprobs in zip(found.tokens, integers(found.counts), found.logprobs, strict=True):
+            new = integers(tokens[:count])
+            values = cast("list[float]", logprobs[:count].tolist())  # pyright: ignore[reportUnknownMemberType]
+            rows.append(DrawnTokens(new, values, "stop" if new[-1] in options.stop else "length"))
+        return rows
+
+    def check_version(self, version: Version | None) -> None:
+        """Raise `ServerError` unless all of a version's weights are here; None for any version."""
+        check_held(self.version, self._coming, version)
 
     def _begun(self, call: str) -> Version:
         """Return the version that is on its way; a chunk that comes too late must not change the weights."""
         if self._coming is None:
             raise ServerError("weights that nobody has begun to send", expected="begin", got=call, where=call)
         return self._coming
-
-    def check_version(self, version: Version | None) -> None:
-        """Raise `ServerError` unless all of a version's weights are here; None for any version."""
-        check_held(self.version, self._coming, version)
 
 
 def local(
@@ -249,43 +315,6 @@ def name_version(version: Version) -> str:
     return f"version {version.number} of session {version.session!r}"
 
 
-def draw_tokens(
-    ctx: DistContext,
-    model: nn.Module,
-    requests: Sequence[SampleRequest],
-    options: SampleOptions,
-    *,
-    most_rows: int,
-    vocab_parallel: bool,
-) -> list[DrawnTokens]:
-    """Draw tokens from a model of this process, in batches of rows. A collective if the model is spread over ranks,
-    of all ranks alike: those with fewer rows run one of their own again."""
-    check_causal(model, options.max_new_tokens, where="sample")
-    if "context" in prepared_of(unwrap_model(model)):
-        raise ConfigError(
-            "a token at a time cannot be shared along cp",
-            expected="a model that was not prepared on a mesh with cp",
-            got=type(unwrap_model(model)).__name__,
-            where="sample",
-            fix="Publish its weights to a plain copy, and sample from that: server = servers.local(copy).",
-        )
-    cached = takes_cache(model)
-    batches = _batches(requests, most_rows, alike=not cached)
-    together = ctx.world_size > 1 and is_spread(model)
-    if together:
-        count = torch.tensor([len(batches)], dtype=torch.int64, device=ctx.comm.control)
-        most = int(all_reduce_flat(ctx.comm, count, "max"))
-        filling = [SampleRequest(-1, 0, requests[0].ids if requests else (0,))]
-        batches += [filling] * (most - len(batches))
-    drawn: dict[tuple[int, int], DrawnTokens] = {}
-    with evaluating(model), torch.no_grad():
-        for batch in batches:
-            how = {"cached": cached, "vocab_parallel": vocab_parallel, "together": together}
-            rows = _draw_batch(ctx, model, batch, options, **how)
-            drawn |= {(each.prompt, each.sample): row for each, row in zip(batch, rows, strict=True)}
-    return [drawn[each.prompt, each.sample] for each in requests]
-
-
 def score_row(
     ctx: DistContext, model: nn.Module, ids: Sequence[int], first: int, *, vocab_parallel: bool
 ) -> list[float]:
@@ -312,62 +341,9 @@ def score_row(
     return cast("list[float]", found[first:].tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
-def is_spread(model: nn.Module) -> bool:
-    """Return whether a forward of a model needs other ranks."""
-    return is_sharded(model) or is_pipelined(model)
-
-
 def _batches(requests: Sequence[SampleRequest], most: int, *, alike: bool) -> list[list[SampleRequest]]:
     """Divide requests into batches, `alike` of prompts of one length."""
     groups: dict[int, list[SampleRequest]] = {}
     for each in requests:
         groups.setdefault(len(each.ids) if alike else 0, []).append(each)
     return [group[at : at + most] for group in groups.values() for at in range(0, len(group), most)]
-
-
-def _draw_batch(
-    ctx: DistContext,
-    model: nn.Module,
-    requests: Sequence[SampleRequest],
-    options: SampleOptions,
-    *,
-    cached: bool,
-    vocab_parallel: bool,
-    together: bool,
-) -> list[DrawnTokens]:
-    """Draw the tokens of requests in one batch, whose rows leave it when they end."""
-    widest = max(len(each.ids) for each in requests)
-    ids = torch.tensor([[0] * (widest - len(each.ids)) + list(each.ids) for each in requests]).to(ctx.device)
-    select = partial(first_tensor, containers=ctx.containers)
-    decoder: Decoder
-    if cached:
-        mask = torch.tensor([[0] * (widest - len(each.ids)) + [1] * len(each.ids) for each in requests])
-        decoder = CachedTokens(ctx, model, mask.to(ctx.device), select)
-    else:
-        decoder = WholeSequences(ctx, model, widest + options.max_new_tokens - 1, lambda ids: ids, select)
-    numbers = None
-    if options.temperature:
-        keys = [options.key.fold_in("sample", each.prompt, each.sample) for each in requests]
-        numbers = numbers_of(keys, options.max_new_tokens, ctx.device)
-    found = decode(
-        ctx,
-        model,
-        decoder,
-        ids,
-        options,
-        count=options.max_new_tokens,
-        numbers=numbers,
-        stop=options.stop,
-        vocab_parallel=vocab_parallel,
-        together=together,
-        drops=True,
-        scores=True,
-        where="sample",
-    )
-    assert found.logprobs is not None
-    rows: list[DrawnTokens] = []
-    for tokens, count, logprobs in zip(found.tokens, integers(found.counts), found.logprobs, strict=True):
-        new = integers(tokens[:count])
-        values = cast("list[float]", logprobs[:count].tolist())  # pyright: ignore[reportUnknownMemberType]
-        rows.append(DrawnTokens(new, values, "stop" if new[-1] in options.stop else "length"))
-    return rows

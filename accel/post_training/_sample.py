@@ -256,24 +256,20 @@ def _begin(
         check_server(server, name)
         requests, options = _asked(prompts, **keywords)
     found: Future[Samples] = Future()
+    # "ranks": a failure of a collective is every rank's already; that of a draw differs between ranks.
+    kept = ServerError if server.place == "ranks" else Exception
 
     def draw() -> None:
         try:
             found.set_result(server.sample(ctx, requests, options))
-        except Exception as error:  # a model's own failure stays what it is
-            found.set_exception(
-                as_server_error(error, name, "drawn the samples") if server.place == "remote" else error
-            )
+        except kept as error:  # `result` raises it on all ranks
+            is_far = server.place == "remote"  # a failure of a model of this process stays what it is
+            found.set_exception(as_server_error(error, name, "drawn the samples") if is_far else error)
 
-    if server.place == "ranks":  # a failure of a collective is every rank's already
-        try:
-            found.set_result(server.sample(ctx, requests, options))
-        except ServerError as error:  # of what was drawn, which differs between ranks: `result` raises it on all
-            found.set_exception(error)
-    elif server.place == "rank":
-        draw()
-    else:  # nothing in it communicates with ranks
+    if server.place == "remote":  # nothing in it communicates with ranks
         Thread(target=draw, name="accel-samples", daemon=True).start()
+    else:
+        draw()
     return PendingSamples(ctx, call, found, options)
 
 

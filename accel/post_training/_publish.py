@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from typing import Any, Literal, cast
@@ -247,36 +247,47 @@ def _adapted(model: Any, kept: Mapping[str, Tensor], whole: Whole, how: Adapters
     """Return tensors of a model of peft: the base's with adapters merged, or the adapters' alone, by stored names."""
     adapter = str(model.active_adapter)
     config = model.peft_config[adapter]
-    if getattr(config, "peft_type", None) != "LORA" or getattr(config, "use_dora", False):
+    named = re.escape(adapter)
+    factor, copied = re.compile(rf"\.lora_([AB])\.{named}\.weight$"), re.compile(rf"\.modules_to_save\.{named}\.")
+    layers = {path: each for path, each in model.named_modules() if adapter in _scales(each)}
+    weights = {f"{path}.base_layer.weight": path for path in layers}
+    other = [path for name, path in weights.items() if name not in kept]  # as of the embedding or of experts
+    trained = {name for name, each in model.named_parameters() if each.requires_grad} if how == "alone" else set[str]()
+    own = {name for name in kept if re.search(rf"\.{named}(\.|$)", name)}
+    other += [name for name in sorted(own | trained) if not factor.search(name) and not copied.search(name)]
+    if getattr(config, "peft_type", None) != "LORA" or getattr(config, "use_dora", False) or other:
         raise ConfigError(
             "adapters that are not low-rank cannot be published",
-            expected="adapters of LoRA, without DoRA",
-            got=str(getattr(config, "peft_type", config)),
+            expected="adapters of LoRA for linear layers, without DoRA",
+            got=", ".join(other[:3]) or str(getattr(config, "peft_type", config)),
             where="publish(model)",
             fix="Merge them before: model.merge_and_unload().",
         )
-    parts = re.compile(rf"\.lora_([AB])\.{re.escape(adapter)}\.weight$")
     if how == "alone":
-        names = {parts.sub(r".lora_\1.weight", name): name for name in kept if parts.search(name)}
+        names = {copied.sub(".", factor.sub(r".lora_\1.weight", name)): name for name in own}
         return {new: kept[old] for new, old in names.items()}, lambda new: whole(names[new])
-    scales = {path: each.scaling[adapter] for path, each in _scaled(model) if adapter in each.scaling}
+    skipped = re.compile(rf"\.lora_|\.original_module\.|\.modules_to_save\.(?!{named}\.)")
     prefix = "base_model.model."
-    names = {name.removeprefix(prefix).replace(".base_layer.", "."): name for name in kept if ".lora_" not in name}
+    names = {
+        copied.sub(".", name).removeprefix(prefix).replace(".base_layer.", "."): name
+        for name in kept
+        if not skipped.search(name)
+    }
 
     def merged(new: str) -> Tensor:
-        old = names[new]
-        path = old.removesuffix(".base_layer.weight")
-        found = whole(old)
-        if path == old or path not in scales:
+        found = whole(names[new])
+        path = weights.get(names[new])
+        if path is None or adapter in layers[path].merged_adapters:
             return found
         down, up = (whole(f"{path}.lora_{each}.{adapter}.weight") for each in "AB")
-        change = scales[path] * (up.float() @ down.float())
-        transposed = getattr(model.get_submodule(path), "fan_in_fan_out", False)
+        change = layers[path].scaling[adapter] * (up.float() @ down.float())
+        transposed = getattr(layers[path], "fan_in_fan_out", False)
         return found + (change.T if transposed else change).to(found.dtype)
 
     return {new: kept[old] for new, old in names.items()}, merged
 
 
-def _scaled(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    modules: Iterator[tuple[str, Any]] = cast(Any, model.named_modules())
-    return ((path, each) for path, each in modules if isinstance(getattr(each, "scaling", None), dict))
+def _scales(module: Any) -> Mapping[str, float]:
+    """Return the factor of each adapter of a layer of peft; none of another module."""
+    scales = getattr(module, "scaling", None)
+    return cast("dict[str, float]", scales) if isinstance(scales, dict) else {}

@@ -77,9 +77,8 @@ def weighted_sum(
     Raises:
         ConfigError: shapes that do not fit each other, another `average`, or, on the CPU, factors below 0 or NaN.
     """
-    counted, losses = masked(losses, mask)
-    times, weight = token_weights(ctx, counted, average, documents)
-    return LossSum((losses * times).sum(), weight)
+    factors, losses = masked(losses, mask)
+    return averaged(ctx, losses, factors, average, documents)
 
 
 @context_first
@@ -99,8 +98,8 @@ def loss_weight(
     Returns:
         The weight, shape [].
     """
-    counted, _ = masked(torch.zeros_like(mask, dtype=torch.float32), mask)
-    return token_weights(ctx, counted, average, documents)[1]
+    losses = torch.zeros_like(mask, dtype=torch.float32)
+    return weighted_sum(ctx, losses, mask, average=average, documents=documents).weight
 
 
 @context_first
@@ -260,12 +259,10 @@ def has_values(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.is_cpu and not torch.compiler.is_compiling()
 
 
-def token_weights(
-    ctx: DistContext, factors: Tensor, average: Average, documents: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return the factor of each token's loss, and the sum of weights, for an average. A collective along cp."""
+def averaged(ctx: DistContext, losses: Tensor, factors: Tensor, average: Average, documents: Tensor | None) -> LossSum:
+    """Return the weighted sum of losses and factors of `masked`; see `weighted_sum`. A collective along cp."""
     if average == "token":
-        return factors, factors.sum()
+        return LossSum((losses * factors).sum(), factors.sum())
     length = 1.0 if average == "sequence" else average
     if isinstance(length, str | bool) or not 0 < length < math.inf:
         raise ConfigError(
@@ -274,9 +271,9 @@ def token_weights(
             got=repr(average),
             where="average=",
         )
-    totals = sequence_totals(ctx, factors[None], documents)[0]
-    shares = factors / torch.where(totals > 0, totals, 1.0)
-    return shares if average == "sequence" else factors / length, shares.sum()
+    shares = mean_of(factors, sequence_totals(ctx, factors[None], documents)[0])
+    times = shares if average == "sequence" else factors / length
+    return LossSum((losses * times).sum(), shares.sum())
 
 
 @torch.no_grad()

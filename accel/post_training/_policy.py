@@ -13,7 +13,7 @@ from accel.collectives import reduce
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice
-from accel.post_training._losses import Average, LossSum, has_values, masked, mean_of, sequence_totals, token_weights
+from accel.post_training._losses import Average, LossSum, averaged, has_values, masked, mean_of, sequence_totals
 from accel.post_training._samples import check_rewards
 
 
@@ -88,14 +88,12 @@ def policy_loss(
     _check_options(clip, cap, beta, reference)
     by_row = new.ndim == 2 and advantages.shape == new.shape[:1]
     gains = advantages[:, None].expand_as(new) if by_row else advantages
-    given = (old.detach(), gains.detach(), _detached(sampler), _detached(reference))
+    given = [None if each is None else each.detach() for each in (old, gains, sampler, reference)]
     factors, new, old, gains, sampled, referred = masked(new, mask, *given)
-    times, weight = token_weights(ctx, factors, average, documents)
     gaps = new - old
     if ratio == "sequence":
         totals = sequence_totals(ctx, torch.stack([gaps.detach() * factors, factors]), documents)
-        means = totals[0] / torch.where(totals[1] > 0, totals[1], 1.0)
-        gaps = means.masked_fill(factors == 0, 0.0) + new - new.detach()
+        gaps = mean_of(*totals).masked_fill(factors == 0, 0.0) + new - new.detach()
     ratios = gaps.exp()
     free = ratios * gains
     limited = ratios.clamp(1 - clip[0], 1 + clip[1]) * gains
@@ -109,11 +107,8 @@ def policy_loss(
     counted = (factors != 0).to(factors.dtype)
     tokens = counted.sum()
     shown = [each.detach() * counted for each in (limited < free, kl, distance.abs(), importance > cap)]
-    return PolicyLoss((losses * times).sum(), weight, tokens, *(mean_of(each.sum(), tokens) for each in shown))
-
-
-def _detached(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach()
+    loss = averaged(ctx, losses, factors, average, documents)
+    return PolicyLoss(loss.sum, loss.weight, tokens, *(mean_of(each.sum(), tokens) for each in shown))
 
 
 def _k3(gaps: Tensor) -> Tensor:
@@ -180,12 +175,11 @@ def value_loss(
             "clip is out of its range", expected="0 or above, or None", got=repr(clip), where="value_loss"
         )
     factors, values, old, returns = masked(values, mask, old.detach(), returns.detach())
-    times, weight = token_weights(ctx, factors, average, documents)
     errors = (values - returns).square()
     if clip is not None:
         near = old + (values - old).clamp(-clip, clip)
         errors = torch.maximum(errors, (near - returns).square())
-    return LossSum((errors * times).sum() / 2, weight)
+    return averaged(ctx, errors / 2, factors, average, documents)
 
 
 @context_first

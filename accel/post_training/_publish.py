@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module
 from typing import Any, Literal, cast
@@ -135,15 +135,15 @@ def publish(
         mine = (layout or (server.layout if server is not None else "model"), compares)
     wishes = broadcast_value(ctx.comm, Call("publish", "\n".join(facts(kept)), site), mine, tuple[Layout, bool])
     layout, compares = wishes  # those of the server of rank 0
-    sending = _Sending(server, version, chunk_bytes)
-    for name in kept:
-        sending.add(_named(inner, name, _cast(whole(name), dtype), layout))
+    tensors = (_named(inner, name, _cast(whole(name), dtype), layout) for name in kept)
+    digest, nbytes, failure = _send(server, version, _chunks(tensors, chunk_bytes))
     with agreed(ctx.comm, Call("publish: committing", site=site)):
-        sending.end()
+        if failure is not None:
+            raise as_server_error(failure, "publish", "taken the weights")
     mismatch = None
     if compares:
         mismatch = _compare(ctx, server, model, version, tolerance, site, vocab_parallel=vocab_parallel)
-    return Published(version, sending.digest.value, sending.digest.count, sending.nbytes, mismatch)
+    return Published(version, digest.value, digest.count, nbytes, mismatch)
 
 
 def _compare(
@@ -183,46 +183,46 @@ def _compare(
     return mismatch
 
 
-class _Sending:
-    """A server that takes tensors, whose first failure ends the sending and is raised at the end."""
+def _chunks(tensors: Iterable[Mapping[str, Tensor]], least_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Join tensors to chunks of so many bytes."""
+    chunk: dict[str, Tensor] = {}
+    for each in tensors:
+        chunk |= each
+        if _bytes_of(chunk) >= least_bytes:
+            yield chunk
+            chunk = {}
+    if chunk:
+        yield chunk
 
-    def __init__(self, server: WeightServer | None, version: Version, chunk_bytes: int) -> None:
-        self.digest = Digest()
-        self.nbytes = 0
-        self._server = server
-        self._chunk_bytes = chunk_bytes
-        self._chunk: dict[str, Tensor] = {}
-        self._failure: Exception | None = None
-        self._call(lambda to: to.begin(version))
 
-    def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Count tensors on every rank, and send them where there is a server."""
-        self.digest.add(tensors)
-        self.nbytes += sum(each.nbytes for each in tensors.values())
-        if self._server is not None and self._failure is None:
-            self._chunk |= tensors
-            if sum(each.nbytes for each in self._chunk.values()) >= self._chunk_bytes:
-                self._flush()
+def _bytes_of(tensors: Mapping[str, Tensor]) -> int:
+    return sum(each.nbytes for each in tensors.values())
 
-    def end(self) -> None:
-        """Send what is left, and commit; raise the first failure."""
-        self._flush()
-        self._call(lambda to: to.commit(self.digest.value, self.digest.count))
-        if self._failure is not None:
-            raise as_server_error(self._failure, "publish", "taken the weights")
 
-    def _flush(self) -> None:
-        chunk, self._chunk = self._chunk, {}
-        if chunk:
-            self._call(lambda to: to.load(chunk))
+def _send(
+    server: WeightServer | None, version: Version, chunks: Iterable[dict[str, Tensor]]
+) -> tuple[Digest, int, Exception | None]:
+    """Send chunks to a server; return their digest and bytes, and the server's first failure, which ends the sending.
 
-    def _call(self, call: Callable[[WeightServer], None]) -> None:
-        if self._server is None or self._failure is not None:
-            return
-        try:
-            call(self._server)
-        except Exception as error:  # whatever a server of others raises
-            self._failure = error
+    Every rank takes all chunks, with a server or without: gathering them is a collective.
+    """
+    digest, nbytes, failures = Digest(), 0, list[Exception]()
+
+    def attempt(call: Callable[[WeightServer], None]) -> None:
+        if server is not None and not failures:
+            try:
+                call(server)
+            except Exception as error:  # a user's own server may raise any
+                failures.append(error)
+
+    attempt(lambda to: to.begin(version))
+    for chunk in chunks:
+        digest.add(chunk)
+        nbytes += _bytes_of(chunk)
+        attempt(lambda to, chunk=chunk: to.load(chunk))
+        del chunk  # before the next one is gathered
+    attempt(lambda to: to.commit(digest.value, digest.count))
+    return digest, nbytes, failures[0] if failures else None
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

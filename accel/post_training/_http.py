@@ -117,10 +117,12 @@ def as_safetensors(tensors: Mapping[str, Tensor]) -> bytes:
     return save({name: each.detach().cpu().contiguous() for name, each in tensors.items()})
 
 
-def request(url: str, body: bytes, timeout_s: float, token: str) -> tuple[int, bytes]:
-    """Return status and body of an answer; raise `ServerError` for none in time."""
+def request(
+    url: str, body: bytes, timeout_s: float, token: str, kind: str = "application/octet-stream"
+) -> tuple[int, bytes]:
+    """Return status and body of the answer to a body of a media type; raise `ServerError` for none in time."""
     try:
-        return post(url, body, timeout_s, {"Authorization": f"Bearer {token}"})
+        return post(url, body, timeout_s, {"Authorization": f"Bearer {token}", "Content-Type": kind})
     except OSError as error:
         raise ServerError(
             "a server does not answer",

@@ -168,13 +168,15 @@ class VllmServer:
     def _forget(self, names: set[str]) -> None:
         """Unload adapters and remove their folders; the server refuses those that it has not, as after its restart."""
         for name in sorted(names):
-            body = msgspec.json.encode({"lora_name": name})
-            _ = request(f"{self._url}/v1/unload_lora_adapter", body, self._timeout_s, self._token)
+            _ = self._ask("v1/unload_lora_adapter", {"lora_name": name})
             shutil.rmtree(self._folder / name, ignore_errors=True)
 
-    def _post(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+    def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
         data = b"" if body is None else msgspec.json.encode(body)
-        status, answer = request(f"{self._url}/{path}", data, self._timeout_s, self._token)
+        return request(f"{self._url}/{path}", data, self._timeout_s, self._token, "application/json")
+
+    def _post(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        status, answer = self._ask(path, body)
         if status != 200:
             raise ServerError(
                 "the server of vLLM has refused a request",

@@ -133,8 +133,13 @@ def stubbed(folder: Path, fault: str = "") -> Generator[tuple[Stub, str]]:
 
         def do_POST(self) -> None:
             data = self.rfile.read(int(self.headers["Content-Length"]))
+            if data and self.headers["Content-Type"] != "application/json":  # as vLLM does
+                return self.reply(400, {"error": {"message": "Unsupported Media Type"}})
             with stub.lock:
                 status, value = stub.answer(self.path, json.loads(data) if data else None)
+            self.reply(status, value)
+
+        def reply(self, status: int, value: Any) -> None:
             body = json.dumps(value).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))

@@ -60,7 +60,7 @@ def policy_loss(
         ctx: the context.
         new: log-probabilities of the sampled tokens, with gradient, shape [rows, tokens].
         old: those of the trainer before the update, no gradient; `new.detach()` in the first step on samples.
-        advantages: shape [rows, tokens], or [rows] if each row is one sequence.
+        advantages: shape [rows, tokens], or [rows] if each row is one sequence, without `documents`.
         mask: tokens that count, bool, or their factors, shape [rows, tokens]. It applies before exponentials: other
             tokens may have any log-probability.
         clip: largest distances of a ratio below 1, and above 1, from which the objective still gains.
@@ -85,8 +85,8 @@ def policy_loss(
         Liu et al. 2025, arXiv:2503.20783; Zheng et al. 2025, arXiv:2507.18071.
     """
     check_choice(ratio, ("token", "sequence"), "unknown ratio", where="policy_loss(ratio=)")
-    _check_options(clip, cap, beta, reference)
     by_row = new.ndim == 2 and advantages.shape == new.shape[:1]
+    _check_options(clip, cap, beta, has_reference=reference is not None, is_ambiguous=by_row and documents is not None)
     gains = advantages[:, None].expand_as(new) if by_row else advantages
     given = [None if each is None else each.detach() for each in (old, gains, sampler, reference)]
     factors, new, old, gains, sampled, referred = masked(new, mask, *given)
@@ -116,26 +116,25 @@ def _k3(gaps: Tensor) -> Tensor:
     return gaps.exp() - 1 - gaps
 
 
-def _check_options(clip: tuple[float, float], cap: float, beta: float, reference: Tensor | None) -> None:
+def _check_options(
+    clip: tuple[float, float], cap: float, beta: float, *, has_reference: bool, is_ambiguous: bool
+) -> None:
     if not isinstance(clip, tuple | list) or len(clip) != 2:  # pyright: ignore[reportUnnecessaryIsInstance] - from users
         near = clip if isinstance(clip, int | float) and 0 <= clip <= 1 else 0.2
         fix = f"Pass clip=({near}, {near})."
         raise ConfigError("clip is no pair", expected="(0.2, 0.2)", got=repr(clip), where="policy_loss", fix=fix)
-    for name, is_right, expected, got in (
-        ("clip", 0 <= clip[0] <= 1 and clip[1] >= 0, "from 0 to 1, and 0 or above", clip),
-        ("cap", cap > 0, "above 0", cap),
-        ("beta", beta >= 0, "0 or above", beta),
+    least, most = clip
+    referred = "Compute them in `with reference(ctx, model)`, or leave beta out."
+    by_token = "Pass advantages of the shape of new, or leave documents out if each row is one sequence."
+    for is_right, problem, expected, got, fix in (
+        (0 <= least <= 1 and most >= 0, "clip is out of its range", "from 0 to 1, and 0 or above", clip, ""),
+        (cap > 0, "cap is out of its range", "above 0", cap, ""),
+        (beta >= 0, "beta is out of its range", "0 or above", beta, ""),
+        (not beta or has_reference, "no reference to diverge from", "its log-probabilities", beta, referred),
+        (not is_ambiguous, "rows of several sequences", "an advantage of each token", "of each row", by_token),
     ):
         if not is_right:
-            raise ConfigError(f"{name} is out of its range", expected=expected, got=repr(got), where="policy_loss")
-    if beta and reference is None:
-        raise ConfigError(
-            "a divergence from no reference",
-            expected="reference=, its log-probabilities",
-            got=f"beta={beta}",
-            where="policy_loss",
-            fix="Compute them in `with reference(ctx, model)`, or leave beta out.",
-        )
+            raise ConfigError(problem, expected=expected, got=str(got), where="policy_loss", fix=fix)
 
 
 @context_first
@@ -236,6 +235,8 @@ def group_advantages(
 @context_first
 def whiten(ctx: DistContext, values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
     """Return values with mean 0 and variance 1 over the tokens of all ranks that count. A collective, two messages.
+
+    Along cp call it before the split, as `gae`.
 
     Args:
         ctx: the context.

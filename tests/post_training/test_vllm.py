@@ -134,12 +134,10 @@ def stubbed(folder: Path, fault: str = "") -> Generator[tuple[Stub, str]]:
         def do_POST(self) -> None:
             data = self.rfile.read(int(self.headers["Content-Length"]))
             if data and self.headers["Content-Type"] != "application/json":  # as vLLM does
-                return self.reply(400, {"error": {"message": "Unsupported Media Type"}})
-            with stub.lock:
-                status, value = stub.answer(self.path, json.loads(data) if data else None)
-            self.reply(status, value)
-
-        def reply(self, status: int, value: Any) -> None:
+                status, value = 400, {"error": {"message": "Unsupported Media Type"}}
+            else:
+                with stub.lock:
+                    status, value = stub.answer(self.path, json.loads(data) if data else None)
             body = json.dumps(value).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))

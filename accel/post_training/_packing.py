@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.data import IterableDataset, get_worker_info
 
 from accel.data import order
@@ -314,18 +315,19 @@ class _Waiting:
 
 def _laid(rows: Sequence[_Read], size: int, pad_id: int) -> PackedTokens:
     """Lay rows one behind the other."""
+
+    def joined(parts: Iterable[Tensor], value: int = 0) -> Tensor:
+        whole = torch.cat(list(parts))
+        return pad(whole, (0, size - len(whole)), value=value)
+
     lengths = [len(row.ids) for row in rows]
     lengths += [size - sum(lengths)] * (sum(lengths) < size)
-    ids, targets = (torch.full((size,), pad_id, dtype=torch.int64) for _ in range(2))
-    weights = torch.zeros(size)
-    begin = 0
-    for row in rows:
-        end = begin + len(row.ids)
-        ids[begin:end] = row.ids
-        targets[begin : end - 1] = row.ids[1:]
-        weights[begin : end - 1] = row.weights[1:]
-        begin = end
     counts = torch.tensor(lengths)
     documents = torch.arange(len(lengths)).repeat_interleave(counts)
-    position_ids = torch.arange(size) - (counts.cumsum(0) - counts)[documents]
-    return PackedTokens(ids, position_ids, documents, targets, weights)
+    return PackedTokens(
+        ids=joined((row.ids for row in rows), pad_id),
+        position_ids=torch.arange(size) - (counts.cumsum(0) - counts)[documents],
+        documents=documents,
+        targets=joined((pad(row.ids[1:], (0, 1), value=pad_id) for row in rows), pad_id),
+        loss_weights=joined(pad(row.weights[1:], (0, 1)) for row in rows),
+    )

@@ -177,13 +177,16 @@ class VllmServer:
 
     def _post(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         status, answer = self._ask(path, body)
+        command = "VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --enable-sleep-mode"
+        if self._adapter is not None:
+            command = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve FOLDER --enable-lora"
         if status != 200:
             raise ServerError(
                 "the server of vLLM has refused a request",
                 expected="HTTP status 200",
                 got=f"{status}: {answer[:500].decode(errors='replace')}",
                 where=f"{self._url}/{path}",
-                fix="Start it in its development mode: VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --enable-sleep-mode.",
+                fix=f"Start it like this: {command}.",
             )
         return answer
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM as a server, against a stub of its documented endpoints; vLLM itself has not run here."""
+"""vLLM as a server, against a stub of its documented endpoints; `test_vllm_engine.py` runs vLLM itself."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from accel.errors import DataError
-from accel.errors._checks import check_count
+from accel.errors._checks import check_count, check_kind
 from accel.post_training._samples import Samples, check_rewards
 
 PromptStatus = Literal["waiting", "in flight", "finished", "used or discarded"]
@@ -158,8 +158,13 @@ class RolloutBuffer(msgspec.Struct, frozen=True, eq=False):
             groups: samples by the prompt's number.
 
         Raises:
+            ConfigError: values that are no `RolloutGroup`.
             DataError: a prompt that is not in flight.
         """
+        where, fix = f"{_WHERE}.put", "Pass group_samples(samples, rewards)."
+        check_kind(groups, Mapping, "the samples are not grouped by prompt", where=where, fix=fix)
+        for each in groups.values():
+            check_kind(each, RolloutGroup, "the samples of a prompt are no group", where=where, fix=fix)
         self._check_in_flight(groups, "put")
         updates = {each.prompt: each.update for each in self.flight}
         made = (FinishedPrompt(prompt, updates[prompt], group) for prompt, group in groups.items())

@@ -294,7 +294,7 @@ def sequence_totals(ctx: DistContext, numbers: Tensor, documents: Tensor | None)
         places = torch.zeros_like(numbers, dtype=torch.int64)
     else:
         size = numbers.shape[2] * (1 if group is None else group.size())
-        _check_documents(documents, numbers.shape[1:], size)
+        check_documents(documents, numbers.shape[1:], size)
         places = documents.long().expand_as(numbers)
         totals = numbers.new_zeros(*numbers.shape[:2], size).scatter_add_(2, places, numbers)
     if group is not None:
@@ -302,7 +302,7 @@ def sequence_totals(ctx: DistContext, numbers: Tensor, documents: Tensor | None)
     return totals.gather(2, places)
 
 
-def _check_documents(documents: Tensor, shape: torch.Size, size: int) -> None:
+def check_documents(documents: Tensor, shape: torch.Size, size: int) -> None:
     """Raise `ConfigError` for what does not number the sequences of rows."""
     got = f"{documents.dtype} of shape {list(documents.shape)}"
     is_right = documents.shape == shape and not documents.is_floating_point()

@@ -192,6 +192,7 @@ def pack(
         The stream, of `PackedTokens`.
 
     Raises:
+        ConfigError: a number out of its range.
         DataError: an iterator, which cannot begin anew, or shuffled rows without indices. In iteration: rows that are
             too long, with their number among those read at once.
 
@@ -203,6 +204,7 @@ def pack(
     """
     check_count(max_tokens, "the length of packed rows is not valid", where="pack(max_tokens=)")
     check_count(lookahead, "the number of rows is not valid", where="pack(lookahead=)")
+    check_count(pad_id, "the token behind the last row is not valid", least=0, where="pack(pad_id=)")
     if isinstance(rows, Iterator):
         raise DataError(
             "an iterator cannot begin anew",

@@ -13,7 +13,16 @@ from accel.collectives import reduce
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice
-from accel.post_training._losses import Average, LossSum, averaged, has_values, masked, mean_of, sequence_totals
+from accel.post_training._losses import (
+    Average,
+    LossSum,
+    averaged,
+    check_documents,
+    has_values,
+    masked,
+    mean_of,
+    sequence_totals,
+)
 from accel.post_training._samples import check_rewards
 
 
@@ -286,10 +295,15 @@ def gae(
     Returns:
         Advantages, and returns for `value_loss`: shape [rows, tokens], 0 for tokens that do not count.
 
+    Raises:
+        ConfigError: shapes that do not fit each other.
+
     Reference:
         Schulman et al. 2015, arXiv:1506.02438.
     """
     factors, rewards, values = masked(rewards, mask, values)
+    if documents is not None:
+        check_documents(documents, rewards.shape, rewards.shape[1])
     counts = factors != 0
     advantages = torch.zeros_like(rewards)
     next_value = rewards.new_zeros(rewards.shape[0])

@@ -369,6 +369,7 @@ def test_numbers_of_16_bits_are_summed_in_32(dtype: torch.dtype) -> None:
                 torch.full((2, 4), 4),
             )
         ),
+        (lambda: post.gae(NEW, NEW, MASK, documents=torch.zeros(2, 5).long()), "numbers of sequences in their rows"),
         (lambda: post.dpo_loss(NEW, NEW, NEW, NEW), "do not fit"),
         (lambda: post.dpo_loss(GAINS, GAINS, GAINS, GAINS, beta=0.0), "beta is out"),
         (lambda: post.reward_loss(GAINS, GAINS[:1]), "do not fit"),

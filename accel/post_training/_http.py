@@ -310,7 +310,7 @@ def _check_token(token: str, call: str) -> None:
     if not token.strip() or not token.isascii() or not token.isprintable():
         raise ConfigError(
             "the token is not valid",
-            expected="printable ASCII characters, such as those of secrets.token_urlsafe()",
+            expected="printable ASCII characters, such as secrets.token_urlsafe()",
             got="nothing" if not token.strip() else "other characters",
             where=f"{call}(token=)",
         )

@@ -26,20 +26,18 @@ from accel.parallel import split_sequence
 from accel.parallel._micro_batches import first_tensor
 from accel.parallel._modules import is_pipelined, prepared_of, unwrap_model
 from accel.parallel._sharded import is_sharded
+from accel.post_training._logprobs import token_logprobs
 from accel.post_training._sample import DrawnTokens, Place, SampleOptions, SampleRequest, samples_of
 from accel.post_training._samples import Samples, Version
 from accel.tensors import integers, is_dtensor
 from accel.training._decoding import (
     CachedTokens,
     Decoder,
-    Sampling,
     WholeSequences,
     decode,
-    log_chances,
     numbers_of,
     share_tokens,
     takes_cache,
-    whole_rows,
 )
 from accel.training._evaluating import evaluating
 from accel.training._generate import check_causal
@@ -53,7 +51,7 @@ class WeightServer(Protocol):
     """A server that weights are published to.
 
     Attributes:
-        layout: names of tensors that it takes: those of the hub's checkpoints, or the model's own.
+        layout: names of tensors that it takes: "hub" for names in the hub's checkpoints, "model" for the model's.
         checks: names of facts that the server itself compares. After a publish to one that does not compare the
             "digest" of what it holds, `publish` compares log-probabilities.
     """
@@ -100,7 +98,7 @@ class Digest:
 
 
 class LocalServer:
-    """A model of this process as a server, with weights of its own; made by `local`.
+    """A model of this process as a server; made by `local`.
 
     Attributes:
         version: the weights that it has.
@@ -145,7 +143,7 @@ class LocalServer:
         self._missing -= {first.get(name, name) for name in tensors}
 
     def commit(self, digest: str, count: int) -> None:
-        """Compare what has arrived; see `WeightServer`."""
+        """Compare the tensors that have arrived; see `WeightServer`."""
         coming = self._begun("commit")
         check_arrived(self._arrived, digest, count)
         if self._missing:
@@ -260,7 +258,7 @@ def local(
         model: causal; of transformers, or one that maps ids, [rows, length], to logits. Each rank that samples has one.
         version: the weights that it has; none by default.
         most_rows: number of rows that run at once.
-        vocab_parallel: whether each rank along `tp` has the logits of its own classes.
+        vocab_parallel: whether each rank along `tp` has the logits of its share of the classes.
     """
     check_count(most_rows, "the number of rows is not valid", where="servers.local(most_rows=)")
     return LocalServer(model, version or Version(), most_rows=most_rows, vocab_parallel=vocab_parallel)
@@ -302,7 +300,7 @@ def check_arrived(arrived: Digest, digest: str, count: int) -> None:
     """Raise `ServerError` unless all tensors have arrived with the same bits."""
     if (arrived.value, arrived.count) != (digest, count):
         raise ServerError(
-            "the weights that have arrived are not those that were sent",
+            "other weights have arrived than were sent",
             expected=f"{count} tensors with the digest {digest}",
             got=f"{arrived.count} with {arrived.value}",
             where="publish",
@@ -330,11 +328,10 @@ def score_row(
     with evaluating(model), torch.no_grad():
         logits = WholeSequences(ctx, model, len(ids), lambda _: inputs, select).every(row)
         if logits is not None:
-            logits = whole_rows(ctx, logits) if vocab_parallel else logits
             inside = places < len(ids) - 1
             following = places[inside] + 1
-            chances = log_chances(logits[0][inside], Sampling())
-            found[following] = chances.gather(-1, row[0, following][:, None])[:, 0]
+            logprobs = token_logprobs(ctx, logits[:, inside], row[:, following], vocab_parallel=vocab_parallel)
+            found[following] = logprobs[0].double()
         share_tokens(ctx, model, found)
     if group is not None:
         found = all_reduce_flat(adopt(group, ctx.device), found, "sum")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses as sums with the weight that `backward` takes: averages of tokens and of sequences, and losses of pairs.
 
-A rank's weight is what it holds of the divisor, so the sums of all ranks and micro-batches over their weights are one
-mean. Along cp a rank holds some positions of each sequence: numbers of whole sequences take one message there.
+A rank's weight is its part of the divisor, so the sums of all ranks and micro-batches over their weights are one mean.
+Along cp a rank holds some positions of each sequence: numbers of whole sequences take one message there.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class PairLoss(LossSum, frozen=True):
 
     Attributes:
         margin: mean of the chosen answer's score less the rejected one's, shape []; no gradient.
-        accuracy: share of pairs whose chosen answer has the higher score, shape []; no gradient.
+        accuracy: share of pairs in which the chosen answer has the higher score, shape []; no gradient.
     """
 
     margin: Tensor
@@ -154,10 +154,10 @@ def dpo_loss(
     A pair's score is `beta` times the gain of the answer's log-probability on the reference.
 
     Args:
-        chosen: log-probabilities of the chosen answers, shape [pairs], as of `sequence_sums`.
-        rejected: those of the rejected answers.
+        chosen: log-probabilities of the chosen answers, shape [pairs], from `sequence_sums`.
+        rejected: log-probabilities of the rejected answers.
         reference_chosen: log-probabilities of the chosen answers under the reference, shape [pairs].
-        reference_rejected: those of the rejected answers.
+        reference_rejected: log-probabilities of the rejected answers under the reference.
         beta: strength of the reference, above 0.
         kind: "sigmoid" for DPO; "ipo" for the squared distance of the log-ratio from `1 / (2 * beta)`.
         weights: factor of each pair, such as 0 for a placeholder, or bool, shape [pairs]; None for 1.
@@ -190,7 +190,7 @@ def reward_loss(
 
     Args:
         chosen: scores of the chosen answers, shape [pairs].
-        rejected: those of the rejected answers.
+        rejected: scores of the rejected answers.
         margins: least distance of the two, shape [pairs]; None for 0.
         weights: factor of each pair, such as 0 for a placeholder, or bool, shape [pairs]; None for 1.
 

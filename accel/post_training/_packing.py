@@ -55,7 +55,7 @@ class PackedTokens(NamedTuple):
     Attributes:
         ids: tokens, int64; behind the last row, padding.
         position_ids: places that begin anew with each row, int64, as models of transformers take them.
-        documents: number of each token's row in the packed row, from 0, int64; padding is a document of its own.
+        documents: number of each token's row in the packed row, from 0, int64; padding is one more document.
         targets: token that comes next, int64.
         loss_weights: factor of the loss of `targets`, fp32; 0 for the last token of a row and for padding.
     """
@@ -77,7 +77,7 @@ class PackedTokens(NamedTuple):
 
 
 class PackedRows(IterableDataset[PackedTokens]):
-    """A stream of `PackedTokens`, made by `pack`. Its state is the place in the rows, and marks of those that wait."""
+    """A stream of `PackedTokens`, made by `pack`. Its state is the place in the rows, and which rows wait."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ def pack(
     Args:
         rows: rows of tokens: a list, an object with `__len__` and `__getitem__`, or an iterable that begins anew in
             each epoch, with a state (`state_dict`, `load_state_dict`) if a resume must not read it from the beginning.
-        max_tokens: length of a packed row, at least that of the longest row.
+        max_tokens: length of a packed row, at least the longest row's.
         lookahead: number of rows that wait for a place; more fill better. 1 packs nothing.
         truncate: True cuts the ends of longer rows off, False refuses them.
         pad_id: token behind the last row.
@@ -194,7 +194,7 @@ def pack(
     Raises:
         ConfigError: a number out of its range.
         DataError: an iterator, which cannot begin anew, or shuffled rows without indices. In iteration: rows that are
-            too long, with their number among those read at once.
+            too long, with their number among the rows that are read at once.
 
     Examples:
         >>> rows = [post_training.TokenRow([1, 2, 3], [0, 1, 1]), post_training.TokenRow([4, 5], [0, 1])]

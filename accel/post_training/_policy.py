@@ -31,10 +31,10 @@ class PolicyLoss(LossSum, frozen=True):
 
     Attributes:
         tokens: number of tokens that count on this rank, shape []: the weight of the means below.
-        clipped: share of tokens whose ratio is limited.
+        clipped: share of tokens with a limited ratio.
         kl: estimate of the divergence from the reference (k3 of Schulman), or from `old` without one.
-        mismatch: mean distance of log-probabilities of trainer and sampler; 0 without those of a sampler.
-        truncated: share of tokens whose importance weight is limited.
+        mismatch: mean distance of log-probabilities of trainer and sampler; 0 without a sampler.
+        truncated: share of tokens with a limited importance weight.
     """
 
     tokens: Tensor
@@ -61,14 +61,14 @@ def policy_loss(
     average: Average = "token",
     documents: Tensor | None = None,
 ) -> PolicyLoss:
-    """Return the clipped loss of a policy gradient, as of PPO, GRPO, DAPO, Dr. GRPO and GSPO.
+    """Return the clipped loss of a policy gradient, for PPO, GRPO, DAPO, Dr. GRPO and GSPO.
 
     A collective along cp, if `ratio` or `average` needs whole sequences (a message each); elsewhere no communication.
 
     Args:
         ctx: the context.
         new: log-probabilities of the sampled tokens, with gradient, shape [rows, tokens].
-        old: those of the trainer before the update, no gradient; `new.detach()` in the first step on samples.
+        old: log-probabilities before the update, without gradient; `new.detach()` in the first step on samples.
         advantages: shape [rows, tokens], or [rows] if each row is one sequence, without `documents`.
         mask: tokens that count, bool, or their factors, shape [rows, tokens]. It applies before exponentials: other
             tokens may have any log-probability.
@@ -166,7 +166,7 @@ def value_loss(
         ctx: the context.
         values: predicted returns of tokens, with gradient, shape [rows, tokens].
         old: values before the update, of the same shape.
-        returns: targets of the values, as of `gae`.
+        returns: targets of the values, from `gae`.
         mask: tokens that count, or their factors.
         clip: largest distance of a value from `old`; None for any.
         average: as for `weighted_sum`.
@@ -207,8 +207,8 @@ def group_advantages(
         ctx: the context.
         rewards: rewards of this rank, shape [prompts * size], the answers to one prompt next to each other.
         size: number of answers to a prompt, at least 2.
-        scale: "group" divides by the standard deviation of the group, "batch" by that of the rewards of all ranks,
-            "none" by nothing.
+        scale: "group" divides by the standard deviation of the group, "batch" by the standard deviation over
+            all ranks, "none" by nothing.
         eps: added to the deviation.
 
     Returns:
@@ -285,7 +285,7 @@ def gae(
     """Return generalized advantage estimates and returns. No communication; along cp call it before the split.
 
     Args:
-        rewards: rewards of tokens, shape [rows, tokens]; a reward of a sequence is that of its last token.
+        rewards: rewards of tokens, shape [rows, tokens]; the last token has the reward of a sequence.
         values: predicted returns of tokens, of the same shape.
         mask: tokens that count. Others, such as a tool's, are passed over: the next token that counts comes next.
         discount: factor of what comes later, gamma.

@@ -85,7 +85,7 @@ def publish(
         chunk_bytes: bytes of tensors that are sent together.
         tolerance: largest mean distance, in nats, of log-probabilities of server and model, for 8 tokens behind a fixed
             prompt. They are compared if the server does not compare digests.
-        vocab_parallel: whether each rank along `tp` has the logits of its own classes, for that comparison.
+        vocab_parallel: whether each rank along `tp` has the logits of its share of the classes, for that comparison.
 
     Returns:
         What the servers have, on every rank. Tied tensors are sent once, under the first name.
@@ -134,7 +134,7 @@ def publish(
         compares = server is not None and "digest" not in server.checks
         mine = (layout or (server.layout if server is not None else "model"), compares)
     wishes = broadcast_value(ctx.comm, Call("publish", "\n".join(facts(kept)), site), mine, tuple[Layout, bool])
-    layout, compares = wishes  # those of the server of rank 0
+    layout, compares = wishes  # of the server of rank 0
     tensors = (_named(inner, name, _cast(whole(name), dtype), layout) for name in kept)
     digest, nbytes, failure = _send(server, version, _chunks(tensors, chunk_bytes))
     with agreed(ctx.comm, Call("publish: committing", site=site)):
@@ -178,7 +178,7 @@ def _compare(
                 expected=f"a mean distance of at most {tolerance:g}",
                 got=f"{mismatch:.3g}",
                 where="publish(tolerance=)",
-                fix="Check that the server reads what was sent, in this dtype; or pass a larger tolerance.",
+                fix="Check that the server reads the files that were sent, in this dtype; or pass a larger tolerance.",
             )
     return mismatch
 
@@ -188,6 +188,7 @@ def _chunks(tensors: Iterable[Mapping[str, Tensor]], least_bytes: int) -> Iterat
     chunk: dict[str, Tensor] = {}
     for each in tensors:
         chunk |= each
+        del each  # else the last tensor outlives its chunk
         if _bytes_of(chunk) >= least_bytes:
             yield chunk
             chunk = {}

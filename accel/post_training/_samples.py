@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples: sequences that a model began from prompts, who drew which tokens, and how probable they were.
+"""Samples: sequences that a model continued from prompts, with masks of its tokens and their log-probabilities.
 
-They come from `sample`, or from a user's own rollouts by `Samples.of`. All else takes them from anywhere.
+They come from `sample`, or from a user's rollouts by `Samples.of`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Version(msgspec.Struct, frozen=True, order=True):
 
 
 class SampleRow(msgspec.Struct, frozen=True, eq=False):
-    """One sequence of a user's own rollout, for `Samples.of`.
+    """One sequence of a user's rollout, for `Samples.of`.
 
     Attributes:
         ids: tokens of the prompt and behind it, in order.
@@ -47,7 +47,7 @@ class SampleRow(msgspec.Struct, frozen=True, eq=False):
         mask: whether the model drew each token behind the prompt: False for the output of a tool. None if it drew all.
         logprobs: log-probability of each token behind the prompt; any number where `mask` is False. None if unknown.
         prompt: number of the prompt.
-        sample: number of the sample among those of its prompt.
+        sample: number of the sample within its prompt.
         finish_reason: why it ended: "stop" by its own token, "length" by the limit, "abort" by force.
         routed: experts of each token, [tokens, layers, experts], of a model that routes; None otherwise.
     """
@@ -71,7 +71,7 @@ class Samples(msgspec.Struct, frozen=True, eq=False):
         lengths: number of tokens of each prompt with what came behind it, int64 of shape [rows].
         mask: tokens that the model drew, bool of shape [rows, longest]: not the prompt's, a tool's, or the filling.
         prompts: number of each row's prompt.
-        samples: number of each row among those of its prompt.
+        samples: number of each row within its prompt.
         finish_reasons: why each row ended.
         logprobs: log-probabilities of the tokens that the model drew, 0 elsewhere, shape [rows, longest]; None if
             unknown.
@@ -102,7 +102,7 @@ class Samples(msgspec.Struct, frozen=True, eq=False):
         drawn_from: Drawn = "model",
         version: Version | None = None,
     ) -> Samples:
-        """Return samples of a user's own rollouts. No communication.
+        """Return samples of a user's rollouts. No communication.
 
         Args:
             rows: sequences, at least one.
@@ -193,7 +193,7 @@ def join_samples(parts: Sequence[Samples], *, pad_id: int = 0, width: int | None
 
 
 def _padded(samples: Samples) -> dict[str, Tensor]:
-    """Return the tensors [rows, longest, ...] of samples by the field's name, without those that are None."""
+    """Return the tensors [rows, longest, ...] of samples by the field's name, without fields that are None."""
     return {name: each for name in _PADDED if (each := getattr(samples, name)) is not None}
 
 
@@ -249,7 +249,7 @@ def token_ids(ids: Any, where: str, *, or_one: bool = False) -> Tensor:
         found = torch.zeros((1, 1))
     found = found.reshape(-1) if or_one and found.ndim < 2 else found
     whole = (found.real if found.is_complex() else found).to(torch.int64)
-    # torch compares unsigned integers of 16 bits and more with no others; those beyond int64 are below 0 here.
+    # torch compares unsigned integers of 16 bits and more with no others; numbers beyond int64 are below 0 here.
     has_parts = found.is_floating_point() or found.is_complex()
     is_row = found.ndim == 1 and found.dtype != torch.bool
     if not is_row or bool((whole < 0).any()) or (has_parts and not bool((whole == found).all())):

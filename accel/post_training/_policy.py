@@ -110,7 +110,8 @@ def policy_loss(
     distance = torch.zeros_like(old) if sampler is None else old - sampled
     importance = distance.exp()
     losses = losses * importance.clamp(max=cap)
-    kl = _k3((old if reference is None else referred) - new)
+    behind = (old if reference is None else referred) - new
+    kl = behind.exp() - 1 - behind  # never below 0, and unbiased
     if beta:
         losses = losses + beta * kl
     counted = (factors != 0).to(factors.dtype)
@@ -118,11 +119,6 @@ def policy_loss(
     shown = [each.detach() * counted for each in (limited < free, kl, distance.abs(), importance > cap)]
     loss = averaged(ctx, losses, factors, average, documents)
     return PolicyLoss(loss.sum, loss.weight, tokens, *(mean_of(each.sum(), tokens) for each in shown))
-
-
-def _k3(gaps: Tensor) -> Tensor:
-    """Return the estimate of a divergence from log-ratios: never below 0, and unbiased."""
-    return gaps.exp() - 1 - gaps
 
 
 def _check_options(

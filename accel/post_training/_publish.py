@@ -207,7 +207,9 @@ def _send(
 
     Every rank takes all chunks, with a server or without: gathering them is a collective.
     """
-    digest, nbytes, failures = Digest(), 0, list[Exception]()
+    digest = Digest()
+    nbytes = 0
+    failures: list[Exception] = []
 
     def attempt(call: Callable[[WeightServer], None]) -> None:
         if server is not None and not failures:
@@ -249,7 +251,8 @@ def _adapted(model: Any, kept: Mapping[str, Tensor], whole: Whole, how: Adapters
     adapter = str(model.active_adapter)
     config = model.peft_config[adapter]
     named = re.escape(adapter)
-    factor, copied = re.compile(rf"\.lora_([AB])\.{named}\.weight$"), re.compile(rf"\.modules_to_save\.{named}\.")
+    factor = re.compile(rf"\.lora_([AB])\.{named}\.weight$")
+    copied = re.compile(rf"\.modules_to_save\.{named}\.")
     layers = {path: each for path, each in model.named_modules() if adapter in _scales(each)}
     weights = {f"{path}.base_layer.weight": path for path in layers}
     other = [path for name, path in weights.items() if name not in kept]  # as of the embedding or of experts

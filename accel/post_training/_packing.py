@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from accel.data import order
 from accel.errors import DataError
-from accel.errors._checks import check_count
+from accel.errors._checks import check_count, check_kind
 from accel.post_training._samples import token_ids
 
 Tokens = Sequence[int] | Sequence[float] | Tensor
@@ -238,10 +238,8 @@ class _Read(NamedTuple):
 
 
 def _read(row: TokenRow, before: Any, behind: Any) -> _Read:
-    if not isinstance(row, TokenRow):  # pyright: ignore[reportUnnecessaryIsInstance] - from users
-        raise DataError(
-            "the row does not hold tokens", expected="a TokenRow", got=type(row).__name__, where="pack(rows)"
-        )
+    problem = "the row does not hold tokens"
+    check_kind(row, TokenRow, problem, expected="a TokenRow", where="pack(rows)", error=DataError)
     weights = torch.as_tensor(row.loss_weights, dtype=torch.float32)
     if not bool((weights >= 0).all()):
         problem, got = "loss weights are below 0 or NaN", str(row.loss_weights)[:80]

@@ -964,6 +964,9 @@ PROGRAMS: tuple[Program, ...] = (
 
 # Sites whose line another test runs: the function that does.
 ELSEWHERE = {
+    Site("training/_decoding.py", "the logits do not have the classes of the model"): (
+        "post_training/test_sample.py", "test_logits_of_a_part_of_the_classes_are_refused_with_the_right_flag"
+    ),
     Site("training/_loss_sums.py", "loss_fn returns a value that the model has computed"): (
         "training/test_loss_probe.py", "_own"
     ),

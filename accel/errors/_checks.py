@@ -176,6 +176,12 @@ def check_kind(
         raise error(problem, expected=expected, got=type(value).__name__, where=where, fix=fix)
 
 
+def check_arguments(problems: Mapping[str, object], *, where: str) -> None:
+    """Raise one `ConfigError` with all problems that hold, by texts such as "nproc=0, expected at least 1"."""
+    if found := [text for text, holds in problems.items() if holds]:
+        raise ConfigError("arguments outside their range", got="; ".join(found), where=where)
+
+
 def check_spelling(environ: Mapping[str, str], known: Sequence[str]) -> None:
     """Raise `EnvError` for a variable with nearly a known name; other names belong to other software."""
     for name in environ:

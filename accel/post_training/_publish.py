@@ -17,8 +17,8 @@ from accel.comm import Call, agreed, broadcast_value, call_site, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, ServerError
 from accel.errors._checks import check_choice, check_count, check_kind
-from accel.items._models import distinct_tensors
-from accel.items._whole import facts, live_tensors, staged_tensors
+from accel.items._models import check_storable
+from accel.items._whole import distinct_tensors, facts, live_tensors, staged_tensors
 from accel.parallel._empty import check_filled
 from accel.parallel._engines import whole_model
 from accel.parallel._modules import unwrap_model
@@ -127,7 +127,8 @@ def publish(
         own = live_tensors(model)
     stages = staged_tensors(ctx, model, own)
     with shared_failure(ctx.comm, call):
-        kept, _, whole = distinct_tensors(own, stages, "publish")
+        check_storable(own if stages is None else stages.facts, "publish")
+        kept, _, whole = distinct_tensors(own, stages)
         inner = unwrap_model(model)
         if hasattr(inner, "peft_config"):
             kept, whole = _adapted(inner, kept, whole, adapters)

@@ -442,11 +442,12 @@ def test_logits_of_a_part_of_the_classes_are_refused_with_the_right_flag(
     def rank(ctx: accel.DistContext) -> Tensor:
         ctx = accel.replace(ctx, mesh="tp=2")
         model = accel.prepare_model(ctx, llama(18), plan=accel.parallel.Plan(head=head))
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError, match=f"vocab_parallel={not said}") as caught:
             sample(ctx, servers.local(model, vocab_parallel=said), {0: [1, 2]}, key=KEY, max_new_tokens=4)
-        options: dict[str, Any] = {}
-        exec(caught.value.fix.removeprefix("Pass ").rstrip("."), {}, options)
-        server = servers.local(model, **options)
+        names: dict[str, Any] = {"servers": servers, "model": model}
+        argument = caught.value.fix.removeprefix("Pass ").removesuffix(".")
+        exec(f"server = servers.local(model, {argument})", names)
+        server = names["server"]
         return sample(ctx, server, {0: [1, 2]}, key=KEY, max_new_tokens=4).ids
 
     assert all(torch.equal(each, expected.ids) for each in ranks.run(rank, 2, default_group=True))

@@ -112,7 +112,7 @@ class PackedRows(IterableDataset[PackedTokens]):
             if not waiting.rows:
                 break
             taken = waiting.take()
-            self._now = waiting.state()
+            self._now = {**waiting.state(), "order": self._order}
             yield _laid(taken, self.max_tokens, self.pad_id)
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,8 +120,25 @@ class PackedRows(IterableDataset[PackedTokens]):
         return dict(self._now)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next pass begin at a position."""
+        """Let the next pass begin at a position.
+
+        Raises:
+            DataError: a position in rows that were shuffled by another seed, or were more or fewer.
+        """
+        if state.get("order", self._order) != self._order:
+            raise DataError(
+                "the position is in rows of another order",
+                expected=f"seed and number of rows {self._order}",
+                got=str(state["order"]),
+                where="pack(seed=)",
+                fix="Pass the rows and the seed of the run that saved it.",
+            )
         self._begin = self._now = dict(state)
+
+    @property
+    def _order(self) -> list[int] | None:
+        """Return seed and number of shuffled rows."""
+        return None if self.seed is None else [self.seed, len(cast(Any, self.rows))]
 
     def set_epoch(self, epoch: int) -> None:
         """Take the order of an epoch, and pass its number to the rows."""

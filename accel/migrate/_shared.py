@@ -50,6 +50,14 @@ class Shared(NamedTuple):
         return frozenset(found)
 
 
+class Migrated(NamedTuple):
+    """A rewritten script: its text, the notes in it, and the changes in meaning, with their lines."""
+
+    text: str
+    notes: tuple[tuple[int, str], ...] = ()
+    changes: tuple[tuple[int, str], ...] = ()
+
+
 _NONE: frozenset[str] = frozenset()
 _BOUND = {"staticmethod", "classmethod"}
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 
 from accel.errors import ConfigError, MissingExtraError
 from accel.errors._checks import import_extra
-from accel.migrate._shared import Migrated, Shared, shared_in
+from accel.migrate._shared import ALONE, Migrated, Shared, shared_in
 from accel.opening import read_regular
 
 _CELL = "#@accel-cell {}"
@@ -113,7 +113,6 @@ def _dumped(book: object, text: str) -> str:
     return written.replace("\n", "\r\n") + end if "\r\n" in text else written + end
 
 
-_ALONE = Shared()
 ORIGINAL = ".orig"
 _LARGEST = 100_000_000  # bytes of a notebook with its outputs
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
@@ -253,7 +252,7 @@ def read_shared(paths: Sequence[Path]) -> Shared:
     return shared_in(texts)
 
 
-def migrate_file(path: Path, shared: Shared = _ALONE) -> FileResult:
+def migrate_file(path: Path, shared: Shared = ALONE) -> FileResult:
     """Read a file and return what it becomes; nothing is written.
 
     Raises `ConfigError` for a file that cannot be read, is not Python, or cannot be rewritten.
@@ -273,7 +272,7 @@ def migrate_file(path: Path, shared: Shared = _ALONE) -> FileResult:
         raise ConfigError("the file cannot be rewritten", got=got, where=str(path), fix=fix) from error
 
 
-def migrate_bytes(old: bytes, path: Path, shared: Shared = _ALONE) -> FileResult:
+def migrate_bytes(old: bytes, path: Path, shared: Shared = ALONE) -> FileResult:
     """Return what the bytes of a script or a notebook become; raise as `migrate_file`."""
     encoding, text = _decoded(old, path)
     if "\x00" in text:

@@ -23,7 +23,7 @@ from accel.migrate._nested import TOO_DEEP, Asked, in_child, is_deep
 from accel.migrate._reading import Evaluation, Lengths
 from accel.migrate._script import Script, ScriptPass
 from accel.migrate._session import Sessions
-from accel.migrate._shared import Migrated, Shared, shared_in
+from accel.migrate._shared import ALONE, Migrated, Shared, shared_in
 from accel.migrate._trackers import HandedTrackers
 from accel.migrate._tree import (
     DECIDE,
@@ -232,10 +232,7 @@ class _Renamed(Change):
         return updated.with_changes(value=self._new) if updated.value == self._old else updated
 
 
-_ALONE = Shared()
-
-
-def rewrite(text: str, where: str = "", *, cells: bool = False, shared: Shared = _ALONE) -> Migrated:
+def rewrite(text: str, where: str = "", *, cells: bool = False, shared: Shared = ALONE) -> Migrated:
     """Return a script on accel; one without Accelerate, or with notes already, as it is."""
     if DECIDE in text:
         return Migrated(text, tuple(decisions(text)))

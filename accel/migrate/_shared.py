@@ -58,6 +58,7 @@ class Migrated(NamedTuple):
     changes: tuple[tuple[int, str], ...] = ()
 
 
+ALONE = Shared()  # of a script without others
 _NONE: frozenset[str] = frozenset()
 _BOUND = {"staticmethod", "classmethod"}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a run's folder, the one given to `save_state`, beside its checkpoints. Free of torch.
+"""The files of a run's folder, the one given to `save_state`, besides its checkpoints. Free of torch.
 
 Begin with `_files.py`: records appear whole, and lines are read while they are written, as readers are other processes.
 `metrics.jsonl` has a line a logged step (`MetricsLine`), `run.json` a `RunRecord` and `launches/*.jsonl` the log of

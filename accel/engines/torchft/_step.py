@@ -23,7 +23,7 @@ from accel.data._progress import skip_first_batches
 from accel.engines.torchft._group import ReplicaGroup
 from accel.errors import AccelError, ConfigError, PeerError, StepError
 from accel.items._kinds import refuse_replaced_items
-from accel.items._stateful import Stateful
+from accel.items._values import Stateful
 from accel.optim import Accumulation, check_latest, parameters_of
 from accel.precision._amp import LossScale
 from accel.tensors import is_dtensor

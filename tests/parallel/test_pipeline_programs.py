@@ -196,10 +196,10 @@ def test_a_forward_of_any_form_has_the_gradients_of_one_process(
     alone = _gradients(accel.single(), ways, None)
     try:
         found = ranks.run(lambda ctx: _gradients(accel.replace(ctx, mesh="pp=2"), ways, plan), 2, default_group=True)
-    except StageError as error:  # a block in a checkpoint that is called in several stages
-        assert "around several modules" in error.problem
-        assert "first again" in ways
-        return
+    except StageError as error:
+        if "around several modules" not in error.problem or "first again" not in ways:
+            raise
+        return  # a block in a checkpoint, which is called in several stages
     both = found[0] | found[1]
     used = {name for name, each in alone.items() if name in both or each.abs().max() > 0}
     torch.testing.assert_close(both, {name: alone[name] for name in used}, rtol=1e-10, atol=1e-11)

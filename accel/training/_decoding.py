@@ -363,6 +363,7 @@ def decode(
             drawn = torch.zeros(1 + scores, len(ids), dtype=wide, device=ids.device)
         else:
             whole = whole_rows(ctx, logits) if vocab_parallel else logits
+            _check_classes(ctx, model, whole.shape[-1], vocab_parallel, where)
             drawn = next_tokens(whole, sampling, None if numbers is None else numbers[live, step], scores=scores)
         share_tokens(ctx, model, drawn)
         tokens = drawn[0].to(ids.dtype)
@@ -385,6 +386,23 @@ def decode(
                 live = stay if isinstance(live, slice) else live[stay]
     tokens = found[0, :, : step + 1].to(ids.dtype)
     return DecodedTokens(tokens, counts, found[1, :, : step + 1] if scores else None)
+
+
+def _check_classes(ctx: DistContext, model: nn.Module, count: int, vocab_parallel: bool, where: str) -> None:
+    """Raise `ConfigError` if logits of a model of transformers have a part of its classes, or each class twice."""
+    config: Any = getattr(_first_forward(model), "config", None)
+    words = getattr(config.get_text_config(), "vocab_size", None) if hasattr(config, "get_text_config") else None
+    size = ctx.axis("tp").size
+    if size == 1 or not words:
+        return
+    if count == words * size if vocab_parallel else words // size <= count <= -(-words // size):
+        raise ConfigError(
+            "the logits do not have the classes of the model",
+            expected=f"{words} classes",
+            got=f"{count} along tp={size} with vocab_parallel={vocab_parallel}",
+            where=where,
+            fix=f"Pass vocab_parallel={not vocab_parallel}.",
+        )
 
 
 def _beyond_tables(error: OutsideTableError, ids: Tensor, longest: int, count: int, where: str) -> DataError:

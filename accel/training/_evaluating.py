@@ -16,9 +16,16 @@ from accel.comm import refuse_replaced, replaced
 from accel.comm._marks import find_mark
 from accel.errors import ConfigError, PrepareError
 from accel.errors._checks import check_choice, check_kind
-from accel.items._module import clean_name, reshard
 from accel.optim import parameters_of
-from accel.parallel._modules import emptied_by, follow_stages, is_pipelined, stage_modules, unwrap_model
+from accel.parallel._modules import (
+    clean_name,
+    emptied_by,
+    follow_stages,
+    is_pipelined,
+    reshard,
+    stage_modules,
+    unwrap_model,
+)
 from accel.parallel.axes.pipeline import pipeline_of
 from accel.tensors import FORMATS, mesh_of, placements_of
 

@@ -308,6 +308,8 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 
 _CACHE = type(functools.lru_cache(lambda: None))
+_METHODS = frozenset({staticmethod, classmethod})
+_EMPTY = CellType()
 _WITHOUT_VALUES = ("FakeTensor", "FunctionalTensor")
 _NO_MODELS = frozenset({"torch", "sympy", "numpy", *sys.stdlib_module_names})
 
@@ -344,12 +346,14 @@ def _caches() -> list[Any]:
         if name.partition(".")[0] in _NO_MODELS and name != "__main__":
             continue
         for value in list(getattr(module, "__dict__", {}).values()):
-            own = list(vars(value).values()) if isinstance(value, type) and value.__module__ == name else [value]
+            own = list(vars(value).values()) if isinstance(value, type) and value.__module__ == name else (value,)
             for each in own:
-                function: Any = cast(Any, each).__func__ if isinstance(each, staticmethod | classmethod) else each
-                cells = (function.__closure__ or ()) if isinstance(function, FunctionType) else ()
-                held = [cell.cell_contents for cell in cells if cell != CellType()]
-                found |= {id(one): one for one in (function, *held) if type(one) is _CACHE}
+                function: Any = cast(Any, each).__func__ if type(each) in _METHODS else each
+                if type(function) is _CACHE:
+                    found[id(function)] = function
+                elif type(function) is FunctionType and function.__closure__ is not None:
+                    held = [cell.cell_contents for cell in function.__closure__ if cell != _EMPTY]
+                    found |= {id(one): one for one in held if type(one) is _CACHE}
     return list(found.values())
 
 

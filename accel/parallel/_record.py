@@ -118,7 +118,7 @@ class UnitCall(msgspec.Struct, frozen=True):
     taps: tuple[Tap, ...] = ()  # results that hooks within it are given
     flops: float = 0.0  # of its forward
     reentrant: bool = False  # whether it runs in a checkpoint of the reentrant kind, whose first run has no gradient
-    hidden: frozenset[int] = frozenset()  # leaves that such a checkpoint keeps inside, without a gradient
+    hidden: frozenset[int] = frozenset()  # numbers of the leaves that such a checkpoint keeps without a gradient
     cached: tuple[CacheGrowth, ...] = ()  # growths of the caches of keys and values that it is given
 
 

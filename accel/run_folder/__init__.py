@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         read_files as read_files,
         read_json as read_json,
         read_new as read_new,
+        replace_file as replace_file,
         write_json as write_json,
     )
     from accel.run_folder._records import (

@@ -225,8 +225,7 @@ def with_facts(replay: Replay, known: Replay) -> Replay:
             "two micro-batches of a batch pass different tensors between stages",
             expected=f"{known.boundaries()}",
             got=f"{made.boundaries()}, as the forward calls {', '.join(replay.record.paths[:20])}",
-            fix="Pass accel.prepare(..., example=batch) a batch of the longer path, or begin the stages elsewhere: "
-            "Plan(stages=[[...], [...]]).",
+            fix="Begin the stages where both pass the same tensors: Plan(stages=[[...], [...]]).",
         )
     return made
 

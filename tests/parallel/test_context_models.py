@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import accel
-from accel.errors import AccelError, ConfigError
+from accel.errors import AccelError, ConfigError, PrepareError
 from accel.testing import Simulator
 from accel.tree import map_tensors
 
@@ -233,6 +233,43 @@ def test_what_fails_on_one_rank_in_the_proof_is_one_error_on_all(ranks: Simulato
     assert first == second
     assert first[0] == ("PeerError" if "another kind" in case else "PrepareError")
     assert ("is off" if case == "in the output" else "fails on one rank") in first[1]
+
+
+class Near(nn.Module):
+    """Is wrong by a factor along cp, in its output or in a gradient alone."""
+
+    def __init__(self, by: float, *, in_backward: bool) -> None:
+        super().__init__()
+        self.by = by
+        self.in_backward = in_backward
+        self.attention = Body(nn.Identity())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor:
+            return self.attention(x)
+        factor = self.by + torch.zeros(4, dtype=x.dtype)
+        return self.attention(x * factor.detach()) if not self.in_backward else self._scaled(x)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        out = self.attention(x)
+        return out * self.by - (out * (self.by - 1)).detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_small_error_is_found_in_narrow_weights(ranks: Simulator, dtype: torch.dtype, in_backward: bool) -> None:
+    def rank(ctx: accel.DistContext) -> str:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        own = cut(ctx, {"x": torch.randn(2, LENGTH, 4, generator=torch.Generator().manual_seed(0)).to(dtype)})["x"]
+        right = accel.prepare_model(ctx, Near(1.0, in_backward=in_backward).to(dtype))
+        assert right(own).dtype == dtype
+        wrong = accel.prepare_model(ctx, Near(1.02, in_backward=in_backward).to(dtype))
+        with pytest.raises(PrepareError) as caught:
+            _ = wrong(own)
+        return caught.value.got
+
+    said = "a gradient of a parameter" if in_backward else "output 0 is off by"
+    assert all(each.startswith(said) for each in ranks.run(rank, 2, default_group=True))
 
 
 class Nested(nn.Module):

@@ -17,6 +17,7 @@ from accel.context import DistContext
 from accel.devices import wide_dtype
 from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin, add_mixin
+from accel.parallel._copies import WideMode, gradients_of
 from accel.parallel._modules import note_module, notes_of, written_class
 from accel.parallel._private import called_eagerly, is_compiled, runs_in_backward, untraced
 from accel.parallel.axes.context._attention import whole_positions
@@ -38,7 +39,6 @@ from accel.tree import map_tensors
 
 _LOG = logging.getLogger("accel.parallel")
 _PROOF = Call("positions", "proof", ordered=False)
-_COMPARED = Call("positions", "inputs", ordered=False)
 _DIFFERENT = "ranks along cp did not compute the same"
 _PROVED = 8  # positions of a rank in the proof
 _LARGEST = 2**28  # elements of parameters whose gradients the proof compares; of larger models those of vectors
@@ -283,7 +283,7 @@ class _Positions:
         wide = wide_dtype(self.ctx.device)
         map_tensors(lambda each: sums.append(float(each.detach().to(wide).sum())), tuple(given))
         share = self.ctx.data_parallel[0]
-        facts = exchange_values(self.ctx.comm, _COMPARED, f"{share}: {sums}", str)
+        facts = exchange_values(self.ctx.comm, _PROOF, f"{share}: {sums}", str)
         if len(set(facts)) > len({fact.partition(":")[0] for fact in facts}):
             raise ConfigError(
                 "ranks that share a sequence have different inputs",
@@ -315,16 +315,40 @@ class _Positions:
         return ""
 
     def _differ(self, module: nn.Module, forward: _Forward, whole: _Inputs, own: _Inputs, dim: int | None) -> None:
-        """Raise `PrepareError` where a call with parts differs from one with all positions. A collective."""
-        parameters = _proved(module)
-        with torch.set_grad_enabled(bool(parameters)):
-            with all_positions(self.ctx):
-                expected = _outputs_of(forward(*whole.inputs, **whole.keywords))
-            inputs, keywords = self._parts_of(own, dim)
-            with _noted(module, self.ranks):
-                got = _outputs_of(forward(*inputs, **keywords))
-            if difference := self._difference(expected, got, parameters):
-                raise PrepareError("", got=difference)
+        """Raise `PrepareError` where a call with parts differs from one with all positions. A collective.
+
+        Both compute in a wide dtype, as rounding would hide an error in a narrow one. A forward that does not run in it
+        is compared in its dtypes. So are the gradients of a large model, after its outputs.
+        """
+        everything = list(module.parameters())
+        parameters = _proved(everything)
+        is_small = len(parameters) == sum(each.requires_grad for each in everything)
+        mode = WideMode(wide_dtype(self.ctx.device), everything if is_small else [])
+        copies = [mode.copies[id(each)] for each in parameters] if is_small else []
+        for run, compared in ((mode, copies), (contextlib.nullcontext(), parameters)):
+            with run, torch.set_grad_enabled(bool(compared)):
+                expected = self._expected(forward, whole, may_fail=run is mode)
+                if expected is None:
+                    continue
+                inputs, keywords = self._parts_of(own, dim)
+                with _noted(module, self.ranks):
+                    got = _outputs_of(forward(*inputs, **keywords))
+                if difference := self._difference(expected, got, compared):
+                    raise PrepareError("", got=difference)
+            if compared or not parameters:
+                return
+
+    def _expected(self, forward: _Forward, whole: _Inputs, *, may_fail: bool) -> list[Tensor] | None:
+        """Return the outputs of a call with all positions; None if it failed and may. A collective."""
+        with all_positions(self.ctx):
+            try:
+                found = _outputs_of(forward(*whole.inputs, **whole.keywords))
+            except Exception:
+                if not may_fail:
+                    raise
+                found = None
+        self.ranks.meet(found is None)
+        return found
 
     def _pairs(self, given: _Inputs, dim: int | None, most: int | None) -> dict[int, tuple[Tensor, Tensor]]:
         """Return the tensors of a call by `id`: of all positions, of `most` at most, and of the own among them. A
@@ -351,7 +375,7 @@ class _Positions:
             _ = pairs.setdefault(id(each), (whole, whole))
         return pairs
 
-    def _difference(self, expected: Sequence[Tensor], got: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> str:
+    def _difference(self, expected: Sequence[Tensor], got: Sequence[Tensor], parameters: Sequence[Tensor]) -> str:
         """Return a line on the first output or gradient that is not that of all positions; "" for none. A
         collective."""
         if len(expected) != len(got):
@@ -370,26 +394,26 @@ class _Positions:
             if layout is not None:
                 rows = torch.tensor(rows_of(layout.cut, self.ranks.rank, self.ranks.size), device=want.device)
                 wanted, share = (each.index_select(layout.dim, rows) for each in (want, draw))
-            off = _off_by(wanted.detach(), own.detach())
-            if not off <= torch.finfo(want.dtype).eps ** 0.4:
+            off = _norm((wanted - own).detach()) / max(_norm(wanted.detach()), 1e-30)
+            if not off <= _tolerance(want):
                 return f"output {number} is off by {off:.0e} of its norm"
             objectives.append(((want * draw).sum(), (own * share).sum()))
         return self._gradients(objectives, parameters)
 
-    def _gradients(self, objectives: Sequence[tuple[Tensor, Tensor]], parameters: Sequence[nn.Parameter]) -> str:
+    def _gradients(self, objectives: Sequence[tuple[Tensor, Tensor]], parameters: Sequence[Tensor]) -> str:
         """Return a line on the first gradient that the ranks' do not sum up to; "" for none. A collective."""
         want, have = (torch.stack([each[at].real for each in objectives]).sum() for at in (0, 1))
         if not parameters or not want.requires_grad:
             return ""
         with all_positions(self.ctx):  # where blocks are recomputed
-            expected = torch.autograd.grad(want, parameters, materialize_grads=True)
-        own = torch.autograd.grad(have, parameters, materialize_grads=True)
+            expected = gradients_of(want, parameters)
+        own = gradients_of(have, parameters)
         with torch.no_grad():
             largest = max(_norm(each) for each in expected)
             for parameter, wanted, mine in zip(parameters, expected, own, strict=True):
                 off = _norm(self.ranks.total(mine.contiguous()) - wanted)
                 size = max(_norm(wanted), largest / 100, 1e-30)
-                if not off <= torch.finfo(parameter.dtype).eps ** 0.4 * size:
+                if not off <= _tolerance(parameter) * size:
                     return f"a gradient of a parameter of shape {list(parameter.shape)} is off"
         return ""
 
@@ -417,13 +441,18 @@ def _noted(model: nn.Module, ranks: PositionRanks) -> Generator[None]:
         ranks.callers.clear()
 
 
-def _proved(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that are whole on each rank, for a comparison of their gradients."""
-    found = [each for each in module.parameters() if each.requires_grad]
+def _proved(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters whose gradients are compared: none if ranks share some, vectors alone of many."""
+    found = [each for each in parameters if each.requires_grad]
     if any(is_dtensor(each) for each in found):
         return []
     is_large = sum(each.numel() for each in found) > _LARGEST
     return [each for each in found if each.dim() < 2] if is_large else found
+
+
+def _tolerance(tensor: Tensor) -> float:
+    """Return the largest difference that rounding makes, as a share of a norm; some functions round in float32."""
+    return max(torch.finfo(tensor.dtype).eps ** 0.4, 1e-5)
 
 
 @contextlib.contextmanager
@@ -462,11 +491,6 @@ def _problem_of(error: Exception) -> str:
 
 def _norm(tensor: Tensor) -> float:
     return float(tensor.abs().to(wide_dtype(tensor.device)).square().sum().sqrt())
-
-
-def _off_by(want: Tensor, have: Tensor) -> float:
-    """Return the norm of a difference by that of what is expected."""
-    return _norm(want - have) / max(_norm(want), 1e-30)
 
 
 def _outputs_of(output: Any) -> list[Tensor]:

@@ -82,7 +82,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, te
 def _near(k: Tensor, v: Tensor, group: dist.ProcessGroup, terms: Terms) -> tuple[Tensor, Tensor, list[range]]:
     """Return the keys and values that this rank's queries see, in the order of the sequence, and the runs of their
     places. A collective, as its backward."""
-    rank, size = group.rank(), group.size()
+    rank = group.rank()
+    size = group.size()
     length = k.shape[2] * size
 
     def runs_of(to: int, source: int) -> list[range]:
@@ -303,10 +304,11 @@ class _Passed:
 
 def _blocks(ring: _Ring, source: int, queries: int, keys: int) -> Iterator[_Block]:
     """Yield the blocks of this rank's queries and the keys of another that are here."""
-    rank, size = ring.group.rank(), ring.group.size()
     if ring.near is not None:
         yield from _near_blocks(ring, ring.near, queries)
         return
+    rank = ring.group.rank()
+    size = ring.group.size()
     block = ring_block(rank, source, size, causal=ring.terms.causal)
     rows = range(*(at * queries // 2 for at in block.queries))
     columns = range(*(at * keys // 2 for at in block.keys))
@@ -319,11 +321,11 @@ def _blocks(ring: _Ring, source: int, queries: int, keys: int) -> Iterator[_Bloc
 
 def _near_blocks(ring: _Ring, near: Sequence[range], queries: int) -> Iterator[_Block]:
     """Yield blocks within the window, of tiles of queries about as long as it. All have a mask: one kernel fits."""
-    rank, size = ring.group.rank(), ring.group.size()
     window, causal = ring.terms.window, ring.terms.causal
     assert window is not None
     tile = max(window, _TILE)
-    for half, piece in enumerate(places(queries * size, rank, size)):
+    size = ring.group.size()
+    for half, piece in enumerate(places(queries * size, ring.group.rank(), size)):
         for begin in range(0, len(piece), tile):
             rows = piece[begin : begin + tile]
             columns = seen_keys(rows, queries * size, window, causal=causal)

@@ -186,6 +186,37 @@ def test_functions_of_all_positions_are_named_once(ranks: Simulator, caplog: pyt
     assert said == ["Body: each rank along cp=2 computes all positions in flip"]
 
 
+@pytest.mark.parametrize("way", ["torch.compile", "compile", "a block"])
+def test_a_compiled_model_computes_uncompiled_and_says_so(
+    ranks: Simulator, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    whole = torch.randn(2, LENGTH, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.manual_seed(0)
+    plain = Body(nn.Identity()).double()
+    plain(whole).square().sum().backward()
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model: Any = copy.deepcopy(plain)
+        model.zero_grad()
+        if way != "torch.compile":
+            (model if way == "compile" else model.head).compile(backend="aot_eager")
+        model = accel.prepare_model(ctx, model)
+        called = torch.compile(model, backend="aot_eager") if way == "torch.compile" else model
+        for _ in range(2):
+            out = called(cut(ctx, {"x": whole})["x"])
+        out.square().sum().backward()
+        pairs = zip(accel.unwrap_model(model).parameters(), plain.parameters(), strict=True)
+        return max(float((accel.reduce(ctx, mine.grad) - want.grad).abs().max()) for mine, want in pairs)
+
+    with caplog.at_level(logging.WARNING, "accel.parallel"):
+        assert max(ranks.run(rank, 2, default_group=True)) < 1e-10
+    said = [each.getMessage() for each in caplog.records if "uncompiled" in each.getMessage()]
+    assert said == [
+        "Body runs as it is, uncompiled, along cp=2: call accel.parallel.context_attention in its attention"
+    ]
+
+
 class Failing(nn.Module):
     """Fails on one rank, in the way and at the place of the test's case."""
 

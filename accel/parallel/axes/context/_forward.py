@@ -78,7 +78,7 @@ class _ByPositions(Mixin, nn.Module):
         positions = cast(_Positions, notes_of(self).get("positions"))
         if positions.crosses:
             return super().forward(*args, **kwargs)
-        return positions.call(self, super().forward, _Inputs(args, kwargs))
+        return positions.call(self, super().forward, _Inputs(args, kwargs), is_traced=torch.compiler.is_compiling())
 
 
 class _Inputs(NamedTuple):
@@ -121,9 +121,9 @@ class _Positions:
         self.guards: list[RemovableHandle] = []
 
     @untraced
-    def call(self, module: nn.Module, forward: _Forward, given: _Inputs) -> Any:
+    def call(self, module: nn.Module, forward: _Forward, given: _Inputs, *, is_traced: bool) -> Any:
         """Call a forward with parts of the inputs that are cut, and return own positions. A collective of the first
-        call, which is proved."""
+        call, which is proved. `is_traced`: whether torch compiles the call."""
         if has_all_positions(self.ctx) or (self.is_cut and not self._has_own(given)):
             return forward(*given.inputs, **given.keywords)
         if not self.is_cut:
@@ -131,7 +131,7 @@ class _Positions:
         self.is_running = True
         try:
             if not self.is_proved:
-                self._prove(module, forward, given)
+                self._prove(module, forward, given, is_traced=is_traced)
             if self.crosses:
                 return forward(*given.inputs, **given.keywords)
             inputs, keywords = self._parts_of(given, self.dim)
@@ -188,12 +188,8 @@ class _Positions:
         return plain_of(each) if is_own else whole_of(each)  # rows beside positions are on all ranks
 
     def _has_own(self, given: _Inputs) -> bool:
-        found: list[bool] = []
-        map_tensors(
-            lambda each: found.append(not isinstance(each, PartTensor) and self._cut_dim(each, 1) is not None),
-            tuple(given),
-        )
-        return any(found)
+        plain = [each for each in _listed(tuple(given)) if not isinstance(each, PartTensor)]
+        return any(self._cut_dim(each, 1) is not None for each in plain)
 
     def _cut_dim(self, each: Tensor, dim: int | None) -> int | None:
         """The dimension of a tensor's positions; None where it has none. `dim`: where several could be; None if the
@@ -211,7 +207,7 @@ class _Positions:
 
         return map_tensors(part, (tuple(given.inputs), dict(given.keywords)))
 
-    def _prove(self, module: nn.Module, forward: _Forward, given: _Inputs) -> None:
+    def _prove(self, module: nn.Module, forward: _Forward, given: _Inputs, *, is_traced: bool) -> None:
         """Raise `PrepareError` on every rank where parts of positions give something else than all of them. A
         collective."""
         if not self.is_cut:
@@ -233,7 +229,7 @@ class _Positions:
                 if not self.crosses:
                     note_attention(self.ctx)  # or no position needs another
                     self.is_compiled = any(is_compiled(each) for each in module.modules())
-                    self._log(module)
+                    self._log(module, is_compiled=self.is_compiled or is_traced)
                 self.is_proved = True
                 self.dim = dim
                 return
@@ -251,19 +247,18 @@ class _Positions:
         A first dimension that is as long as the own positions may be of them, or of samples and documents by chance.
         With values of those, all positions show it: their number differs from the own.
         """
-        found: dict[int | None, list[int | None]] = {None: [], 1: []}
-        for dim, dims in found.items():
-            map_tensors(lambda each, dim=dim, dims=dims: dims.append(self._cut_dim(each, dim)), tuple(given))
+        tensors = _listed(tuple(given))
+        found = {dim: [self._cut_dim(each, dim) for each in tensors] for dim in (None, 1)}
         most = _PROVED * self.ranks.size
         first = None if found[None] == found[1] else 1
         ways: list[_Way] = [(first, most), (0, most), (first, None), (0, None)]  # models of one length need all of it
         has_rows = any(at is not None for at in found[None])
         return ([(None, None)] if first == 1 and has_rows else []), ways
 
-    def _log(self, model: nn.Module) -> None:
+    def _log(self, model: nn.Module, *, is_compiled: bool) -> None:
         if not self.ctx.is_main_process:
             return
-        if self.is_compiled:
+        if is_compiled:
             text = "%s runs as it is, uncompiled, along cp=%d: call accel.parallel.context_attention in its attention"
             _LOG.warning(text, written_class(model).__name__, self.ranks.size)
         if self.ranks.whole:
@@ -279,9 +274,8 @@ class _Positions:
     def _compare(self, given: _Inputs) -> None:
         """Raise `ConfigError` on every rank where those along cp have other inputs, of a model that cuts them itself. A
         collective."""
-        sums: list[float] = []
         wide = wide_dtype(self.ctx.device)
-        map_tensors(lambda each: sums.append(float(each.detach().to(wide).sum())), tuple(given))
+        sums = [float(each.detach().to(wide).sum()) for each in _listed(tuple(given))]
         share = self.ctx.data_parallel[0]
         facts = exchange_values(self.ctx.comm, _PROOF, f"{share}: {sums}", str)
         if len(set(facts)) > len({fact.partition(":")[0] for fact in facts}):
@@ -354,8 +348,7 @@ class _Positions:
         """Return the tensors of a call by `id`: of all positions, of `most` at most, and of the own among them. A
         collective."""
         rank, size = self.ranks.rank, self.ranks.size
-        tensors: list[Tensor] = []
-        map_tensors(tensors.append, tuple(given))
+        tensors = _listed(tuple(given))
         lengths: dict[int, int] = {}
         pairs: dict[int, tuple[Tensor, Tensor]] = {}
         for each in tensors:
@@ -495,6 +488,11 @@ def _norm(tensor: Tensor) -> float:
 
 def _outputs_of(output: Any) -> list[Tensor]:
     """Return the floating-point tensors of a forward's output."""
-    found: list[Tensor] = []
-    map_tensors(lambda each: found.append(whole_of(each) if isinstance(each, SelectedTensor) else each), output)
+    found = [whole_of(each) if isinstance(each, SelectedTensor) else each for each in _listed(output)]
     return [each for each in found if each.is_floating_point()]
+
+
+def _listed(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(found.append, tree)
+    return found

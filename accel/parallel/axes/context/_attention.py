@@ -21,7 +21,6 @@ from accel.parallel.axes.context._kernels import Seen, Terms, attend, repeated
 from accel.parallel.axes.context._ring import ring_attention
 from accel.parallel.axes.context._split import (
     has_all_positions,
-    natural_order,
     note_attention,
     places,
     planned_method,
@@ -107,13 +106,8 @@ def _heads_for_positions(tensors: tuple[Tensor, ...], group: dist.ProcessGroup) 
     shapes = [each.shape for each in own]
     received = exchanged(torch.cat([each.reshape(size, -1) for each in own], 1), [1] * size, [1] * size, group)
     columns = torch.split(received, [math.prod(shape[1:]) for shape in shapes], 1)
-    return [_positions_of(column.view(shape)) for column, shape in zip(columns, shapes, strict=True)]
-
-
-def _positions_of(parts: Tensor) -> Tensor:
-    """Return parts of all ranks, each of two pieces along dim 3, as one in the order of the sequence."""
-    halves = [half for part in parts.unbind(0) for half in part.chunk(2, 2)]
-    return torch.cat([halves[at] for at in natural_order(len(parts))], 2)
+    by_rank = [column.view(shape).movedim(0, 2).flatten(2, 3) for column, shape in zip(columns, shapes, strict=True)]
+    return [sorted_positions(each, 2, size) for each in by_rank]
 
 
 def _positions_for_heads(out: Tensor, group: dist.ProcessGroup) -> Tensor:

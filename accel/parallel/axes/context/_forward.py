@@ -44,20 +44,13 @@ _PROVED = 8  # positions of a rank in the proof
 _LARGEST = 2**28  # elements of parameters whose gradients the proof compares; of larger models those of vectors
 
 
-def use_positions(
-    ctx: DistContext,
-    model: nn.Module,
-    within: Sequence[nn.Module] = (),
-    *,
-    is_cut: bool = True,
-    may_cross: bool = False,
-) -> None:
+def use_positions(ctx: DistContext, model: nn.Module, within: Sequence[nn.Module] = (), *, is_cut: bool = True) -> None:
     """Let a model's forward compute with parts of positions. Mutates it, by a class and hooks.
 
     `within`: first blocks of stacks whose inputs all ranks hold, and which get own positions of them. `is_cut`: whether
-    the model's inputs are. `may_cross`: whether the model may call `context_attention` itself.
+    the model's inputs are.
     """
-    positions = _Positions(ctx, is_cut=is_cut, may_cross=may_cross)
+    positions = _Positions(ctx, is_cut=is_cut)
     for block in within:
         _ = block.register_forward_pre_hook(positions.divide, with_kwargs=True)
     for module in model.modules():
@@ -98,7 +91,6 @@ class _Positions:
     Attributes:
         ranks: of parts that enter the model; those of parts that its blocks make are `within`.
         is_cut: whether the model's inputs are.
-        may_cross: whether the model may call `context_attention` itself.
         dim: dimension of the positions where several could be; None where the first one never is.
         is_proved: whether a call was compared with one of all positions.
         crosses: whether the model calls `context_attention` itself, and gets own positions as they are.
@@ -107,12 +99,11 @@ class _Positions:
         guards: hooks that refuse calls of parts of the model alone.
     """
 
-    def __init__(self, ctx: DistContext, *, is_cut: bool, may_cross: bool) -> None:
+    def __init__(self, ctx: DistContext, *, is_cut: bool) -> None:
         self.ctx = ctx
         self.ranks = PositionRanks(ctx)
         self.within = PositionRanks(ctx)
         self.is_cut = is_cut
-        self.may_cross = may_cross
         self.dim: int | None = 1
         self.is_proved = False
         self.crosses = False
@@ -294,7 +285,7 @@ class _Positions:
         own = map_tensors(lambda each: pairs[id(each)][1], given)
         with _evaluated(module, self.ctx.device), called_eagerly(module), self.ranks.agreeing():
             try:
-                if self.may_cross and attends(self.ctx, lambda: forward(*own.inputs, **own.keywords)):
+                if self.is_cut and attends(self.ctx, lambda: forward(*own.inputs, **own.keywords)):
                     self.crosses = True
                 self.ranks.meet(self.crosses)
                 if not self.crosses:

@@ -35,12 +35,6 @@ class RingBlock(NamedTuple):
     keys: Halves
     causal: bool
 
-    @property
-    def pairs(self) -> int:
-        """Number of pairs of a half of queries and one of keys that are not all masked."""
-        all_pairs = (self.queries[1] - self.queries[0]) * (self.keys[1] - self.keys[0])
-        return all_pairs - 1 if self.causal else all_pairs
-
 
 def pieces(rank: int, size: int) -> tuple[int, int]:
     """Return the two pieces of a rank, of the `2 * size` that a sequence is cut into."""
@@ -66,15 +60,13 @@ def rank_order(size: int) -> Sequence[int]:
 
 
 def ring_block(rank: int, source: int, size: int, *, causal: bool) -> RingBlock:
-    """Return the work of a rank with the keys of another; over all sources, `2 * size + 1` pairs of halves, if
-    causal."""
+    """Return the work of a rank with the keys of another. Causal: over all sources, it is equal on all ranks."""
     if not causal or source == rank:
         return RingBlock(BOTH, BOTH, causal)
     if source < rank:  # its early half precedes both of ours, its late half follows both
         return RingBlock(BOTH, FIRST, causal=False)
-    return RingBlock(
-        SECOND, BOTH, causal=False
-    )  # our early half precedes both of its halves, our late half follows them
+    # our early half precedes both of its halves, our late half follows them
+    return RingBlock(SECOND, BOTH, causal=False)
 
 
 def seen_keys(queries: range, length: int, window: int | None, *, causal: bool) -> range:

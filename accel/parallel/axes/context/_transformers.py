@@ -26,6 +26,7 @@ from accel.parallel.axes.context._checks import (
     has_relative_bias,
     mask_refused,
     numbers_positions,
+    stacks_of,
     text_decoder,
 )
 from accel.parallel.axes.context._kernels import Masks
@@ -78,9 +79,8 @@ def use_context_attention(ctx: DistContext, model: Any, method: ContextMethod) -
     import_module("transformers").AttentionMaskInterface.register(NAME, _mask)
     text = text_decoder(model)
     (model if text is None else text).set_attn_implementation(NAME)
-    stacks = [model]
-    if getattr(model.config, "is_encoder_decoder", False):
-        stacks = [model.get_encoder(), model.get_decoder()]
+    stacks = stacks_of(model)
+    if len(stacks) > 1:
         _ = model.register_forward_pre_hook(check_pair_inputs, with_kwargs=True)
     for stack in stacks:
         images = None if text is None else _Images(ctx)

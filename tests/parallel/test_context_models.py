@@ -303,6 +303,25 @@ def test_a_small_error_is_found_in_narrow_weights(ranks: Simulator, dtype: torch
     assert all(each.startswith(said) for each in ranks.run(rank, 2, default_group=True))
 
 
+@pytest.mark.parametrize("by", [1.0, 1.02])
+def test_outputs_of_a_large_model_are_compared_in_a_wide_dtype(
+    ranks: Simulator, monkeypatch: pytest.MonkeyPatch, by: float
+) -> None:
+    """Its gradients are compared in its dtypes: here those of the biases, as frozen weights are many."""
+    monkeypatch.setattr("accel.parallel.axes.context._forward._LARGEST", 8)
+
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = Near(by, in_backward=False).bfloat16()
+        _ = model.attention.head[0].weight.requires_grad_(False)
+        x = torch.randn(2, LENGTH, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+        wrong = pytest.raises(PrepareError, match="output 0 is off by")
+        with contextlib.nullcontext() if by == 1.0 else wrong:
+            _ = accel.prepare_model(ctx, model)(cut(ctx, {"x": x})["x"])
+
+    ranks.run(rank, 2, default_group=True)
+
+
 class Nested(nn.Module):
     """A checkpoint within a checkpoint, in training alone or always."""
 

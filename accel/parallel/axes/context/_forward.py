@@ -42,6 +42,7 @@ _PROOF = Call("positions", "proof", ordered=False)
 _DIFFERENT = "ranks along cp did not compute the same"
 _PROVED = 8  # positions of a rank in the proof
 _LARGEST = 2**28  # elements of parameters whose gradients the proof compares; of larger models those of vectors
+_WIDEST = 2**29  # elements of the largest parameter that the proof copies in a wide dtype: 4 GiB
 
 
 def use_positions(ctx: DistContext, model: nn.Module, within: Sequence[nn.Module] = (), *, is_cut: bool = True) -> None:
@@ -303,14 +304,18 @@ class _Positions:
         """Raise `PrepareError` where a call with parts differs from one with all positions. A collective.
 
         Both compute in a wide dtype, as rounding would hide an error in a narrow one. A forward that does not run in it
-        is compared in its dtypes. So are the gradients of a large model, after its outputs.
+        is compared in its dtypes. So are the gradients of a large model, after its outputs, and models with a parameter
+        that has no room for a wide copy.
         """
         everything = list(module.parameters())
         parameters = _proved(everything)
-        is_small = len(parameters) == sum(each.requires_grad for each in everything)
+        sizes = [each.numel() for each in everything]
+        is_small = bool(parameters) and sum(sizes) <= _LARGEST  # frozen ones count: a graph keeps wide copies
         mode = WideMode(wide_dtype(self.ctx.device), everything if is_small else [])
         copies = [mode.copies[id(each)] for each in parameters] if is_small else []
-        for run, compared in ((mode, copies), (contextlib.nullcontext(), parameters)):
+        is_wide = max(sizes, default=0) <= _WIDEST
+        runs = [(mode, copies), (contextlib.nullcontext(), parameters)]
+        for run, compared in runs if is_wide else runs[1:]:
             with run, torch.set_grad_enabled(bool(compared)):
                 expected = self._expected(forward, whole, may_fail=run is mode)
                 if expected is None:

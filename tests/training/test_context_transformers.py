@@ -634,6 +634,31 @@ def test_a_layer_that_is_called_alone_is_told_of_the_context(ranks: Simulator) -
     ranks.run(rank, 2, default_group=True)
 
 
+class Scored(nn.Module):
+    """A head of the user's own on a model of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = make_llama().model
+        self.score = nn.Linear(16, 1)
+
+
+@pytest.mark.parametrize("has_head", [False, True])
+def test_a_head_of_the_users_own_is_named_as_it_gets_own_positions(
+    ranks: Simulator, caplog: pytest.LogCaptureFixture, has_head: bool
+) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        _ = accel.prepare_model(accel.replace(ctx, mesh="cp=2"), Scored() if has_head else nn.Sequential(make_llama()))
+
+    with caplog.at_level("WARNING", "accel.parallel"):
+        ranks.run(rank, 2, default_group=True)
+    said = [each.getMessage() for each in caplog.records if "own positions" in each.getMessage()]
+    line = (
+        "Scored gets own positions of its model of transformers along cp: score may work on positions one by one alone"
+    )
+    assert said == ([line] if has_head else [])
+
+
 def test_models_of_one_context_have_one_method(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="cp=2")

@@ -4,7 +4,8 @@ among them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from accel.context import DistContext
 from accel.errors import AccelError, ConfigError
-from accel.parallel._modules import forward_names, note_prepared, prepared_of
+from accel.parallel._modules import forward_names, note_prepared, prepared_of, written_class
 from accel.parallel._refused import ModelRefusal, PrepareCall, RefusedFact, raised, refused
 from accel.parallel._spread import ModelView, Spread, SpreadOptions, compare_models
 from accel.parallel.axes.context._checks import (
@@ -33,6 +34,7 @@ from accel.topology import ContextMethod
 
 _PREPARE = "prepare_model, on a mesh with cp"
 _SHOWN = 3
+_LOG = logging.getLogger("accel.parallel")
 
 
 class ContextOptions(SpreadOptions, frozen=True, kw_only=True):
@@ -119,7 +121,22 @@ def _spread(ctx: DistContext, view: ModelView, options: ContextOptions, *, is_em
             use_context_attention(ctx, each, options.context)
     if not models and ctx.axis("pp").size == 1:
         use_positions(ctx, view.model)
+    if models and ctx.is_main_process:
+        _log_others(view, models)
     return view.model
+
+
+def _log_others(view: ModelView, models: Sequence[nn.Module]) -> None:
+    """Name modules outside of the models of transformers, whose use of positions no proof covers."""
+    known = {id(module) for each in models for module in each.modules()}
+    others = [name for name, each in view.modules.items() if id(each) not in known and [*each.parameters(False)]]
+    if others:
+        named = ", ".join(name or "its own parameters" for name in others[:_SHOWN])
+        _LOG.warning(
+            "%s gets own positions of its model of transformers along cp: %s may work on positions one by one alone",
+            written_class(view.model).__name__,
+            named,
+        )
 
 
 def _use_parts(ctx: DistContext, model: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of modules: shallow ones, deep ones whose functions and hooks hold what the copy has, and wide values."""
+"""Copies of modules: shallow ones, and deep ones with functions and hooks that hold what the copy has; wide values."""
 
 from __future__ import annotations
 

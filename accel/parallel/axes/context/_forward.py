@@ -45,14 +45,16 @@ _LARGEST = 2**28  # elements of parameters whose gradients the proof compares; o
 _WIDEST = 2**29  # elements of the largest parameter that the proof copies in a wide dtype: 4 GiB
 
 
-def use_positions(ctx: DistContext, model: nn.Module, within: Sequence[nn.Module] = (), *, is_cut: bool = True) -> None:
+def use_positions(
+    ctx: DistContext, model: nn.Module, within: Sequence[nn.Module] | None = None, *, is_cut: bool = True
+) -> None:
     """Let a model's forward compute with parts of positions. Mutates it, by a class and hooks.
 
-    `within`: first blocks of stacks whose inputs all ranks hold, and which get own positions of them. `is_cut`: whether
-    the model's inputs are.
+    `within`: first blocks of stacks whose inputs all ranks hold, and which get own positions of them; None for
+    a model that may call `context_attention` itself. `is_cut`: whether the model's inputs are.
     """
-    positions = _Positions(ctx, is_cut=is_cut)
-    for block in within:
+    positions = _Positions(ctx, is_cut=is_cut, may_cross=within is None)
+    for block in within or ():
         _ = block.register_forward_pre_hook(positions.divide, with_kwargs=True)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
@@ -92,6 +94,7 @@ class _Positions:
     Attributes:
         ranks: of parts that enter the model; those of parts that its blocks make are `within`.
         is_cut: whether the model's inputs are.
+        may_cross: whether the model may call `context_attention` itself.
         dim: dimension of the positions where several could be; None where the first one never is.
         is_proved: whether a call was compared with one of all positions.
         crosses: whether the model calls `context_attention` itself, and gets own positions as they are.
@@ -100,11 +103,12 @@ class _Positions:
         guards: hooks that refuse calls of parts of the model alone.
     """
 
-    def __init__(self, ctx: DistContext, *, is_cut: bool) -> None:
+    def __init__(self, ctx: DistContext, *, is_cut: bool, may_cross: bool) -> None:
         self.ctx = ctx
         self.ranks = PositionRanks(ctx)
         self.within = PositionRanks(ctx)
         self.is_cut = is_cut
+        self.may_cross = may_cross
         self.dim: int | None = 1
         self.is_proved = False
         self.crosses = False
@@ -286,7 +290,7 @@ class _Positions:
         own = map_tensors(lambda each: pairs[id(each)][1], given)
         with _evaluated(module, self.ctx.device), called_eagerly(module), self.ranks.agreeing():
             try:
-                if self.is_cut and attends(self.ctx, lambda: forward(*own.inputs, **own.keywords)):
+                if self.may_cross and attends(self.ctx, lambda: forward(*own.inputs, **own.keywords)):
                     self.crosses = True
                 self.ranks.meet(self.crosses)
                 if not self.crosses:
@@ -303,9 +307,8 @@ class _Positions:
     def _differ(self, module: nn.Module, forward: _Forward, whole: _Inputs, own: _Inputs, dim: int | None) -> None:
         """Raise `PrepareError` where a call with parts differs from one with all positions. A collective.
 
-        Both compute in a wide dtype, as rounding would hide an error in a narrow one. A forward that does not run in it
-        is compared in its dtypes. So are the gradients of a large model, after its outputs, and models with a parameter
-        that has no room for a wide copy.
+        Both compute in a wide dtype, as rounding would hide an error in a narrow one. A forward that does not run in
+        it or has a very large parameter, and the gradients of a large model, are compared in its dtypes.
         """
         everything = list(module.parameters())
         parameters = _proved(everything)
@@ -313,9 +316,8 @@ class _Positions:
         is_small = bool(parameters) and sum(sizes) <= _LARGEST  # frozen ones count: a graph keeps wide copies
         mode = WideMode(wide_dtype(self.ctx.device), everything if is_small else [])
         copies = [mode.copies[id(each)] for each in parameters] if is_small else []
-        is_wide = max(sizes, default=0) <= _WIDEST
         runs = [(mode, copies), (contextlib.nullcontext(), parameters)]
-        for run, compared in runs if is_wide else runs[1:]:
+        for run, compared in runs if max(sizes, default=0) <= _WIDEST else runs[1:]:
             with run, torch.set_grad_enabled(bool(compared)):
                 expected = self._expected(forward, whole, may_fail=run is mode)
                 if expected is None:

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of modules: shallow ones, and deep ones with functions and hooks that hold what the copy has."""
+"""Copies of modules: shallow ones, and deep ones with functions and hooks that hold what the copy has; wide values."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CellType, FunctionType
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.parametrize import is_parametrized
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from accel.parallel._modules import wrapped_name
+from accel.parallel.parts._elementwise import changes
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
@@ -81,3 +86,54 @@ def _tensors_kept(model: nn.Module) -> Iterator[Tensor]:
         elif isinstance(value, dict | list | tuple) and id(cast(object, value)) not in seen:
             seen.add(id(cast(object, value)))
             todo += cast("dict[Any, Any]", value).values() if isinstance(value, dict) else cast("list[Any]", value)
+
+
+class WideMode(TorchFunctionMode):
+    """Lets a forward compute in a wide dtype, whatever dtypes it asks for. Its parameters stay as they are.
+
+    Attributes:
+        dtype: the wide dtype.
+        copies: of the parameters, by their `id`; a forward uses these, so gradients are theirs.
+    """
+
+    def __init__(self, dtype: torch.dtype, parameters: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.copies: dict[int, Tensor] = {}
+        for each in parameters:
+            copied = each.detach().to(self._dtype_for(each.dtype))
+            self.copies[id(each)] = copied.requires_grad_(each.requires_grad)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("float", "half", "bfloat16"):
+            return self._wide(args[0])
+        kept = 1 if changes(name) or name == "__setitem__" else 0  # what a function changes stays itself
+        given, named = self._mapped((tuple(args[kept:]), kwargs or {}))
+        found = func(*args[:kept], *given, **named)
+        return found if kept else self._mapped(found)  # new tensors are narrow
+
+    def _mapped(self, tree: Any) -> Any:
+        return pytree.tree_map(self._wide, tree, is_leaf=lambda each: isinstance(each, torch.Size))
+
+    def _wide(self, value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return self._dtype_for(value)
+        if not isinstance(value, Tensor):
+            return value
+        copied = self.copies.get(id(value))
+        return value.to(self._dtype_for(value.dtype)) if copied is None else copied
+
+    def _dtype_for(self, dtype: torch.dtype) -> torch.dtype:
+        if dtype.is_complex:
+            return self.dtype.to_complex()
+        return self.dtype if dtype.is_floating_point else dtype
+
+
+def gradients_of(total: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return gradients, by edges: torch would leave a mode for a call with tensors, and blocks are recomputed in it."""
+    edges = [get_gradient_edge(each) for each in parameters]
+    seed = [torch.ones_like(total)]
+    found: Any = torch.autograd.grad([get_gradient_edge(total)], edges, seed, allow_unused=True)
+    pairs = zip(found, parameters, strict=True)
+    return [torch.zeros_like(like) if each is None else each for each, like in pairs]

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import accel
-from accel.errors import AccelError, ConfigError
+from accel.errors import AccelError, ConfigError, PrepareError
 from accel.testing import Simulator
 from accel.tree import map_tensors
 
@@ -186,6 +186,37 @@ def test_functions_of_all_positions_are_named_once(ranks: Simulator, caplog: pyt
     assert said == ["Body: each rank along cp=2 computes all positions in flip"]
 
 
+@pytest.mark.parametrize("way", ["torch.compile", "compile", "a block"])
+def test_a_compiled_model_computes_uncompiled_and_says_so(
+    ranks: Simulator, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    whole = torch.randn(2, LENGTH, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.manual_seed(0)
+    plain = Body(nn.Identity()).double()
+    plain(whole).square().sum().backward()
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model: Any = copy.deepcopy(plain)
+        model.zero_grad()
+        if way != "torch.compile":
+            (model if way == "compile" else model.head).compile(backend="aot_eager")
+        model = accel.prepare_model(ctx, model)
+        called = torch.compile(model, backend="aot_eager") if way == "torch.compile" else model
+        for _ in range(2):
+            out = called(cut(ctx, {"x": whole})["x"])
+        out.square().sum().backward()
+        pairs = zip(accel.unwrap_model(model).parameters(), plain.parameters(), strict=True)
+        return max(float((accel.reduce(ctx, mine.grad) - want.grad).abs().max()) for mine, want in pairs)
+
+    with caplog.at_level(logging.WARNING, "accel.parallel"):
+        assert max(ranks.run(rank, 2, default_group=True)) < 1e-10
+    said = [each.getMessage() for each in caplog.records if "uncompiled" in each.getMessage()]
+    assert said == [
+        "Body runs as it is, uncompiled, along cp=2: call accel.parallel.context_attention in its attention"
+    ]
+
+
 class Failing(nn.Module):
     """Fails on one rank, in the way and at the place of the test's case."""
 
@@ -233,6 +264,62 @@ def test_what_fails_on_one_rank_in_the_proof_is_one_error_on_all(ranks: Simulato
     assert first == second
     assert first[0] == ("PeerError" if "another kind" in case else "PrepareError")
     assert ("is off" if case == "in the output" else "fails on one rank") in first[1]
+
+
+class Near(nn.Module):
+    """Is wrong by a factor along cp, in its output or in a gradient alone."""
+
+    def __init__(self, by: float, *, in_backward: bool) -> None:
+        super().__init__()
+        self.by = by
+        self.in_backward = in_backward
+        self.attention = Body(nn.Identity())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor:
+            return self.attention(x)
+        factor = self.by + torch.zeros(4, dtype=x.dtype)
+        return self.attention(x * factor.detach()) if not self.in_backward else self._scaled(x)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        out = self.attention(x)
+        return out * self.by - (out * (self.by - 1)).detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_small_error_is_found_in_narrow_weights(ranks: Simulator, dtype: torch.dtype, in_backward: bool) -> None:
+    def rank(ctx: accel.DistContext) -> str:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        own = cut(ctx, {"x": torch.randn(2, LENGTH, 4, generator=torch.Generator().manual_seed(0)).to(dtype)})["x"]
+        right = accel.prepare_model(ctx, Near(1.0, in_backward=in_backward).to(dtype))
+        assert right(own).dtype == dtype
+        wrong = accel.prepare_model(ctx, Near(1.02, in_backward=in_backward).to(dtype))
+        with pytest.raises(PrepareError) as caught:
+            _ = wrong(own)
+        return caught.value.got
+
+    said = "a gradient of a parameter" if in_backward else "output 0 is off by"
+    assert all(each.startswith(said) for each in ranks.run(rank, 2, default_group=True))
+
+
+@pytest.mark.parametrize("by", [1.0, 1.02])
+def test_outputs_of_a_large_model_are_compared_in_a_wide_dtype(
+    ranks: Simulator, monkeypatch: pytest.MonkeyPatch, by: float
+) -> None:
+    """Its gradients are compared in its dtypes: here those of the biases, as frozen weights are many."""
+    monkeypatch.setattr("accel.parallel.axes.context._forward._LARGEST", 8)
+
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = Near(by, in_backward=False).bfloat16()
+        _ = model.attention.head[0].weight.requires_grad_(False)
+        x = torch.randn(2, LENGTH, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+        wrong = pytest.raises(PrepareError, match="output 0 is off by")
+        with contextlib.nullcontext() if by == 1.0 else wrong:
+            _ = accel.prepare_model(ctx, model)(cut(ctx, {"x": x})["x"])
+
+    ranks.run(rank, 2, default_group=True)
 
 
 class Nested(nn.Module):

@@ -109,10 +109,6 @@ def compiled() -> nn.Module:
     return model
 
 
-def mixing() -> nn.Module:
-    return nn.Sequential(nn.GRU(4, 4), nn.Conv1d(4, 4, 3), nn.Conv1d(4, 4, 1), nn.MultiheadAttention(4, 2))
-
-
 SEVERAL: dict[str, tuple[int, Callable[[], nn.Module], Plan, tuple[str, ...]]] = {
     "pp=2": (
         2,
@@ -125,12 +121,6 @@ SEVERAL: dict[str, tuple[int, Callable[[], nn.Module], Plan, tuple[str, ...]]] =
         compiled,
         Plan(overlap=True, tensor={"other": "colwise"}),
         ("overlap messages and matmuls", "cannot be spread by this tensor-parallel plan"),
-    ),
-    "pp=2,cp=2": (
-        4,
-        mixing,
-        Plan(),
-        ("a module with a state along the tokens", "a convolution along the tokens", "hooks gather sequences for"),
     ),
 }
 

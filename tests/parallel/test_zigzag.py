@@ -10,12 +10,11 @@ from hypothesis import given, strategies as st
 from accel.parallel.axes.context._split import (
     natural_order,
     near_keys,
-    near_steps,
-    near_tiles,
     pieces,
     places,
     rank_order,
     ring_block,
+    seen_keys,
 )
 
 sizes = st.integers(1, 12)
@@ -38,9 +37,14 @@ def test_orders_sort_pieces_and_undo_each_other(size: int) -> None:
 
 @given(size=sizes)
 def test_causal_work_is_equal_on_all_ranks(size: int) -> None:
+    def pairs(rank: int, source: int) -> int:
+        """Number of pairs of a half of queries and one of keys that are not all masked."""
+        block = ring_block(rank, source, size, causal=True)
+        queries, keys = (range(*each) for each in (block.queries, block.keys))
+        return len(queries) * len(keys) - block.causal
+
     for rank in range(size):
-        blocks = [ring_block(rank, source, size, causal=True) for source in range(size)]
-        assert sum(block.pairs for block in blocks) == 2 * size + 1
+        assert sum(pairs(rank, source) for source in range(size)) == 2 * size + 1
 
 
 @given(size=sizes, causal=st.booleans())
@@ -57,34 +61,34 @@ def test_blocks_are_the_pairs_that_the_mask_leaves(size: int, causal: bool) -> N
     assert sorted(seen) == [(query, key) for query, key in whole if not causal or query >= key]
 
 
-@given(
-    size=sizes,
-    length=st.integers(1, 4),
-    window=st.integers(1, 30),
-    tile=st.integers(1, 5),
-    causal=st.booleans(),
-)
-def test_tiles_hold_what_a_window_sees_and_no_more_keys_travel(
-    size: int, length: int, window: int, tile: int, causal: bool
-) -> None:
-    seen: list[tuple[int, int]] = []
+@given(size=sizes, length=st.integers(1, 4), window=st.integers(1, 30), causal=st.booleans())
+def test_a_rank_gets_the_keys_that_a_window_sees_and_no_more(size: int, length: int, window: int, causal: bool) -> None:
+    whole = 2 * size * length
+
+    def sees(query: int, key: int) -> bool:
+        return abs(query - key) < window and (query >= key or not causal)
+
     for rank, source in itertools.product(range(size), repeat=2):
-        travel = near_keys(rank, source, size, length, window, causal=causal)
-        needed: list[set[int]] = [set(), set()]
-        for own, (half, piece) in itertools.product(pieces(rank, size), enumerate(pieces(source, size))):
-            for rows, columns in near_tiles(own - piece, length, window, tile, causal=causal):
-                assert set(columns) <= set(travel[half])
-                for row, column in itertools.product(rows, columns):
-                    query, key = own * length + row, piece * length + column
-                    if abs(query - key) < window and (query >= key or not causal):
-                        seen.append((query, key))
-                        needed[half].add(column)
-        if source != rank:
-            assert any(travel) <= ((rank - source) % size in near_steps(size, length, window))
-            assert all(not run or {run.start, run.stop - 1} <= rows for run, rows in zip(travel, needed, strict=True))
-    whole = itertools.product(range(2 * size * length), repeat=2)
-    expected = [(query, key) for query, key in whole if abs(query - key) < window and (query >= key or not causal)]
-    assert sorted(seen) == expected
+        queries = [at for run in places(whole, rank, size) for at in run]
+        held = near_keys(rank, source, size, whole, window, causal=causal)
+        for run, piece in zip(held, places(whole, source, size), strict=True):
+            needed = {key for query, key in itertools.product(queries, piece) if sees(query, key)}
+            assert needed <= set(run) <= set(piece)
+            assert not run or {run.start, run.stop - 1} <= needed
+
+
+@given(begin=st.integers(0, 20), count=st.integers(1, 9), window=st.none() | st.integers(1, 30), causal=st.booleans())
+def test_the_keys_that_queries_see_are_those_of_the_mask(
+    begin: int, count: int, window: int | None, causal: bool
+) -> None:
+    length = 30
+    queries = range(begin, begin + count)
+    seen = [
+        key
+        for key in range(length)
+        if any((window is None or abs(query - key) < window) and (query >= key or not causal) for query in queries)
+    ]
+    assert [*seen_keys(queries, length, window, causal=causal)] == seen
 
 
 def test_a_contiguous_cut_would_be_unequal() -> None:

@@ -327,23 +327,11 @@ SEQ2SEQ = {
 @pytest.mark.parametrize(
     ("model", "config", "sizes", "words"),
     [
-        ("MambaForCausalLM", "MambaConfig", SMALL, "MambaMixer at backbone.layers.0.mixer"),
-        ("RwkvForCausalLM", "RwkvConfig", {**SMALL, "num_hidden_layers": 2}, "RwkvSelfAttention at"),
-        (
-            "RecurrentGemmaForCausalLM", "RecurrentGemmaConfig", {**SMALL, **HEADS, "lru_width": 16},
-            "RecurrentGemmaRecurrentBlock at",
-        ),
         ("M2M100Model", "M2M100Config", {**SEQ2SEQ, "encoder_layerdrop": 0.1}, "layerdrop=0, got 0.1 at encoder"),
         ("BartModel", "BartConfig", {**SEQ2SEQ, "decoder_layerdrop": 0.1}, "layerdrop=0, got 0.1 at decoder"),
         ("HubertModel", "HubertConfig", {**SMALL, **HEADS, **SOUND}, "layerdrop=0, got 0.1 at encoder"),
         ("ConvNextModel", "ConvNextConfig", {"hidden_sizes": [4, 4, 4, 4], "depths": [1, 1, 1, 1]}, "no module is an"),
         ("SwinModel", "SwinConfig", {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2]}, "in each module of"),
-        ("BertModel", "BertConfig", {**SMALL, **HEADS}, "BertPooler at pooler"),
-        (
-            "MobileBertForMaskedLM", "MobileBertConfig",
-            {**SMALL, **HEADS, "embedding_size": 8, "intra_bottleneck_size": 16}, "trigram_input=False, got MobileBert",
-        ),
-        ("LlamaForSequenceClassification", "LlamaConfig", {**SMALL, **HEADS, "pad_token_id": 0}, "reads one position"),
     ],
 )  # fmt: skip
 def test_models_that_cannot_be_cut_are_refused_with_the_module(
@@ -358,6 +346,52 @@ def test_models_that_cannot_be_cut_are_refused_with_the_module(
         assert "Leave cp out of the mesh" in str(caught.value) or "layerdrop" in words
 
     ranks.run(rank, 2, default_group=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("model", "config", "sizes"),
+    [
+        ("MambaForCausalLM", "MambaConfig", {**SMALL, "use_cache": False}),
+        ("RwkvForCausalLM", "RwkvConfig", {**SMALL, "use_cache": False, "num_hidden_layers": 2}),
+        ("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig", {**SMALL, **HEADS, "lru_width": 16, "use_cache": False}),
+        ("BertModel", "BertConfig", {**SMALL, **HEADS}),
+        (
+            "MobileBertForMaskedLM", "MobileBertConfig",
+            {**SMALL, **HEADS, "embedding_size": 8, "intra_bottleneck_size": 16},
+        ),
+        ("LlamaForSequenceClassification", "LlamaConfig", {**SMALL, **HEADS, "pad_token_id": 0, "use_cache": False}),
+    ],
+)  # fmt: skip
+def test_models_that_read_other_positions_compute_as_written(
+    ranks: Simulator, model: str, config: str, sizes: dict[str, Any]
+) -> None:
+    def make() -> Any:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return getattr(transformers, model)(getattr(transformers, config)(**sizes)).double().eval()
+
+    made = make()
+    ids = IDS[0].clamp(min=1)
+    expected = made(ids)[0]
+    expected.square().sum().backward()
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        own = accel.parallel.split_sequence(ctx, {"ids": ids})
+        copied = make()
+        found = accel.unwrap_model(accel.prepare_model(ctx, copied))(own["ids"])[0]
+        is_cut = found.shape != expected.shape
+        wanted = accel.parallel.split_sequence(ctx, {"out": expected.detach()})["out"] if is_cut else expected
+        (found.square().sum() if is_cut else found.square().sum() / 2).backward()
+        off = [float((found - wanted).detach().abs().max() / wanted.abs().max())]
+        for mine, whole in zip(copied.parameters(), made.parameters(), strict=True):
+            if whole.grad is not None:
+                total = accel.reduce(ctx, torch.zeros_like(mine) if mine.grad is None else mine.grad)
+                off.append(float((total - whole.grad).abs().max() / max(1.0, float(whole.grad.abs().max()))))
+        return max(off)
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-5  # some norms are float32 inside
 
 
 class Recurrent(nn.Module):
@@ -598,6 +632,31 @@ def test_a_layer_that_is_called_alone_is_told_of_the_context(ranks: Simulator) -
             model.model(part["ids"], position_ids=part["position_ids"])
 
     ranks.run(rank, 2, default_group=True)
+
+
+class Scored(nn.Module):
+    """A head of the user's own on a model of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = make_llama().model
+        self.score = nn.Linear(16, 1)
+
+
+@pytest.mark.parametrize("has_head", [False, True])
+def test_a_head_of_the_users_own_is_named_as_it_gets_own_positions(
+    ranks: Simulator, caplog: pytest.LogCaptureFixture, has_head: bool
+) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        _ = accel.prepare_model(accel.replace(ctx, mesh="cp=2"), Scored() if has_head else nn.Sequential(make_llama()))
+
+    with caplog.at_level("WARNING", "accel.parallel"):
+        ranks.run(rank, 2, default_group=True)
+    said = [each.getMessage() for each in caplog.records if "own positions" in each.getMessage()]
+    line = (
+        "Scored gets own positions of its model of transformers along cp: score may work on positions one by one alone"
+    )
+    assert said == ([line] if has_head else [])
 
 
 def test_models_of_one_context_have_one_method(ranks: Simulator) -> None:

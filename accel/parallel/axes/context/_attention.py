@@ -21,11 +21,12 @@ from accel.parallel.axes.context._kernels import Seen, Terms, attend, repeated
 from accel.parallel.axes.context._ring import ring_attention
 from accel.parallel.axes.context._split import (
     has_all_positions,
-    natural_order,
     note_attention,
-    pieces,
+    places,
     planned_method,
     rank_order,
+    seen_keys,
+    sorted_positions,
 )
 from accel.topology import ContextMethod
 
@@ -49,37 +50,22 @@ def gather_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, 
     del both
     documents = None if documents is None else sorted_positions(documents, 1, size)
     ignored = None if ignored is None else sorted_positions(ignored, 1, size)
-    own = q.shape[2] // 2
     halves: list[Tensor] = []
-    for at, (queries, piece) in enumerate(zip(q.chunk(2, 2), pieces(group.rank(), size), strict=True)):
-        rows = slice(at * own, (at + 1) * own)
-        columns = _columns(terms, piece * own, own, keys.shape[2])
+    runs = places(q.shape[2] * size, group.rank(), size)
+    for at, (queries, run) in enumerate(zip(q.chunk(2, 2), runs, strict=True)):
+        rows = slice(at * len(run), (at + 1) * len(run))
+        visible = seen_keys(run, keys.shape[2], terms.window, causal=terms.causal)
+        columns = slice(visible.start, visible.stop)
         pair = None
         if terms.documents is not None and documents is not None:
             pair = terms.documents[:, rows], documents[:, columns]
         mask = terms.mask
         if mask is not None:
             mask = mask[..., rows, columns] if mask.shape[-2] > 1 else mask[..., columns]
-        first = piece * own - columns.start
+        first = run.start - columns.start
         seen = Seen(pair, None if ignored is None else ignored[:, columns], mask, first, columns.start)
         halves.append(attend(queries, keys[:, :, columns], values[:, :, columns], terms, seen))
     return torch.cat(halves, 2)
-
-
-def _columns(terms: Terms, begin: int, own: int, whole: int) -> slice:
-    """Return the keys that queries from `begin` on can see. Causal: those up to the piece's end; with an early and a
-    late piece each, no rank has more work than another."""
-    window = terms.window
-    first = 0 if window is None else max(0, begin - window + 1)
-    if terms.causal:
-        return slice(first, begin + own)
-    return slice(first, whole if window is None else min(whole, begin + own + window - 1))
-
-
-def sorted_positions(x: Tensor, dim: int, size: int) -> Tensor:
-    """Return parts, each of two pieces along `dim`, that are concatenated by rank in the order of the sequence."""
-    parts = x.chunk(2 * size, dim)
-    return torch.cat([parts[at] for at in natural_order(size)], dim)
 
 
 def whole_positions(ctx: DistContext, own: Tensor, dim: int = 1) -> Tensor:
@@ -120,13 +106,8 @@ def _heads_for_positions(tensors: tuple[Tensor, ...], group: dist.ProcessGroup) 
     shapes = [each.shape for each in own]
     received = exchanged(torch.cat([each.reshape(size, -1) for each in own], 1), [1] * size, [1] * size, group)
     columns = torch.split(received, [math.prod(shape[1:]) for shape in shapes], 1)
-    return [_positions_of(column.view(shape)) for column, shape in zip(columns, shapes, strict=True)]
-
-
-def _positions_of(parts: Tensor) -> Tensor:
-    """Return parts of all ranks, each of two pieces along dim 3, as one in the order of the sequence."""
-    halves = [half for part in parts.unbind(0) for half in part.chunk(2, 2)]
-    return torch.cat([halves[at] for at in natural_order(len(parts))], 2)
+    by_rank = [column.view(shape).movedim(0, 2).flatten(2, 3) for column, shape in zip(columns, shapes, strict=True)]
+    return [sorted_positions(each, 2, size) for each in by_rank]
 
 
 def _positions_for_heads(out: Tensor, group: dist.ProcessGroup) -> Tensor:

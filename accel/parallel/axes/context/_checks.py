@@ -5,7 +5,7 @@ sent, models by a `PrepareError` that names the module."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,12 @@ def check_fit(q: Tensor, k: Tensor, v: Tensor, size: int, *, causal: bool) -> No
     """Raise `ConfigError` for tensors that do not fit together. No communication."""
     fit = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] and k.shape[:3] == v.shape[:3]
     if not fit or q.shape[3] != k.shape[3] or not k.shape[1] or q.shape[1] % k.shape[1]:
-        raise _misfit("[batch, heads, own, head dim], with key heads that divide the heads", q, k, v)
+        raise ConfigError(
+            "q, k and v do not fit together",
+            expected="[batch, heads, own, head dim], with key heads that divide the heads",
+            got=", ".join(str(list(each.shape)) for each in (q, k, v)),
+            where=_WHERE,
+        )
     if q.shape[2] != k.shape[2] and size > 1 and causal:
         raise ConfigError(
             "queries and keys of other positions",
@@ -145,15 +150,10 @@ def check_method(q: Tensor, terms: Terms, method: str, size: int) -> None:
         )
 
 
-def _misfit(expected: str, *tensors: Any) -> ConfigError:
-    got = ", ".join(str(list(each.shape)) for each in tensors)
-    return ConfigError("q, k and v do not fit together", expected=expected, got=got, where=_WHERE)
-
-
 FORWARD = "forward of a model on a mesh with cp"
 LEAVE = "Leave cp out of the mesh."
 SAMPLES = ("pixel_values", "input_features", "input_values")  # inputs that are no tokens
-_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _ONE_POSITION = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
 
 
@@ -174,7 +174,7 @@ def _is_pretrained(kind: type) -> bool:
 def first_blocks(model: Any) -> list[nn.Module]:
     """Return the first block of each list of blocks with attention, except lists with hidden states of tokens that are
     cut, in a model of transformers."""
-    decoder = model.get_decoder() if getattr(model.config, "is_encoder_decoder", False) else model
+    decoder = stacks_of(model)[-1]
     of_tokens = {id(module) for module in decoder.modules()} if takes_cut_tokens(model) else set[int]()
     first = [group.entries[0][1] for group in _attending(model)]
     return [block for block in first if id(block) not in of_tokens]
@@ -190,15 +190,6 @@ def _has_attention(block: nn.Module) -> bool:
     return any(map(_is_attention, block.modules())) and not _is_attention(block)
 
 
-def outermost(model: nn.Module, is_one: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that a function chooses, with their paths; none that is inside of another."""
-    found = ""
-    for name, module in named_modules(model):
-        if (not found or not name.startswith(found)) and is_one(module):
-            found = f"{name}."
-            yield name, module
-
-
 def _is_attention(module: nn.Module) -> bool:
     return "Attention" in type(module).__name__
 
@@ -206,7 +197,7 @@ def _is_attention(module: nn.Module) -> bool:
 def takes_cut_tokens(model: Any) -> bool:
     """Return whether a model of transformers takes own tokens and gives own outputs; else all are whole."""
     names = forward_names(model)
-    if getattr(model.config, "is_encoder_decoder", False):
+    if _is_pair(model):
         return True
     return not any(name in names for name in SAMPLES) or ("input_ids" in names and bool(model.can_generate()))
 
@@ -214,86 +205,69 @@ def takes_cut_tokens(model: Any) -> bool:
 def text_decoder(model: Any) -> Any:
     """Return the text model of a model that puts images among its own tokens; None for others."""
     names = forward_names(model)
-    is_pair = getattr(model.config, "is_encoder_decoder", False)
-    if is_pair or not takes_cut_tokens(model) or not any(name in names for name in SAMPLES):
+    if _is_pair(model) or not takes_cut_tokens(model) or not any(name in names for name in SAMPLES):
         return None
     decoder = model.get_decoder()
     return decoder if hasattr(decoder, "set_attn_implementation") and decoder is not model else None
 
 
-def towers_of(model: Any) -> list[nn.Module]:
-    """Return the outermost modules beside the text model of a model that puts images among its tokens."""
-    text = text_decoder(model)
-    if text is None:
-        return []
-    inside = {id(module) for module in text.modules()}
-    return [each for _, each in outermost(model, lambda one: not any(id(inner) in inside for inner in one.modules()))]
-
-
-def multihead_attentions(
-    modules: Mapping[str, nn.Module], excluded: Sequence[nn.Module]
-) -> dict[str, nn.MultiheadAttention]:
-    """Return torch's modules of attention by path; none of those inside of the models `excluded`."""
-    known = inside(excluded)
-    found = {name: each for name, each in modules.items() if isinstance(each, nn.MultiheadAttention)}
-    return {name: each for name, each in found.items() if id(each) not in known}
-
-
-def inside(models: Iterable[nn.Module]) -> set[int]:
-    """Return the `id` of each module of some models."""
-    return {id(module) for each in models for module in each.modules()}
+def mixes(module: nn.Module) -> bool:
+    """Return whether a module of torch mixes positions."""
+    # outside of blocks of tokens, a convolution of two or three dimensions works on images
+    is_convolution = isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
+    return is_convolution or isinstance(module, nn.RNNBase | nn.MultiheadAttention)
 
 
 _Refuse = Callable[..., PrepareError]
+# Reasons for which a model of transformers computes with parts of positions: its attention function is not enough.
+_REASONS: Mapping[str, Callable[[Any], object]] = {
+    "an attention that does not come from transformers' AttentionInterface": lambda model: (
+        not model._can_set_attn_implementation() or _found(text_decoder(model) or model, "MultiheadAttention")
+    ),
+    "a module that mixes positions": lambda model: any(map(mixes, (text_decoder(model) or model).modules())),
+    "inputs that are not split like the tokens": lambda model: (
+        not takes_cut_tokens(model) or (_is_pair(model) and any(name in forward_names(model) for name in SAMPLES))
+    ),
+    "positions that the model numbers itself, from 0 on every rank": lambda model: any(
+        "position_ids" not in forward_names(each) and not _takes_places(each) for each in stacks_of(model)
+    ),
+    "layers with a state along the tokens": lambda model: getattr(model, "_is_stateful", False),
+    "layers of another kind": lambda model: not {*(getattr(model.config, "layer_types", None) or ())} <= _LAYERS,
+    "tokens mixed with their neighbours": lambda model: getattr(model.config, "trigram_input", False),  # MobileBERT
+    "a head or a pooler, which reads one position": lambda model: (
+        type(model).__name__.endswith(_ONE_POSITION) or _found(text_decoder(model) or model, "Pooler")
+    ),
+}
 
 
-def check_transformers(path: str, model: Any, method: str) -> bool:
-    """Return whether a model of transformers computes with parts of positions; raise `PrepareError` where its attention
-    cannot cross ranks."""
+def out_of_reach(model: Any) -> str:
+    """Return the reason for which a model's attention cannot work on own positions; "" for none."""
+    return next((reason for reason, holds in _REASONS.items() if holds(model)), "")
+
+
+def check_transformers(path: str, model: Any, method: str) -> None:
+    """Raise `PrepareError` for a model of transformers that cannot compute along cp."""
     where = f"prepare_model, {path or type(model).__name__}"
 
     def refuse(problem: str, expected: str, got: str, fix: str = LEAVE) -> PrepareError:
         return PrepareError(problem, expected=expected, got=got, where=where, fix=fix)
 
-    if getattr(model, "_is_stateful", False):
-        mixer = _found(model, "Mixer", "RecurrentBlock", "DeltaNet", default="") or _found(model, "Attention")
-        raise refuse("layers with a state along the tokens", "attention alone", mixer)
-    if other := [kind for kind in getattr(model.config, "layer_types", None) or () if kind not in _LAYERS]:
-        raise refuse("layers of another kind", " or ".join(_LAYERS), f"{other[0]} of {_found(model, 'Attention')}")
-    if takes_cut_tokens(model):
-        if getattr(model.config, "trigram_input", False):  # of MobileBERT
-            raise refuse("tokens mixed with their neighbours", "trigram_input=False", _found(model, "Embeddings"))
-        if type(model).__name__.endswith(_ONE_POSITION):
-            raise refuse("a head that reads one position", "a value for each position", type(model).__name__)
-        if pooler := _found(text_decoder(model) or model, "Pooler", default=""):
-            fix = f"Make the model with add_pooling_layer=False. {LEAVE}"
-            raise refuse("a pooler, which reads one position", "a value for each position", pooler, fix)
     _check_layerdrop(model, refuse)
     reason = out_of_reach(model)
-    if not reason and (inner := _found(text_decoder(model) or model, "MultiheadAttention", default="")):
-        raise refuse("an attention that sees the own positions alone", "transformers' own attention", inner)
-    if not reason:
-        return False
-    if method != "gather":
+    if reason and method != "gather":
         fix = 'Use Plan(context="gather"), which gathers the keys and values.'
-        raise refuse(reason, f"an attention that the method {method!r} reaches", _found(model, "Attention"), fix)
-    if not takes_cut_tokens(model):
+        raise refuse(reason, f"an attention that the method {method!r} reaches", type(model).__name__, fix)
+    if reason and not takes_cut_tokens(model):
         _check_blocks(model, reason, refuse)
-    return True
 
 
-def out_of_reach(model: Any) -> str:
-    """Return the reason for which a model's attention cannot work on own positions; "" for none."""
-    if not model._can_set_attn_implementation():
-        return "an attention that does not come from transformers' AttentionInterface"
-    names = forward_names(model)
-    is_pair = getattr(model.config, "is_encoder_decoder", False)
-    if not takes_cut_tokens(model) or (is_pair and any(name in names for name in SAMPLES)):
-        return "inputs that are not split like the tokens"
-    for stack in [model.get_encoder(), model.get_decoder()] if is_pair else [model]:
-        if "position_ids" not in forward_names(stack) and not _takes_places(stack):
-            return "positions that the model numbers itself, from 0 on every rank"
-    return ""
+def stacks_of(model: Any) -> list[Any]:
+    """Return the encoder and the decoder of a model that has two; the model of others."""
+    return [model.get_encoder(), model.get_decoder()] if _is_pair(model) else [model]
+
+
+def _is_pair(model: Any) -> bool:
+    return bool(getattr(model.config, "is_encoder_decoder", False))
 
 
 def _check_blocks(model: Any, reason: str, refuse: _Refuse) -> None:
@@ -323,12 +297,9 @@ def _takes_places(stack: Any) -> bool:
     return bool(known) and not any(other)
 
 
-def _found(model: nn.Module, *words: str, default: str | None = None) -> str:
-    """Return the class and path of the first module with one of the words in its class's name."""
-    for name, module in named_modules(model):
-        if name and any(word in type(module).__name__ for word in words):
-            return f"{type(module).__name__} at {name}"
-    return type(model).__name__ if default is None else default
+def _found(model: nn.Module, word: str) -> bool:
+    """Return whether the class of a module in a model has a word in its name."""
+    return any(module is not model and word in type(module).__name__ for module in model.modules())
 
 
 def numbers_positions(module: nn.Module) -> bool:

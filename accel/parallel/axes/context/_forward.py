@@ -17,6 +17,7 @@ from accel.context import DistContext
 from accel.devices import wide_dtype
 from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin, add_mixin
+from accel.parallel._copies import WideMode, gradients_of
 from accel.parallel._modules import note_module, notes_of, written_class
 from accel.parallel._private import called_eagerly, is_compiled, runs_in_backward, untraced
 from accel.parallel.axes.context._attention import whole_positions
@@ -38,27 +39,22 @@ from accel.tree import map_tensors
 
 _LOG = logging.getLogger("accel.parallel")
 _PROOF = Call("positions", "proof", ordered=False)
-_COMPARED = Call("positions", "inputs", ordered=False)
 _DIFFERENT = "ranks along cp did not compute the same"
 _PROVED = 8  # positions of a rank in the proof
 _LARGEST = 2**28  # elements of parameters whose gradients the proof compares; of larger models those of vectors
+_WIDEST = 2**29  # elements of the largest parameter that the proof copies in a wide dtype: 4 GiB
 
 
 def use_positions(
-    ctx: DistContext,
-    model: nn.Module,
-    within: Sequence[nn.Module] = (),
-    *,
-    is_cut: bool = True,
-    may_cross: bool = False,
+    ctx: DistContext, model: nn.Module, within: Sequence[nn.Module] | None = None, *, is_cut: bool = True
 ) -> None:
     """Let a model's forward compute with parts of positions. Mutates it, by a class and hooks.
 
-    `within`: first blocks of stacks whose inputs all ranks hold, and which get own positions of them. `is_cut`: whether
-    the model's inputs are. `may_cross`: whether the model may call `context_attention` itself.
+    `within`: first blocks of stacks whose inputs all ranks hold, and which get own positions of them; None for
+    a model that may call `context_attention` itself. `is_cut`: whether the model's inputs are.
     """
-    positions = _Positions(ctx, is_cut=is_cut, may_cross=may_cross)
-    for block in within:
+    positions = _Positions(ctx, is_cut=is_cut, may_cross=within is None)
+    for block in within or ():
         _ = block.register_forward_pre_hook(positions.divide, with_kwargs=True)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
@@ -78,7 +74,7 @@ class _ByPositions(Mixin, nn.Module):
         positions = cast(_Positions, notes_of(self).get("positions"))
         if positions.crosses:
             return super().forward(*args, **kwargs)
-        return positions.call(self, super().forward, _Inputs(args, kwargs))
+        return positions.call(self, super().forward, _Inputs(args, kwargs), is_traced=torch.compiler.is_compiling())
 
 
 class _Inputs(NamedTuple):
@@ -121,9 +117,9 @@ class _Positions:
         self.guards: list[RemovableHandle] = []
 
     @untraced
-    def call(self, module: nn.Module, forward: _Forward, given: _Inputs) -> Any:
+    def call(self, module: nn.Module, forward: _Forward, given: _Inputs, *, is_traced: bool) -> Any:
         """Call a forward with parts of the inputs that are cut, and return own positions. A collective of the first
-        call, which is proved."""
+        call, which is proved. `is_traced`: whether torch compiles the call."""
         if has_all_positions(self.ctx) or (self.is_cut and not self._has_own(given)):
             return forward(*given.inputs, **given.keywords)
         if not self.is_cut:
@@ -131,7 +127,7 @@ class _Positions:
         self.is_running = True
         try:
             if not self.is_proved:
-                self._prove(module, forward, given)
+                self._prove(module, forward, given, is_traced=is_traced)
             if self.crosses:
                 return forward(*given.inputs, **given.keywords)
             inputs, keywords = self._parts_of(given, self.dim)
@@ -188,12 +184,8 @@ class _Positions:
         return plain_of(each) if is_own else whole_of(each)  # rows beside positions are on all ranks
 
     def _has_own(self, given: _Inputs) -> bool:
-        found: list[bool] = []
-        map_tensors(
-            lambda each: found.append(not isinstance(each, PartTensor) and self._cut_dim(each, 1) is not None),
-            tuple(given),
-        )
-        return any(found)
+        plain = [each for each in _listed(tuple(given)) if not isinstance(each, PartTensor)]
+        return any(self._cut_dim(each, 1) is not None for each in plain)
 
     def _cut_dim(self, each: Tensor, dim: int | None) -> int | None:
         """The dimension of a tensor's positions; None where it has none. `dim`: where several could be; None if the
@@ -211,7 +203,7 @@ class _Positions:
 
         return map_tensors(part, (tuple(given.inputs), dict(given.keywords)))
 
-    def _prove(self, module: nn.Module, forward: _Forward, given: _Inputs) -> None:
+    def _prove(self, module: nn.Module, forward: _Forward, given: _Inputs, *, is_traced: bool) -> None:
         """Raise `PrepareError` on every rank where parts of positions give something else than all of them. A
         collective."""
         if not self.is_cut:
@@ -233,7 +225,7 @@ class _Positions:
                 if not self.crosses:
                     note_attention(self.ctx)  # or no position needs another
                     self.is_compiled = any(is_compiled(each) for each in module.modules())
-                    self._log(module)
+                    self._log(module, is_compiled=self.is_compiled or is_traced)
                 self.is_proved = True
                 self.dim = dim
                 return
@@ -251,19 +243,18 @@ class _Positions:
         A first dimension that is as long as the own positions may be of them, or of samples and documents by chance.
         With values of those, all positions show it: their number differs from the own.
         """
-        found: dict[int | None, list[int | None]] = {None: [], 1: []}
-        for dim, dims in found.items():
-            map_tensors(lambda each, dim=dim, dims=dims: dims.append(self._cut_dim(each, dim)), tuple(given))
+        tensors = _listed(tuple(given))
+        found = {dim: [self._cut_dim(each, dim) for each in tensors] for dim in (None, 1)}
         most = _PROVED * self.ranks.size
         first = None if found[None] == found[1] else 1
         ways: list[_Way] = [(first, most), (0, most), (first, None), (0, None)]  # models of one length need all of it
         has_rows = any(at is not None for at in found[None])
         return ([(None, None)] if first == 1 and has_rows else []), ways
 
-    def _log(self, model: nn.Module) -> None:
+    def _log(self, model: nn.Module, *, is_compiled: bool) -> None:
         if not self.ctx.is_main_process:
             return
-        if self.is_compiled:
+        if is_compiled:
             text = "%s runs as it is, uncompiled, along cp=%d: call accel.parallel.context_attention in its attention"
             _LOG.warning(text, written_class(model).__name__, self.ranks.size)
         if self.ranks.whole:
@@ -279,11 +270,10 @@ class _Positions:
     def _compare(self, given: _Inputs) -> None:
         """Raise `ConfigError` on every rank where those along cp have other inputs, of a model that cuts them itself. A
         collective."""
-        sums: list[float] = []
         wide = wide_dtype(self.ctx.device)
-        map_tensors(lambda each: sums.append(float(each.detach().to(wide).sum())), tuple(given))
+        sums = [float(each.detach().to(wide).sum()) for each in _listed(tuple(given))]
         share = self.ctx.data_parallel[0]
-        facts = exchange_values(self.ctx.comm, _COMPARED, f"{share}: {sums}", str)
+        facts = exchange_values(self.ctx.comm, _PROOF, f"{share}: {sums}", str)
         if len(set(facts)) > len({fact.partition(":")[0] for fact in facts}):
             raise ConfigError(
                 "ranks that share a sequence have different inputs",
@@ -315,23 +305,48 @@ class _Positions:
         return ""
 
     def _differ(self, module: nn.Module, forward: _Forward, whole: _Inputs, own: _Inputs, dim: int | None) -> None:
-        """Raise `PrepareError` where a call with parts differs from one with all positions. A collective."""
-        parameters = _proved(module)
-        with torch.set_grad_enabled(bool(parameters)):
-            with all_positions(self.ctx):
-                expected = _outputs_of(forward(*whole.inputs, **whole.keywords))
-            inputs, keywords = self._parts_of(own, dim)
-            with _noted(module, self.ranks):
-                got = _outputs_of(forward(*inputs, **keywords))
-            if difference := self._difference(expected, got, parameters):
-                raise PrepareError("", got=difference)
+        """Raise `PrepareError` where a call with parts differs from one with all positions. A collective.
+
+        Both compute in a wide dtype, as rounding would hide an error in a narrow one. A forward that does not run in
+        it or has a very large parameter, and the gradients of a large model, are compared in its dtypes.
+        """
+        everything = list(module.parameters())
+        parameters = _proved(everything)
+        sizes = [each.numel() for each in everything]
+        is_small = bool(parameters) and sum(sizes) <= _LARGEST  # frozen ones count: a graph keeps wide copies
+        mode = WideMode(wide_dtype(self.ctx.device), everything if is_small else [])
+        copies = [mode.copies[id(each)] for each in parameters] if is_small else []
+        runs = [(mode, copies), (contextlib.nullcontext(), parameters)]
+        for run, compared in runs if max(sizes, default=0) <= _WIDEST else runs[1:]:
+            with run, torch.set_grad_enabled(bool(compared)):
+                expected = self._expected(forward, whole, may_fail=run is mode)
+                if expected is None:
+                    continue
+                inputs, keywords = self._parts_of(own, dim)
+                with _noted(module, self.ranks):
+                    got = _outputs_of(forward(*inputs, **keywords))
+                if difference := self._difference(expected, got, compared):
+                    raise PrepareError("", got=difference)
+            if compared or not parameters:
+                return
+
+    def _expected(self, forward: _Forward, whole: _Inputs, *, may_fail: bool) -> list[Tensor] | None:
+        """Return the outputs of a call with all positions; None if it failed and may. A collective."""
+        with all_positions(self.ctx):
+            try:
+                found = _outputs_of(forward(*whole.inputs, **whole.keywords))
+            except Exception:
+                if not may_fail:
+                    raise
+                found = None
+        self.ranks.meet(found is None)
+        return found
 
     def _pairs(self, given: _Inputs, dim: int | None, most: int | None) -> dict[int, tuple[Tensor, Tensor]]:
         """Return the tensors of a call by `id`: of all positions, of `most` at most, and of the own among them. A
         collective."""
         rank, size = self.ranks.rank, self.ranks.size
-        tensors: list[Tensor] = []
-        map_tensors(tensors.append, tuple(given))
+        tensors = _listed(tuple(given))
         lengths: dict[int, int] = {}
         pairs: dict[int, tuple[Tensor, Tensor]] = {}
         for each in tensors:
@@ -351,7 +366,7 @@ class _Positions:
             _ = pairs.setdefault(id(each), (whole, whole))
         return pairs
 
-    def _difference(self, expected: Sequence[Tensor], got: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> str:
+    def _difference(self, expected: Sequence[Tensor], got: Sequence[Tensor], parameters: Sequence[Tensor]) -> str:
         """Return a line on the first output or gradient that is not that of all positions; "" for none. A
         collective."""
         if len(expected) != len(got):
@@ -370,26 +385,26 @@ class _Positions:
             if layout is not None:
                 rows = torch.tensor(rows_of(layout.cut, self.ranks.rank, self.ranks.size), device=want.device)
                 wanted, share = (each.index_select(layout.dim, rows) for each in (want, draw))
-            off = _off_by(wanted.detach(), own.detach())
-            if not off <= torch.finfo(want.dtype).eps ** 0.4:
+            off = _norm((wanted - own).detach()) / max(_norm(wanted.detach()), 1e-30)
+            if not off <= _tolerance(want):
                 return f"output {number} is off by {off:.0e} of its norm"
             objectives.append(((want * draw).sum(), (own * share).sum()))
         return self._gradients(objectives, parameters)
 
-    def _gradients(self, objectives: Sequence[tuple[Tensor, Tensor]], parameters: Sequence[nn.Parameter]) -> str:
+    def _gradients(self, objectives: Sequence[tuple[Tensor, Tensor]], parameters: Sequence[Tensor]) -> str:
         """Return a line on the first gradient that the ranks' do not sum up to; "" for none. A collective."""
         want, have = (torch.stack([each[at].real for each in objectives]).sum() for at in (0, 1))
         if not parameters or not want.requires_grad:
             return ""
         with all_positions(self.ctx):  # where blocks are recomputed
-            expected = torch.autograd.grad(want, parameters, materialize_grads=True)
-        own = torch.autograd.grad(have, parameters, materialize_grads=True)
+            expected = gradients_of(want, parameters)
+        own = gradients_of(have, parameters)
         with torch.no_grad():
             largest = max(_norm(each) for each in expected)
             for parameter, wanted, mine in zip(parameters, expected, own, strict=True):
                 off = _norm(self.ranks.total(mine.contiguous()) - wanted)
                 size = max(_norm(wanted), largest / 100, 1e-30)
-                if not off <= torch.finfo(parameter.dtype).eps ** 0.4 * size:
+                if not off <= _tolerance(parameter) * size:
                     return f"a gradient of a parameter of shape {list(parameter.shape)} is off"
         return ""
 
@@ -417,13 +432,18 @@ def _noted(model: nn.Module, ranks: PositionRanks) -> Generator[None]:
         ranks.callers.clear()
 
 
-def _proved(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that are whole on each rank, for a comparison of their gradients."""
-    found = [each for each in module.parameters() if each.requires_grad]
+def _proved(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters whose gradients are compared: none if ranks share some, vectors alone of many."""
+    found = [each for each in parameters if each.requires_grad]
     if any(is_dtensor(each) for each in found):
         return []
     is_large = sum(each.numel() for each in found) > _LARGEST
     return [each for each in found if each.dim() < 2] if is_large else found
+
+
+def _tolerance(tensor: Tensor) -> float:
+    """Return the largest difference that rounding makes, as a share of a norm; some functions round in float32."""
+    return max(torch.finfo(tensor.dtype).eps ** 0.4, 1e-5)
 
 
 @contextlib.contextmanager
@@ -464,13 +484,13 @@ def _norm(tensor: Tensor) -> float:
     return float(tensor.abs().to(wide_dtype(tensor.device)).square().sum().sqrt())
 
 
-def _off_by(want: Tensor, have: Tensor) -> float:
-    """Return the norm of a difference by that of what is expected."""
-    return _norm(want - have) / max(_norm(want), 1e-30)
-
-
 def _outputs_of(output: Any) -> list[Tensor]:
     """Return the floating-point tensors of a forward's output."""
-    found: list[Tensor] = []
-    map_tensors(lambda each: found.append(whole_of(each) if isinstance(each, SelectedTensor) else each), output)
+    found = [whole_of(each) if isinstance(each, SelectedTensor) else each for each in _listed(output)]
     return [each for each in found if each.is_floating_point()]
+
+
+def _listed(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(found.append, tree)
+    return found

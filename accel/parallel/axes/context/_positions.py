@@ -22,8 +22,8 @@ from accel.comm import copied, gathered, gathered_summed
 from accel.context import DistContext, group_of
 from accel.errors import ConfigError
 from accel.parallel._private import runs_in_backward, without_subclasses
-from accel.parallel.axes.context._attention import context_attention, sorted_positions
-from accel.parallel.axes.context._split import note_attention
+from accel.parallel.axes.context._attention import context_attention
+from accel.parallel.axes.context._split import note_attention, sorted_positions
 from accel.parallel.parts import NoRuleError, PartTensor, Ranks, RowLayout, leave, make, plain_of
 from accel.parallel.parts._contractions import terms_of
 from accel.parallel.parts._elementwise import ELEMENTWISE, changes, elementwise

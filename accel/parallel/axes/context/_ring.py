@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention by a ring: keys and values travel between ranks while blocks of them are computed (Liu et al. 2023, ring
-attention), and those that a window needs come straight from their ranks."""
+attention). Those that a window needs come straight from their ranks, in one message."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from accel.comm import gathered, start_shift
+from accel.comm import exchanged, gathered, start_shift
 from accel.parallel.axes.context._kernels import (
     Attended,
     Kernel,
@@ -27,7 +26,7 @@ from accel.parallel.axes.context._kernels import (
     packed_masks,
     repeated,
 )
-from accel.parallel.axes.context._split import near_keys, near_steps, near_tiles, pieces, ring_block
+from accel.parallel.axes.context._split import near_keys, places, ring_block, seen_keys, sorted_positions
 
 _TILE = 256  # queries at least of a block under a window
 
@@ -38,8 +37,10 @@ class _Ring(NamedTuple):
     Attributes:
         group: ranks that share the sequence.
         terms: of the attention.
-        documents: numbers of the documents of each rank's positions, [ranks, batch, own]; None without.
-        ignored: keys of each rank that no query sees, [ranks, batch, own keys]; None without.
+        documents: numbers of the documents of all positions, by rank, [batch, length]; None without. Under a window
+            they are in the order of the sequence.
+        ignored: the same of the keys that no query sees, [batch, keys]; None without.
+        near: under a window, places of the keys that are here, as runs in their order; None where keys travel.
         device: of the tensors.
     """
 
@@ -47,6 +48,7 @@ class _Ring(NamedTuple):
     terms: Terms
     documents: Tensor | None
     ignored: Tensor | None
+    near: Sequence[range] | None
     device: torch.device
 
 
@@ -62,14 +64,47 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, te
     """Return the attention of this rank's queries to all keys, as `attend`. A collective, as its backward.
 
     Beside its own keys and values a rank holds those of two ranks at most; the next ones travel while a block is
-    computed. Under a window a rank receives the keys alone that its queries see.
+    computed. Under a window it holds the keys alone that its queries see, which one message brings.
     """
-    everywhere = [
-        None if each is None else torch.stack(gathered(each, 1, group).chunk(group.size(), 1))
-        for each in (terms.documents, terms.ignored)
-    ]
-    ring = _Ring(group, terms._replace(sinks=None), everywhere[0], everywhere[1], q.device)
+    documents, ignored = (
+        None if each is None else gathered(each, 1, group) for each in (terms.documents, terms.ignored)
+    )
+    near = None
+    if terms.window is not None:
+        k, v, near = _near(k, v, group, terms)
+        documents, ignored = (
+            None if each is None else sorted_positions(each, 1, group.size()) for each in (documents, ignored)
+        )
+    ring = _Ring(group, terms._replace(sinks=None), documents, ignored, near, q.device)
     return cast(Any, _RingAttention).apply(q, k, v, terms.sinks, ring)
+
+
+def _near(k: Tensor, v: Tensor, group: dist.ProcessGroup, terms: Terms) -> tuple[Tensor, Tensor, list[range]]:
+    """Return the keys and values that this rank's queries see, in the order of the sequence, and the runs of their
+    places. A collective, as its backward."""
+    rank = group.rank()
+    size = group.size()
+    length = k.shape[2] * size
+
+    def runs_of(to: int, source: int) -> list[range]:
+        assert terms.window is not None
+        return near_keys(to, source, size, length, terms.window, causal=terms.causal)
+
+    sent = [runs_of(to, rank) for to in range(size)]
+    coming = [runs_of(rank, source) for source in range(size)]
+    halves = torch.cat((k.movedim(2, 0), v.movedim(2, 0)), -1).chunk(2)
+    begins = [each.start for each in places(length, rank, size)]
+    rows = [
+        half[run.start - begin : run.stop - begin]
+        for runs in sent
+        for half, begin, run in zip(halves, begins, runs, strict=True)
+    ]
+    to, back = ([sum(map(len, runs)) for runs in each] for each in (sent, coming))
+    arrived = [run for runs in coming for run in runs]
+    parts = torch.split(exchanged(torch.cat(rows), to, back, group), [len(run) for run in arrived])
+    order = sorted(range(len(arrived)), key=lambda at: arrived[at].start)
+    both = torch.cat([parts[at] for at in order]).movedim(0, 2)
+    return both[..., : k.shape[3]], both[..., k.shape[3] :], [arrived[at] for at in order]
 
 
 class _RingAttention(torch.autograd.Function):
@@ -97,10 +132,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: _Ring)
     wide = accumulation_dtype(q)
     kernel: Kernel | None = None
     total: Attended | None = None
-    if ring.terms.window is not None:
+    if ring.near is not None:
         nothing = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
         total = Attended(q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide), nothing)
-    for source, held in _arrivals([k, v], q.shape[2], ring):
+    for source, held in _arrivals([k, v], ring):
         for rows, columns, masked in _blocks(ring, source, q.shape[2], k.shape[2]):
             queries = q[:, :, rows]
             keys = repeated(held[0][:, :, columns], q.shape[1])
@@ -157,8 +192,8 @@ def _backward(
     """Return the gradients of queries, keys and values."""
     wide = accumulation_dtype(q)
     grad_q = torch.zeros_like(q, dtype=wide)
-    home = _Passed(ring) if ring.terms.window is None else _Straight(ring, k.shape[2] // 2)
-    for source, held in _arrivals([k, v], q.shape[2], ring):
+    home = _Passed(ring)
+    for source, held in _arrivals([k, v], ring):
         home.begin(held)
         for rows, columns, masked in _blocks(ring, source, q.shape[2], k.shape[2]):
             part = Attended(attended.out[:, :, rows], attended.lse[:, :, rows].contiguous(), attended.seeds)
@@ -168,7 +203,7 @@ def _backward(
             grad_q[:, :, rows] += grads[0]
             home.add(columns, grads[1:])
             del grads
-        home.send(source)
+        home.send()
     grad_k, grad_v = home.received()
     return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
 
@@ -190,31 +225,18 @@ def _summed_heads(x: Tensor, heads: int) -> Tensor:
     return x.reshape(x.shape[0], heads, -1, *x.shape[2:]).sum(2, dtype=accumulation_dtype(x))
 
 
-def _arrivals(own: list[Tensor], queries: int, ring: _Ring) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield ranks with their keys and values, the own ones first; the next ones travel meanwhile. A collective."""
+def _arrivals(own: list[Tensor], ring: _Ring) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yield ranks with their keys and values, the own ones first; those that arrive are sent on without a copy, while
+    a block is computed. Those of a window are here. A collective."""
     rank = ring.group.rank()
-    size = ring.group.size()
-    window = ring.terms.window
-    if window is None:
-        yield from _all_around(own, ring.group)
+    if ring.near is not None:
+        yield rank, own
         return
-    wait: Callable[[], list[Tensor]] = lambda: own  # noqa: E731 - nothing to wait for
-    steps = [0, *near_steps(size, queries // 2, window)]
-    for at, step in enumerate(steps):
-        held = wait()
-        if at + 1 < len(steps):
-            wait = _start_near(own, steps[at + 1], ring)
-        yield (rank - step) % size, held
-
-
-def _all_around(own: list[Tensor], group: dist.ProcessGroup) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield the keys and values of all ranks; those that arrive are sent on without a copy."""
-    rank = group.rank()
-    size = group.size()
+    size = ring.group.size()
     held = own
     flat = _joined(own)
     for step in range(size - 1):
-        arriving = start_shift([flat], 1, group)
+        arriving = start_shift([flat], 1, ring.group)
         yield (rank - step) % size, held
         (flat,) = arriving()
         held = _unflattened(flat, own)
@@ -236,38 +258,17 @@ def _unflattened(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(each.shape) for part, each in zip(parts, like, strict=True)]
 
 
-def _near_keys(ring: _Ring, to: int, source: int, length: int) -> tuple[range, range]:
-    assert ring.terms.window is not None
-    return near_keys(to, source, ring.group.size(), length, ring.terms.window, causal=ring.terms.causal)
-
-
-def _start_near(own: list[Tensor], step: int, ring: _Ring) -> Callable[[], list[Tensor]]:
-    """Send the keys and values that the rank `step` later sees; return a function that waits for those that come."""
-    rank = ring.group.rank()
-    size = ring.group.size()
-    length = own[0].shape[2] // 2
-    sent = _near_keys(ring, (rank + step) % size, rank, length)
-    coming = sum(map(len, _near_keys(ring, rank, (rank - step) % size, length)))
-    shapes = [(*each.shape[:2], coming, each.shape[3]) for each in own]
-    return start_shift([_taken(each, sent) for each in own], step, ring.group, arriving=shapes)
-
-
-def _taken(x: Tensor, runs: tuple[range, range]) -> Tensor:
-    """Return rows of each half of positions."""
-    half = x.shape[2] // 2
-    return torch.cat([x[:, :, at * half + run.start : at * half + run.stop] for at, run in enumerate(runs)], 2)
-
-
 class _Passed:
     """Gradients of a rank's keys that follow them, one step behind: each rank adds its share and sends them on.
 
-    A rank's keys are one block.
+    Under a window keys do not travel, and a rank adds up the gradients of those that are here.
     """
 
     def __init__(self, ring: _Ring) -> None:
         self.group = ring.group
+        self.travels = ring.near is None
         self.held: Sequence[Tensor] = ()
-        self.sums = torch.empty(0)
+        self.sums: Tensor | None = None
         self.wait: Callable[[], list[Tensor]] | None = None
 
     def begin(self, held: Sequence[Tensor]) -> None:
@@ -276,116 +277,73 @@ class _Passed:
 
     def add(self, columns: slice, shares: Sequence[Tensor]) -> None:
         """Add shares of rows of keys and values."""
-        if self.wait is None:  # the own keys, all of them
+        if self.wait is not None:
+            (self.sums,) = self.wait()
+            self.wait = None
+        elif self.sums is None and self.travels:  # the own keys, all of them
             self.sums = _joined(shares)
             return
-        (self.sums,) = self.wait()
+        elif self.sums is None:
+            count = sum(each.numel() for each in self.held)
+            self.sums = shares[0].new_zeros(count)
         for total, share in zip(_unflattened(self.sums, self.held), shares, strict=True):
             total[:, :, columns] += share
 
-    def send(self, source: int) -> None:
+    def send(self) -> None:
         """Send the sums for the keys of a rank on."""
-        _ = source
-        self.wait = start_shift([self.sums], 1, self.group)
+        if self.travels:
+            assert self.sums is not None
+            self.wait = start_shift([self.sums], 1, self.group)
 
     def received(self) -> list[Tensor]:
         """Return the gradients of the own keys and values."""
-        assert self.wait is not None
-        return _unflattened(self.wait()[0], self.held)
-
-
-class _Straight:
-    """Gradients of the keys that a rank received, which return to their rank at once."""
-
-    def __init__(self, ring: _Ring, length: int) -> None:
-        self.ring = ring
-        self.length = length
-        self.shares: list[Tensor] = []
-        self.sums: list[Tensor] = []
-        self.wait: Callable[[], None] = lambda: None
-
-    def begin(self, held: Sequence[Tensor]) -> None:
-        """Take shares of a rank's keys and values from now on."""
-        self.shares = [torch.zeros_like(each, dtype=accumulation_dtype(each)) for each in held]
-
-    def add(self, columns: slice, shares: Sequence[Tensor]) -> None:
-        """Add shares of rows of keys and values."""
-        for total, share in zip(self.shares, shares, strict=True):
-            total[:, :, columns] += share
-
-    def send(self, source: int) -> None:
-        """Send the sums for the keys of a rank to it."""
-        shares = self.shares
-        rank = self.ring.group.rank()
-        size = self.ring.group.size()
-        if source == rank:
-            self.sums = shares
-            return
-        step = (rank - source) % size
-        runs = _near_keys(self.ring, (rank + step) % size, rank, self.length)
-        shapes = [(*each.shape[:2], sum(map(len, runs)), each.shape[3]) for each in shares]
-        self.wait()
-        arrived = start_shift(shares, -step, self.ring.group, arriving=shapes)
-        self.wait = lambda: self._add(arrived(), runs)
-
-    def received(self) -> list[Tensor]:
-        """Return the gradients of the own keys and values."""
-        self.wait()
-        return self.sums
-
-    def _add(self, parts: list[Tensor], runs: tuple[range, range]) -> None:
-        """Add shares of the rows of each half that another rank's queries saw."""
-        for total, part in zip(self.sums, parts, strict=True):
-            begin = 0
-            for half, run in enumerate(runs):
-                first = half * self.length + run.start
-                total[:, :, first : first + len(run)] += part[:, :, begin : begin + len(run)]
-                begin += len(run)
+        sums = self.sums if self.wait is None else self.wait()[0]
+        assert sums is not None
+        return _unflattened(sums, self.held)
 
 
 def _blocks(ring: _Ring, source: int, queries: int, keys: int) -> Iterator[_Block]:
-    """Yield the blocks of this rank's queries and a rank's keys that arrived."""
-    if ring.terms.window is not None:
-        yield from _near_blocks(ring, source, queries // 2, ring.terms.window)
+    """Yield the blocks of this rank's queries and the keys of another that are here."""
+    if ring.near is not None:
+        yield from _near_blocks(ring, ring.near, queries)
         return
-    block = ring_block(ring.group.rank(), source, ring.group.size(), causal=ring.terms.causal)
-    rows = slice(*(at * queries // 2 for at in block.queries))
-    columns = slice(*(at * keys // 2 for at in block.keys))
-    masks = _packed(ring, source, rows, columns)
-    if masks and block.causal:
-        masks.append(near_mask(queries, keys, 0, None, causal=True, device=masks[0].device))
-    yield _Block(rows, columns, Masked(block.causal and not masks, all_of(masks), ring.terms.softcap))
-
-
-def _near_blocks(ring: _Ring, source: int, length: int, window: int) -> Iterator[_Block]:
-    """Yield blocks within the window, of tiles of queries about as long as it; `length` is that of a piece.
-
-    All have a mask, so that one kernel fits.
-    """
     rank = ring.group.rank()
     size = ring.group.size()
-    held = (range(length), range(length)) if source == rank else _near_keys(ring, rank, source, length)
-    shifts = -held[0].start, len(held[0]) - held[1].start
-    for (half, own), (of_keys, piece) in product(enumerate(pieces(rank, size)), enumerate(pieces(source, size))):
-        ahead = own - piece
-        tiles = near_tiles(ahead, length, window, max(window, _TILE), causal=ring.terms.causal)
-        for rows, columns in tiles:
-            own_rows = _slice(rows, half * length)
-            masks = _packed(ring, source, own_rows, _slice(columns, of_keys * length))
-            first = ahead * length + rows.start - columns.start
-            facts: Any = {"causal": ring.terms.causal, "device": ring.device}
-            masks.append(near_mask(len(rows), len(columns), first, window, **facts))
+    block = ring_block(rank, source, size, causal=ring.terms.causal)
+    rows = range(*(at * queries // 2 for at in block.queries))
+    columns = range(*(at * keys // 2 for at in block.keys))
+    masks = _packed(ring, _slice(rows, rank * queries), _slice(columns, source * keys))
+    if masks and block.causal:
+        masks.append(near_mask(queries, keys, 0, None, causal=True, device=masks[0].device))
+    masked = Masked(block.causal and not masks, all_of(masks), ring.terms.softcap)
+    yield _Block(_slice(rows), _slice(columns), masked)
+
+
+def _near_blocks(ring: _Ring, near: Sequence[range], queries: int) -> Iterator[_Block]:
+    """Yield blocks within the window, of tiles of queries about as long as it. All have a mask: one kernel fits."""
+    window, causal = ring.terms.window, ring.terms.causal
+    assert window is not None
+    tile = max(window, _TILE)
+    size = ring.group.size()
+    for half, piece in enumerate(places(queries * size, ring.group.rank(), size)):
+        for begin in range(0, len(piece), tile):
+            rows = piece[begin : begin + tile]
+            columns = seen_keys(rows, queries * size, window, causal=causal)
+            before = sum(len(range(run.start, min(run.stop, columns.start))) for run in near)
+            masks = _packed(ring, _slice(rows), _slice(columns))
+            first = rows.start - columns.start
+            masks.append(near_mask(len(rows), len(columns), first, window, causal=causal, device=ring.device))
             masked = Masked(causal=False, mask=all_of(masks), softcap=ring.terms.softcap)
-            yield _Block(own_rows, _slice(columns, shifts[of_keys]), masked)
+            own = half * len(piece) - piece.start
+            yield _Block(_slice(rows, own), _slice(columns, before - columns.start), masked)
 
 
-def _slice(run: range, by: int) -> slice:
+def _slice(run: range, by: int = 0) -> slice:
     return slice(run.start + by, run.stop + by)
 
 
-def _packed(ring: _Ring, source: int, rows: slice, columns: slice) -> list[Tensor]:
-    """Return the masks of documents and of keys to ignore, for own rows and a rank's columns."""
-    rank = ring.group.rank()
-    documents = ring.documents
-    pair = None if documents is None else (documents[rank, :, rows], documents[source, :, columns])
-    return packed_masks(pair, None if ring.ignored is None else ring.ignored[source, :, columns])
+def _packed(ring: _Ring, rows: slice, columns: slice) -> list[Tensor]:
+    """Return the masks of documents and of keys to ignore, for places of queries and of keys."""
+    documents, ignored = ring.documents, ring.ignored
+    pair = None if documents is None else (documents[:, rows], documents[:, columns])
+    return packed_masks(pair, None if ignored is None else ignored[:, columns])

@@ -35,12 +35,6 @@ class RingBlock(NamedTuple):
     keys: Halves
     causal: bool
 
-    @property
-    def pairs(self) -> int:
-        """Number of pairs of a half of queries and one of keys that are not all masked."""
-        all_pairs = (self.queries[1] - self.queries[0]) * (self.keys[1] - self.keys[0])
-        return all_pairs - 1 if self.causal else all_pairs
-
 
 def pieces(rank: int, size: int) -> tuple[int, int]:
     """Return the two pieces of a rank, of the `2 * size` that a sequence is cut into."""
@@ -66,64 +60,39 @@ def rank_order(size: int) -> Sequence[int]:
 
 
 def ring_block(rank: int, source: int, size: int, *, causal: bool) -> RingBlock:
-    """Return the work of a rank with the keys of another; over all sources, `2 * size + 1` pairs of halves, if
-    causal."""
+    """Return the work of a rank with the keys of another. Causal: over all sources, it is equal on all ranks."""
     if not causal or source == rank:
         return RingBlock(BOTH, BOTH, causal)
     if source < rank:  # its early half precedes both of ours, its late half follows both
         return RingBlock(BOTH, FIRST, causal=False)
-    return RingBlock(
-        SECOND, BOTH, causal=False
-    )  # our early half precedes both of its halves, our late half follows them
+    # our early half precedes both of its halves, our late half follows them
+    return RingBlock(SECOND, BOTH, causal=False)
 
 
-def near(ahead: int, length: int, window: int, *, causal: bool) -> tuple[range, range] | None:
-    """Return the rows of a piece of queries, and those of the piece of keys that is `ahead` pieces before it, that are
-    at a smaller distance than `window`; None for no row."""
-    if ahead == 0:
-        return range(length), range(length)
-    count = min(length, window - 1 - (abs(ahead) - 1) * length)
-    if count <= 0 or (causal and ahead < 0):
-        return None
-    first = range(count)
-    last = range(length - count, length)
-    return (first, last) if ahead > 0 else (last, first)
+def seen_keys(queries: range, length: int, window: int | None, *, causal: bool) -> range:
+    """Return the places of the keys that a run of queries sees, in a sequence of `length` keys."""
+    if window is None:
+        return range(queries.stop if causal else length)
+    last = queries.stop if causal else min(length, queries.stop + window - 1)
+    return range(max(0, queries.start - window + 1), last)
 
 
-def near_tiles(ahead: int, length: int, window: int, tile: int, *, causal: bool) -> list[tuple[range, range]]:
-    """Return the rows of `near` in runs of `tile` queries at most, each with the keys that one of them sees."""
-    pair = near(ahead, length, window, causal=causal)
-    if pair is None:
-        return []
-    rows, columns = pair
-    found: list[tuple[range, range]] = []
-    for begin in range(rows.start, rows.stop, tile):
-        end = min(begin + tile, rows.stop)
-        at = ahead * length  # place of the first query's piece, from the begin of the piece of keys
-        first = max(columns.start, at + begin - window + 1)
-        last = min(columns.stop, at + end + (0 if causal else window - 1))
-        if first < last:
-            found.append((range(begin, end), range(first, last)))
-    return found
-
-
-def near_keys(rank: int, source: int, size: int, length: int, window: int, *, causal: bool) -> tuple[range, range]:
-    """Return the rows of each half of a rank's keys, pieces of `length`, that another rank's queries see."""
+def near_keys(rank: int, source: int, size: int, length: int, window: int, *, causal: bool) -> list[range]:
+    """Return the places of another rank's keys that a rank's queries see, a run in each of its pieces."""
+    seen = [seen_keys(own, length, window, causal=causal) for own in places(length, rank, size)]
     runs: list[range] = []
-    for piece in pieces(source, size):
-        pairs = [near(own - piece, length, window, causal=causal) for own in pieces(rank, size)]
-        columns = [pair[1] for pair in pairs if pair is not None]
-        if not columns:
-            runs.append(range(0))
-            continue
-        runs.append(range(min(each.start for each in columns), max(each.stop for each in columns)))
-    return runs[0], runs[1]
+    for piece in places(length, source, size):
+        inside = [range(max(each.start, piece.start), min(each.stop, piece.stop)) for each in seen]
+        inside = [each for each in inside if each]
+        first = min((each.start for each in inside), default=0)
+        runs.append(range(first, max((each.stop for each in inside), default=first)))
+    return runs
 
 
-def near_steps(size: int, length: int, window: int) -> list[int]:
-    """Return the distances of ranks between which a window makes keys travel, from a rank to the one so much later."""
-    reach = -((1 - window) // length)
-    return [step for step in range(1, size) if min(step, size - step) <= reach]
+def sorted_positions(x: Tensor, dim: int, size: int) -> Tensor:
+    """Return parts, each of two pieces along `dim`, that are concatenated by rank in the order of the sequence."""
+    parts = x.chunk(2 * size, dim)
+    return torch.cat([parts[at] for at in natural_order(size)], dim)
 
 
 _METHOD = "context: method"

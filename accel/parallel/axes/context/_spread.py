@@ -4,7 +4,8 @@ among them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from accel.context import DistContext
 from accel.errors import AccelError, ConfigError
-from accel.parallel._modules import forward_names, note_prepared, prepared_of
+from accel.parallel._modules import forward_names, note_prepared, prepared_of, written_class
 from accel.parallel._refused import ModelRefusal, PrepareCall, RefusedFact, raised, refused
 from accel.parallel._spread import ModelView, Spread, SpreadOptions, compare_models
 from accel.parallel.axes.context._checks import (
@@ -21,11 +22,9 @@ from accel.parallel.axes.context._checks import (
     check_inputs,
     check_transformers,
     first_blocks,
-    inside,
-    multihead_attentions,
+    mixes,
     out_of_reach,
     takes_cut_tokens,
-    towers_of,
     transformers_models,
 )
 from accel.parallel.axes.context._forward import use_positions
@@ -35,6 +34,7 @@ from accel.topology import ContextMethod
 
 _PREPARE = "prepare_model, on a mesh with cp"
 _SHOWN = 3
+_LOG = logging.getLogger("accel.parallel")
 
 
 class ContextOptions(SpreadOptions, frozen=True, kw_only=True):
@@ -48,67 +48,37 @@ def _is_done(ctx: DistContext, view: ModelView) -> bool:
     return not ctx.position.opened or any("context" in prepared_of(module) for module in view.modules.values())
 
 
-def _mixes(kind: Callable[[nn.Module], bool]) -> Callable[[PrepareCall], RefusedFact | None]:
-    """Make a condition: a model has a module of a kind that mixes positions and that no attention of accel replaces."""
-
-    def find(asked: PrepareCall) -> RefusedFact | None:
-        models = [each for _, each in transformers_models(asked.view.modules)]
-        if asked.ctx.axis("pp").size == 1 and not models:
-            return None  # all of it computes with parts of positions, and its first call is proved
-        crossing = [each for each in models if out_of_reach(each)]
-        known = inside([*crossing, *(tower for each in models for tower in towers_of(each))])
-        found = [name for name, each in asked.view.modules.items() if id(each) not in known and kind(each)]
-        if not found:
-            return None
-        named = (f"{type(asked.view.modules[name]).__name__} at {name or 'the top'}" for name in found[:_SHOWN])
-        return RefusedFact(", ".join(named), _PREPARE)
-
-    return find
-
-
-def _beside(asked: PrepareCall) -> RefusedFact | None:
+def _mixing(asked: PrepareCall) -> RefusedFact | None:
+    """Find modules that mix positions and that no attention of accel replaces."""
     models = [each for _, each in transformers_models(asked.view.modules)]
-    inner = multihead_attentions(asked.view.modules, models) if models else {}
-    return RefusedFact(f"MultiheadAttention at {', '.join([*inner][:_SHOWN])}", _PREPARE) if inner else None
+    if asked.ctx.axis("pp").size == 1 and not models:
+        return None  # all of it computes with parts of positions, and its first call is proved
+    known = {id(module) for each in models for module in each.modules()}
+    found = [name for name, each in asked.view.modules.items() if id(each) not in known and mixes(each)]
+    if not found:
+        return None
+    named = (f"{type(asked.view.modules[name]).__name__} at {name or 'the top'}" for name in found[:_SHOWN])
+    return RefusedFact(", ".join(named), _PREPARE)
 
 
-def _hooked(asked: PrepareCall) -> RefusedFact | None:
-    models = [each for _, each in transformers_models(asked.view.modules)]
-    hooked = [*filter(out_of_reach, models), *multihead_attentions(asked.view.modules, models).values()]
-    is_cut = bool(hooked) and asked.ctx.axis("pp").size > 1
-    return RefusedFact(type(hooked[0]).__name__, "prepare_model") if is_cut else None
+def _staged(asked: PrepareCall) -> RefusedFact | None:
+    crossing = [each for _, each in transformers_models(asked.view.modules) if out_of_reach(each)]
+    is_cut = bool(crossing) and asked.ctx.axis("pp").size > 1
+    return RefusedFact(type(crossing[0]).__name__, "prepare_model") if is_cut else None
 
 
-def _is_convolution(module: nn.Module) -> bool:
-    # outside of blocks of tokens, one of two or three dimensions works on images
-    return isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
-
-
-_POINTWISE = "modules that work on positions one by one, and accel.parallel.context_attention"
-_ELSEWHERE = f"{LEAVE} Where this module works along another dimension: accel.replace(ctx, mesh=ctx.mesh)."
 # Rows of models whose models of transformers `check_transformers` takes.
 _REFUSED = (
     ModelRefusal(
-        "a module with a state along the tokens, which begins anew on every rank",
-        _mixes(lambda module: isinstance(module, nn.RNNBase)),
-        expected=_POINTWISE,
-        fix=_ELSEWHERE,
+        "a module that mixes positions beside a model of transformers, or in a stage of a pipeline: it sees the own "
+        "positions alone",
+        _mixing,
+        expected="modules that work on positions one by one, and accel.parallel.context_attention",
+        fix=f"{LEAVE} Where this module works along another dimension: accel.replace(ctx, mesh=ctx.mesh).",
     ),
     ModelRefusal(
-        "a convolution along the tokens, which ends where a rank's part ends",
-        _mixes(_is_convolution),
-        expected=_POINTWISE,
-        fix=_ELSEWHERE,
-    ),
-    ModelRefusal(
-        "an attention that sees the own positions alone, beside a model of transformers",
-        _beside,
-        expected="attention of one of them",
-        fix="Call accel.parallel.context_attention in its place, or leave cp out of the mesh.",
-    ),
-    ModelRefusal(
-        "an attention that hooks gather sequences for, in a model that is cut into stages",
-        _hooked,
+        "a model that computes with parts of positions, in stages of a pipeline",
+        _staged,
         expected="a mesh without cp or without pp",
         fix="Leave cp or pp out of the mesh.",
     ),
@@ -138,31 +108,35 @@ def _refusals(ctx: DistContext, view: ModelView, options: ContextOptions) -> lis
     return [*refused(asked, [_METHODS]), *(unknown or refused(asked, _REFUSED))]
 
 
-def _takes_parts(ctx: DistContext, view: ModelView) -> bool:
-    """Return whether all of a model computes with parts of positions: its first call is proved."""
-    return ctx.axis("pp").size == 1 and not any(transformers_models(view.modules))
-
-
-def _whole_models(view: ModelView, options: ContextOptions) -> list[Any]:
-    """Return the models of transformers that need whole attention, or raise `PrepareError`."""
-    return [each for path, each in transformers_models(view.modules) if check_transformers(path, each, options.context)]
-
-
 def _spread(ctx: DistContext, view: ModelView, options: ContextOptions, *, is_empty: bool) -> nn.Module:
     _ = is_empty
-    model = view.model
     compare_models(ctx, options, {})
     plan_method(ctx, options.context)
-    note_prepared(model, context=options.context)
-    whole = {id(each) for each in _whole_models(view, options)}
-    for _, each in transformers_models(view.modules):
-        if id(each) in whole:
+    note_prepared(view.model, context=options.context)
+    models = [each for _, each in transformers_models(view.modules)]
+    for each in models:
+        if out_of_reach(each):
             _use_parts(ctx, each)
         else:
             use_context_attention(ctx, each, options.context)
-    if _takes_parts(ctx, view):
-        use_positions(ctx, model, may_cross=True)
-    return model
+    if not models and ctx.axis("pp").size == 1:
+        use_positions(ctx, view.model)
+    if models and ctx.is_main_process:
+        _log_others(view, models)
+    return view.model
+
+
+def _log_others(view: ModelView, models: Sequence[nn.Module]) -> None:
+    """Name modules outside of the models of transformers, whose use of positions no proof covers."""
+    known = {id(module) for each in models for module in each.modules()}
+    others = [name for name, each in view.modules.items() if id(each) not in known and [*each.parameters(False)]]
+    if others:
+        named = ", ".join(name or "its own parameters" for name in others[:_SHOWN])
+        _LOG.warning(
+            "%s gets own positions of its model of transformers along cp: %s may work on positions one by one alone",
+            written_class(view.model).__name__,
+            named,
+        )
 
 
 def _use_parts(ctx: DistContext, model: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple, cast
 
@@ -26,6 +27,7 @@ from accel.parallel.axes.context._checks import (
     has_relative_bias,
     mask_refused,
     numbers_positions,
+    stacks_of,
     text_decoder,
 )
 from accel.parallel.axes.context._kernels import Masks
@@ -78,9 +80,8 @@ def use_context_attention(ctx: DistContext, model: Any, method: ContextMethod) -
     import_module("transformers").AttentionMaskInterface.register(NAME, _mask)
     text = text_decoder(model)
     (model if text is None else text).set_attn_implementation(NAME)
-    stacks = [model]
-    if getattr(model.config, "is_encoder_decoder", False):
-        stacks = [model.get_encoder(), model.get_decoder()]
+    stacks = stacks_of(model)
+    if len(stacks) > 1:
         _ = model.register_forward_pre_hook(check_pair_inputs, with_kwargs=True)
     for stack in stacks:
         images = None if text is None else _Images(ctx)
@@ -92,9 +93,9 @@ def use_context_attention(ctx: DistContext, model: Any, method: ContextMethod) -
             _carry_context(module)
         for module in stack.modules():
             if not has_positions and numbers_positions(module):
-                _ = module.register_forward_pre_hook(_Numbered(ctx), with_kwargs=True)
+                _ = module.register_forward_pre_hook(partial(_numbered, ctx), with_kwargs=True)
             if has_relative_bias(module) and "position_bias" in forward_names(module):
-                _ = module.register_forward_pre_hook(_Biased(ctx), with_kwargs=True)
+                _ = module.register_forward_pre_hook(partial(_biased, ctx), with_kwargs=True)
 
 
 def _drops_keywords(module: nn.Module) -> bool:
@@ -237,33 +238,23 @@ def kept_for_padding(stack: nn.Module) -> int | None:
     return kept_positions(stack)
 
 
-class _Numbered:
-    """A hook of a table of positions that counts from 0: gives it the places of the own positions."""
-
-    def __init__(self, ctx: DistContext) -> None:
-        self.ctx = ctx
-
-    def __call__(
-        self, module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        shape = inputs[0].shape if isinstance(inputs[0], Tensor) else inputs[0]
-        device = next(module.parameters()).device
-        return inputs, {**keywords, "position_ids": _own_places(self.ctx, shape[1]).to(device)}
+def _numbered(
+    ctx: DistContext, module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give a table of positions that counts from 0 the places of the own positions, as its hook."""
+    shape = inputs[0].shape if isinstance(inputs[0], Tensor) else inputs[0]
+    device = next(module.parameters()).device
+    return inputs, {**keywords, "position_ids": _own_places(ctx, shape[1]).to(device)}
 
 
-class _Biased:
-    """A hook of an attention with a table of relative positions: gives it the bias of own queries and all keys."""
-
-    def __init__(self, ctx: DistContext) -> None:
-        self.ctx = ctx
-
-    def __call__(
-        self, module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if keywords.get("position_bias") is not None or keywords.get("key_value_states") is not None:
-            return inputs, dict(keywords)
-        hidden: Tensor = inputs[0] if inputs else keywords["hidden_states"]
-        return inputs, {**keywords, "position_bias": _relative_bias(self.ctx, module, hidden.shape[1])}
+def _biased(
+    ctx: DistContext, module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give an attention with a table of relative positions the bias of own queries and all keys, as its hook."""
+    if keywords.get("position_bias") is not None or keywords.get("key_value_states") is not None:
+        return inputs, dict(keywords)
+    hidden: Tensor = inputs[0] if inputs else keywords["hidden_states"]
+    return inputs, {**keywords, "position_bias": _relative_bias(ctx, module, hidden.shape[1])}
 
 
 def _own_places(ctx: DistContext, own: int) -> Tensor:

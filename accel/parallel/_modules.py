@@ -10,7 +10,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypedDict, Unpack, cast
+from typing import Any, Literal, Protocol, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -184,6 +184,8 @@ class ModuleNotes(TypedDict, total=False):
         chunks: parts of the sequence on which it runs. By chunk_sequence; read by its forwards.
         compute: function that a head runs instead of its forward. By a loss without logits, for one call.
         early: product of a column-wise layer that is there before its call. For one call of the module around it.
+        eager: torch does not compile it, as it sends beside its own products ("overlap") or between modules that share
+            tokens ("sequence"). By prepare_model, along tp; read by compile_model.
         elsewhere: another stage holds it. By prepare_model, along pp; read wherever modules are chosen.
         emptied: engine that empties its parameters between passes. By DeepSpeed's engine; read by losses.
         exchanges: rows of its parameters that ranks exchange, by name. By prepare_model, along tp.
@@ -193,7 +195,6 @@ class ModuleNotes(TypedDict, total=False):
         kept_gathered: an FSDP unit that is not resharded after a forward. By its first such forward.
         moved: id of the module with a bias that an `ExpertLoad` moves. Until the `ExpertLoad` is closed.
         offload: place of a block in `offload_activations`. Read in its forwards.
-        overlaps: it sends beside its own products. By prepare_model, along tp; read by compile_model.
         pairs: guard of pairs of linear layers. By prepare_model, along tp.
         path: its path in the model, of a layer of a pair. By prepare_model, along tp.
         plain: replicated parameters that its forward sees as plain tensors. By prepare_model, fsdp.
@@ -209,6 +210,7 @@ class ModuleNotes(TypedDict, total=False):
     chunks: Any
     compute: Any
     early: Any
+    eager: Literal["overlap", "sequence"]
     elsewhere: bool
     emptied: str
     exchanges: Mapping[str, Any]
@@ -219,7 +221,6 @@ class ModuleNotes(TypedDict, total=False):
     kept_gathered: bool
     moved: int
     offload: Any
-    overlaps: bool
     pairs: Any
     path: str
     plain: Any

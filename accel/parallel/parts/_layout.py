@@ -126,21 +126,27 @@ Places = slice | tuple[int, ...]
 
 @kept
 def places_of(need: RowCut, have: RowCut | None, rank: int, size: int) -> Places:
-    """Return where a rank finds the rows that it needs among those that it has; `have` is None for all of them."""
+    """Return where a rank finds the rows that it needs among those that it has; `have` is None for all of them.
+
+    It is a slice on all ranks or on none: a checkpoint that recomputes a forward must save as many tensors on each.
+    """
     if (
         have is None and need.repeat == 1 and len(need.segments) == 1 and need.segments[0][1] > 0
     ):  # most often, so without a look at each row
         ways = need.segments[0][1]
         first = rank * ways // size * need.local
         return slice(first, first + need.local)
-    own = range(need.total) if have is None else rows_of(have, rank, size)
-    place = {row: number for number, row in enumerate(own)}
-    try:
-        found = tuple(place[row] for row in rows_of(need, rank, size))
-    except KeyError:
-        raise no_rule(f"a product or sum of parts: ranks hold {have}, not {need}") from None
-    first, last = found[0], found[-1] + 1
-    return slice(first, last) if found == tuple(range(first, last)) else found
+    found: list[tuple[int, ...]] = []
+    for each in range(size):
+        own = range(need.total) if have is None else rows_of(have, each, size)
+        place = {row: number for number, row in enumerate(own)}
+        try:
+            found.append(tuple(place[row] for row in rows_of(need, each, size)))
+        except KeyError:
+            raise no_rule(f"a product or sum of parts: ranks hold {have}, not {need}") from None
+    if all(each == tuple(range(each[0], each[0] + len(each))) for each in found):
+        return slice(found[rank][0], found[rank][-1] + 1)
+    return found[rank]
 
 
 @kept

@@ -87,6 +87,10 @@ class Ranks:
         """Return the sum of the ranks' summands, a plain tensor. A collective."""
         return summed(summand, self.group)
 
+    def ended(self, summand: Tensor) -> Tensor:
+        """Return the sum of the summands of a matmul over the divided dimension. A collective."""
+        return self.total(summand)
+
     def joined(self, rows: Tensor, dim: int) -> Tensor:
         """Concatenate the rows of all ranks, a plain tensor. A collective."""
         return gathered(rows, dim, self.group)
@@ -95,12 +99,12 @@ class Ranks:
         """Compute a function that has no rule for its arguments; raise `NoRuleError` where these ranks cannot."""
         raise no_rule(_named_problem(func, problem))
 
-    def begin(self) -> Entered:
-        """Begin a region, in which nothing has entered; return what has entered the one around it, for `end`."""
+    def begin(self) -> Any:
+        """Begin a region, in which nothing has entered; return what `end` needs of the one around it."""
         outer, self._entered = self._entered, {}
         return outer
 
-    def end(self, outer: Entered) -> None:
+    def end(self, outer: Any) -> None:
         """Go on with the region around one that has ended."""
         self._entered = outer
 
@@ -223,12 +227,18 @@ def leave(part: Tensor) -> Tensor:
     """
     if not isinstance(part, PartTensor):
         return part
-    ranks, layout = part.ranks, part.division
+    if part.division is not None:
+        return whole_rows(part, part.ranks.joined)
     own = plain_of(part)
-    if layout is None:
-        return cast(Any, _Weighted).apply(own, 1 / ranks.size) if own.requires_grad else own
-    whole = ranks.joined(own, layout.dim)
-    order = _order(layout.cut, ranks.size)
+    return cast(Any, _Weighted).apply(own, 1 / part.ranks.size) if own.requires_grad else own
+
+
+def whole_rows(part: PartTensor, join: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Return all rows of a divided tensor in their order, plain; `join` concatenates those of all ranks."""
+    layout = part.division
+    assert layout is not None
+    whole = join(plain_of(part), layout.dim)
+    order = _order(layout.cut, part.ranks.size)
     if order is not None:
         whole = whole.index_select(layout.dim, torch.tensor(order).to(whole.device, non_blocking=True))
     return whole.contiguous()
@@ -279,13 +289,14 @@ def tensors_of(tree: object) -> Iterator[Tensor]:
 
 
 def ranks_of(*trees: object) -> Ranks:
-    """Return the ranks of the first part among arguments."""
+    """Return the ranks of the first divided part among arguments, or of the first part where none is divided."""
     for tree in trees:
-        if isinstance(tree, tuple):  # most often one of the arguments is a part
+        if isinstance(tree, tuple):  # most often one of the arguments is a divided part
             for each in cast("tuple[object, ...]", tree):
-                if isinstance(each, PartTensor):
+                if isinstance(each, PartTensor) and each.division is not None:
                     return each.ranks
-    return next(each.ranks for each in tensors_of(trees) if isinstance(each, PartTensor))
+    parts = [each for each in tensors_of(trees) if isinstance(each, PartTensor)]
+    return next((each.ranks for each in parts if each.division is not None), parts[0].ranks)
 
 
 def named(names: str, args: Args, kwargs: Named) -> dict[str, Any]:

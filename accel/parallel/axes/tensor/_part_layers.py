@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import is_dataclass
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -11,12 +13,14 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils import _pytree as pytree
 
 from accel.mixins import Mixin
+from accel.parallel._local import local_of
 from accel.parallel._modules import notes_of
-from accel.parallel._private import contains_compiled
+from accel.parallel._private import contains_compiled, runs_in_backward
 from accel.parallel.axes.tensor._layers import Layer, LocalParameters, needed_rows
-from accel.parallel.axes.tensor._styles import RowExchange, row_exchange
+from accel.parallel.axes.tensor._styles import RowExchange, Rule, row_exchange
 from accel.parallel.parts import PartsInTuples, PartTensor, Ranks, RowLayout, leave, make, rows_of
 from accel.parallel.parts._layout import even, no_rule
+from accel.tree import map_tensors
 
 
 class LayerRanks(Ranks):
@@ -31,10 +35,22 @@ class LayerRanks(Ranks):
         self.sees_tuples = False  # whether the region that runs finds parts in tuples
 
     def __deepcopy__(self, memo: object) -> LayerRanks:
-        return LayerRanks(self.layer)
+        return type(self)(self.layer)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LayerRanks, (self.layer,)
+        return type(self), (self.layer,)
+
+    def check(self) -> None:
+        """Raise `NoRuleError` where a forward did what ranks cannot follow."""
+
+    def returned(self, rule: Rule, part: PartTensor) -> Tensor:
+        """Return what a module of a rule gives back in the place of a part: the whole tensor."""
+        return leave(part)
+
+    @property
+    def runs(self) -> bool:
+        """Whether a region runs, or runs again in a backward."""
+        return self.depth > 0 or runs_in_backward()
 
 
 class PartParameters(LocalParameters):
@@ -51,10 +67,17 @@ class PartParameters(LocalParameters):
 
     def parameters_here(self, stored: Mapping[str, nn.Parameter | None]) -> dict[str, Tensor | None]:
         """Return parts, after an exchange of rows where this rank computes with others than it stores."""
-        if is_dynamo_compiling() and not self.accel_ranks.sees_tuples:
-            raise no_rule("torch.compile of a function of modules; compile these, or the model")
+        rule = self.accel_layer.rule
+        if is_dynamo_compiling() and (rule.tokens or not self.accel_ranks.sees_tuples):
+            which = "modules between which ranks share tokens" if rule.tokens else "a function of modules"
+            raise no_rule(f"torch.compile of {which}; compile these, or the model")
+        ranks = self.accel_ranks
         here = super().parameters_here(stored)
-        layouts = self.accel_layer.rule.layouts
+        if rule.tokens and ranks.runs:  # gradients of what ranks do not divide are summands, but for scalars
+            for name, each in stored.items():
+                if each is not None and each.dim() and name not in rule.layouts:
+                    here[name] = make(local_of(each, summands=True, fresh=rule.fresh), None, ranks)
+        layouts = rule.layouts
         exchanges = notes_of(cast(nn.Module, self)).get("exchanges", {})
         for name, layout in layouts.items():
             own = here.get(name)
@@ -80,6 +103,7 @@ def exchanges_of(layouts: Mapping[str, RowLayout], rank: int, size: int) -> dict
 class RegionEnd(Mixin):
     """A module around others that compute with parts; what it returns is whole."""
 
+    accel_layer: Layer
     accel_ranks: LayerRanks
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -96,8 +120,18 @@ class RegionEnd(Mixin):
                     output = super().forward(*args, **kwargs)
             else:
                 output = super().forward(*args, **kwargs)
-            return pytree.tree_map_only(PartTensor, leave, output)
+            ranks.check()
+            return self._returned(output)
         finally:
             ranks.sees_tuples = sees_around
             ranks.depth -= 1
             ranks.end(outer)
+
+    def _returned(self, output: Any) -> Any:
+        """Parts as the module around it takes them, also in dataclasses at the end of the model."""
+        rule = self.accel_layer.rule
+        returned = partial(self.accel_ranks.returned, rule)
+        output = pytree.tree_map_only(PartTensor, returned, output)
+        if rule.ends == "all" and is_dataclass(output) and not is_dynamo_compiling():
+            return map_tensors(lambda each: returned(each) if isinstance(each, PartTensor) else each, output)
+        return output

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -218,8 +219,10 @@ def _valued(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def plain(output: Any) -> Any:
-    """Return outputs of transformers as a dict, which pytree knows."""
-    return dict(cast("Mapping[str, object]", output)) if isinstance(output, Mapping) else output
+    """Return outputs of transformers, and a dataclass, as a dict, which pytree knows."""
+    if isinstance(output, Mapping):
+        return dict(cast("Mapping[str, object]", output))
+    return vars(output) if is_dataclass(output) and not isinstance(output, type) else output
 
 
 def _without_values(model: nn.Module, fake: Any) -> nn.Module:

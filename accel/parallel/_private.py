@@ -52,7 +52,12 @@ PRIVATE = {
         "DataDependentOutputException",
         "DynamicOutputShapeException",
     ),
-    "torch._C": ("_current_graph_task_id", "_is_torch_function_enabled", "DisableTorchFunctionSubclass"),
+    "torch._C": (
+        "_current_autograd_node",
+        "_current_graph_task_id",
+        "_is_torch_function_enabled",
+        "DisableTorchFunctionSubclass",
+    ),
     "torch.autograd": ("_get_sequence_nr",),
     "torch.autograd.graph.Node": ("_sequence_nr",),
     "torch.nn.TransformerEncoderLayer": ("_ff_block",),  # compared, as that of nn.TransformerDecoderLayer
@@ -232,3 +237,8 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def runs_in_backward() -> bool:
     """Return whether this thread is in a backward, as a forward is that torch computes again."""
     return cast(Any, torch)._C._current_graph_task_id() != -1
+
+
+def is_end_of_backward() -> bool:
+    """Return whether this thread is in a callback at the end of a backward, after all functions of its graph."""
+    return runs_in_backward() and cast(Any, torch)._C._current_autograd_node() is None

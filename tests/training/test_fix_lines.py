@@ -195,6 +195,16 @@ PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "parallel/_refused.py",
+        "an embedding bounds the rows",
+        LOOKUPS + "max_norm = 1.0\n",
+        "accel.prepare_model(ctx, Net(max_norm=max_norm))",
+        "rows = rows * (max_norm / rows.norm(dim=-1, keepdim=True).clamp(min=max_norm))",
+        "model = accel.prepare_model(ctx, Net()); rows = nn.Embedding(4, 64)(ids)\n{line}\n"
+        "torch.testing.assert_close(rows.norm(dim=-1), torch.ones(4))",
+        ranks=2,
+    ),
+    Program(
+        "parallel/_refused.py",
         "sparse gradients are exchanged by DDP only",
         "make = functools.partial(nn.Embedding, 4, 2)\n",
         "accel.prepare_model(ctx, make(sparse=True))",

@@ -32,7 +32,7 @@ from accel.parallel._spread import (
     follow_first_,
     stage_comm,
 )
-from accel.parallel._torch_fsdp import shards_of, sum_in_one_format, sum_unused
+from accel.parallel._torch_fsdp import is_kept, keep_for_graphs, shards_of, sum_in_one_format, sum_unused
 from accel.parallel._watches import refuse_changes
 from accel.parallel.axes.experts import exchange_mesh, expert_modules, listed_prefixes, shard_experts
 from accel.parallel.axes.pipeline import SPLIT_BACKWARDS, pipeline_of
@@ -117,7 +117,8 @@ def reshard_after_evaluation(units: Sequence[nn.Module]) -> None:
     def reshard(_module: nn.Module, _inputs: Any, _outputs: Any) -> None:
         if not torch.is_grad_enabled():
             for unit in units:
-                cast(Any, unit).reshard()
+                if not is_kept(unit):
+                    cast(Any, unit).reshard()
 
     _ = units[-1].register_forward_hook(cast(Any, torch.compiler).disable(reshard))
 
@@ -287,6 +288,7 @@ def _spread(ctx: DistContext, outer: ModelView, options: ShardOptions, *, is_emp
     if ctx.data_parallel[1] > 1:
         refuse_layerdrop(after, [unit for each in units for unit in each])
     for each, root in zip(units, roots, strict=True):
+        keep_for_graphs(each)
         refuse_changes(root.after())
         begin_with_root(each)
         if not is_pipelined(inner):

@@ -290,11 +290,16 @@ def tensors_of(tree: object) -> Iterator[Tensor]:
 
 def ranks_of(*trees: object) -> Ranks:
     """Return the ranks of the first divided part among arguments, or of the first part where none is divided."""
+    first: PartTensor | None = None
     for tree in trees:
-        if isinstance(tree, tuple):  # most often one of the arguments is a divided part
-            for each in cast("tuple[object, ...]", tree):
-                if isinstance(each, PartTensor) and each.division is not None:
+        flat = cast("tuple[object, ...]", tree) if isinstance(tree, tuple) else (tree,)
+        for each in flat:  # most often one of the arguments is a divided part
+            if isinstance(each, PartTensor):
+                if each.division is not None:
                     return each.ranks
+                first = each if first is None else first
+    if first is not None:
+        return first.ranks
     parts = [each for each in tensors_of(trees) if isinstance(each, PartTensor)]
     return next((each.ranks for each in parts if each.division is not None), parts[0].ranks)
 

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import is_dataclass
-from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -20,7 +18,6 @@ from accel.parallel.axes.tensor._layers import Layer, LocalParameters, needed_ro
 from accel.parallel.axes.tensor._styles import RowExchange, Rule, row_exchange
 from accel.parallel.parts import PartsInTuples, PartTensor, Ranks, RowLayout, leave, make, rows_of
 from accel.parallel.parts._layout import even, no_rule
-from accel.tree import map_tensors
 
 
 class LayerRanks(Ranks):
@@ -40,12 +37,9 @@ class LayerRanks(Ranks):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.layer,)
 
-    def check(self) -> None:
-        """Raise `NoRuleError` where a forward did what ranks cannot follow."""
-
-    def returned(self, rule: Rule, part: PartTensor) -> Tensor:
-        """Return what a module of a rule gives back in the place of a part: the whole tensor."""
-        return leave(part)
+    def returned(self, rule: Rule, output: Any) -> Any:
+        """Return what a module of a rule gives back for its output: whole tensors in the place of parts."""
+        return pytree.tree_map_only(PartTensor, leave, output)
 
     @property
     def runs(self) -> bool:
@@ -120,18 +114,8 @@ class RegionEnd(Mixin):
                     output = super().forward(*args, **kwargs)
             else:
                 output = super().forward(*args, **kwargs)
-            ranks.check()
-            return self._returned(output)
+            return ranks.returned(self.accel_layer.rule, output)
         finally:
             ranks.sees_tuples = sees_around
             ranks.depth -= 1
             ranks.end(outer)
-
-    def _returned(self, output: Any) -> Any:
-        """Parts as the module around it takes them, also in dataclasses at the end of the model."""
-        rule = self.accel_layer.rule
-        returned = partial(self.accel_ranks.returned, rule)
-        output = pytree.tree_map_only(PartTensor, returned, output)
-        if rule.ends == "all" and is_dataclass(output) and not is_dynamo_compiling():
-            return map_tensors(lambda each: returned(each) if isinstance(each, PartTensor) else each, output)
-        return output

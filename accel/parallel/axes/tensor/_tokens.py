@@ -9,6 +9,7 @@ other ranks gathers them: a part of tokens is one more way to hold a whole tenso
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -23,6 +24,7 @@ from accel.parallel.parts import PartTensor, Ranks, RowLayout, leave, make, plai
 from accel.parallel.parts._elementwise import changes
 from accel.parallel.parts._layout import cut_of, no_rule
 from accel.parallel.parts._part import Args, Named, name_of, own_rows, tensors_of, whole_rows, whole_shape
+from accel.tree import map_tensors
 
 
 class _Gathered(NamedTuple):
@@ -102,16 +104,21 @@ class SequenceRanks(LayerRanks):
         entered, self._gathered, self._layouts = outer
         super().end(entered)
 
-    def returned(self, rule: Rule, part: PartTensor) -> Tensor:
-        """Return what a module of a rule gives back: this rank's tokens inside of the model, else whole tensors."""
-        is_inside = rule.ends != "all" and (self.depth > 1 or runs_in_backward())
-        return part if is_inside and (part.division is None or part.ranks is self.tokens) else leave(part)
+    def returned(self, rule: Rule, output: Any) -> Any:
+        """Return what a module of a rule gives back: this rank's tokens inside of the model, and whole tensors at its
+        end, also in dataclasses. Raises `NoRuleError` where the forward changed gathered tokens, which are a copy."""
+        if any(each.is_written() for each in self._gathered):
+            raise no_rule("a change in place of some tokens of a tensor that ranks share by tokens")
+        is_end = rule.ends == "all"
+        is_inside = not is_end and (self.depth > 1 or runs_in_backward())
 
-    def check(self) -> None:
-        """Raise `NoRuleError` where the forward of this region changed gathered tokens, which are a copy."""
-        for each in self._gathered:
-            if each.is_written():
-                raise no_rule("a change in place of some tokens of a tensor that ranks share by tokens")
+        def given_back(each: Tensor) -> Tensor:
+            if not isinstance(each, PartTensor):
+                return each
+            return each if is_inside and (each.division is None or each.ranks is self.tokens) else leave(each)
+
+        output = pytree.tree_map_only(PartTensor, given_back, output)
+        return map_tensors(given_back, output) if is_end and is_dataclass(output) else output
 
     def ended(self, summand: Tensor) -> Tensor:
         """Return this rank's tokens of the sum of the ranks' summands; all of a sum without enough tokens."""

@@ -221,29 +221,23 @@ def test_functions_of_all_tokens_gather_them_and_are_logged(ranks: Simulator, ca
 
 @dataclass
 class Output:
-    """What a model returns.
-
-    Attributes:
-        hidden: states of all tokens.
-        kept: an object that nobody looks into.
-    """
+    """What a model returns."""
 
     hidden: Tensor
-    kept: Any = None
 
 
 class Returns(Stacked):
-    def forward(self, ids: Tensor) -> Output:
+    def forward(self, ids: Tensor) -> tuple[int, Output, Any]:
         x = self.blocks[0](self.embed(ids))
-        return Output(x, type("Box", (), {"value": x}))
+        return 1, Output(x), type("Box", (), {"value": x})
 
 
 def test_what_a_model_returns_is_whole_and_a_rank_s_own_tokens_are_refused_outside(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
-        output = prepared(ctx, Returns())(torch.zeros(2, 8, dtype=torch.long))
+        _, output, kept = prepared(ctx, Returns())(torch.zeros(2, 8, dtype=torch.long))
         assert type(output.hidden) is Tensor
         assert output.hidden.shape == (2, 8, 8)
         with pytest.raises(NoRuleError, match="outside of the model"):
-            _ = output.kept.value.square().sum()
+            _ = kept.value.square().sum()
 
     _ = ranks.run(rank, 2, default_group=True)

@@ -26,7 +26,7 @@ from accel.parallel.axes.tensor._layers import SEQUENCE_DIM, GroupLayer
 from accel.parallel.axes.tensor._rules import install, is_in, rules_of
 from accel.parallel.axes.tensor._styles import Regions, Rule
 from accel.parallel.axes.tensor._tokens import SequenceRanks
-from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, batch_experts, plain, tensors_in
+from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, batch_experts, outputs_in, tensors_in
 from accel.parallel.parts import NoRuleError
 from accel.random import Key, host_streams, rng_scope
 from accel.topology import TensorStyle
@@ -92,6 +92,8 @@ def prove(
             expected = _run(whole, call, values, {}, None)
         except Exception as error:  # whatever a forward says of values that are drawn
             return Verdict(f"the whole module alone, with drawn values: {short(error)}", styles)
+        if not expected.outputs:
+            return Verdict("the whole module returns no tensor to compare", styles)
         if not all(bool(torch.isfinite(each).all()) for each in expected.outputs):
             return Verdict("the whole module's outputs are not finite", styles)
         while True:
@@ -229,7 +231,7 @@ def _run(
         leaves[at] = given[number]
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     with torch.enable_grad(), _Wide():
-        outputs = tensors_in(plain(module(*args, **kwargs)))
+        outputs = outputs_in(module(*args, **kwargs))
     draw = torch.Generator().manual_seed(29)
     total = torch.zeros((), dtype=torch.float64)
     for at, each in enumerate(outputs):

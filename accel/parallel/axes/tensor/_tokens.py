@@ -8,8 +8,8 @@ other ranks gathers them: a part of tokens is one more way to hold a whole tenso
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -17,9 +17,11 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils import _pytree as pytree
 
 from accel.comm import gathered_summed, scattered
+from accel.errors import TreeError
 from accel.parallel._private import is_view, runs_in_backward, without_subclasses
 from accel.parallel.axes.tensor._part_layers import LayerRanks
 from accel.parallel.axes.tensor._styles import Rule
+from accel.parallel.axes.tensor._trace import outputs_in
 from accel.parallel.parts import PartTensor, Ranks, RowLayout, leave, make, plain_of
 from accel.parallel.parts._elementwise import changes
 from accel.parallel.parts._layout import cut_of, no_rule
@@ -118,7 +120,10 @@ class SequenceRanks(LayerRanks):
             return each if is_inside and (each.division is None or each.ranks is self.tokens) else leave(each)
 
         output = pytree.tree_map_only(PartTensor, given_back, output)
-        return map_tensors(given_back, output) if is_end and is_dataclass(output) else output
+        if is_end and any(isinstance(each, PartTensor) for each in outputs_in(output)):
+            with contextlib.suppress(TreeError):  # an object of another kind, whose tensors nobody can use outside
+                output = map_tensors(given_back, output)
+        return output
 
     def ended(self, summand: Tensor) -> Tensor:
         """Return this rank's tokens of the sum of the ranks' summands; all of a sum without enough tokens."""

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 import accel
 from accel.errors import ConfigError, PrepareError
+from accel.parallel.axes.tensor import _found_plan
 from accel.parallel.parts import NoRuleError
 from accel.testing import Simulator
 
@@ -70,6 +71,20 @@ def assert_law(ranks: Simulator, entry: Handwritten, mesh: str, size: int) -> No
 )
 def test_a_model_trains_with_shared_tokens_as_in_one_process(ranks: Simulator, entry: Handwritten) -> None:
     assert_law(ranks, entry, "tp=2", 2)
+
+
+def test_a_large_model_is_proved_block_by_block(ranks: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    units: list[str] = []
+
+    def noted(self: Any, unit: str, *args: Any, inner: Any = _found_plan._Proofs.verdict, **kwargs: Any) -> Any:
+        units.append(unit)
+        return inner(self, unit, *args, **kwargs)
+
+    monkeypatch.setattr(_found_plan, "LARGEST", 100)
+    monkeypatch.setattr(_found_plan._Proofs, "verdict", noted)
+    (entry,) = named("nano_gpt")
+    assert_law(ranks, entry, "tp=2", 2)
+    assert units == ["transformer.h.0", "transformer.h.1", "transformer.h.2", "transformer.h.3"]
 
 
 @pytest.mark.nightly

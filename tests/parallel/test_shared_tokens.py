@@ -19,11 +19,13 @@ from torch.nn import functional
 
 import accel
 from accel.errors import ConfigError, PrepareError
+from accel.parallel import Plan
 from accel.parallel.axes.tensor import _found_plan
 from accel.parallel.parts import NoRuleError
+from accel.tensors import full_tensor
 from accel.testing import Simulator
 
-SHARED = accel.parallel.Plan(sequence=True)
+SHARED = Plan(sequence=True)
 
 
 def called(model: nn.Module, inputs: Any) -> Any:
@@ -138,7 +140,7 @@ class Stacked(nn.Module):
         return self.head(x)
 
 
-def prepared(ctx: accel.DistContext, model: nn.Module, plan: accel.parallel.Plan = SHARED) -> nn.Module:
+def prepared(ctx: accel.DistContext, model: nn.Module, plan: Plan | None = SHARED) -> nn.Module:
     """The model, divided for an example of 8 tokens."""
     ctx = accel.replace(ctx, mesh="tp=2")
     return accel.prepare_model(ctx, model.double(), plan=plan, example=[torch.zeros(1, 8, dtype=torch.long)])
@@ -208,6 +210,29 @@ class Mixed(Block):
 def test_tokens_that_are_changed_by_a_view_alone_are_refused(ranks: Simulator) -> None:
     with assert_raises(PrepareError, got="a change in place of some tokens"):
         _ = ranks.run(lambda ctx: prepared(ctx, Stacked(Taken)), 2, default_group=True)
+
+
+def test_deferred_logits_and_those_that_stay_split_take_all_tokens(ranks: Simulator) -> None:
+    ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(1))
+    plans = {"": None, "deferred": Plan(sequence=True), "split": Plan(sequence=True, head="colwise")}
+
+    def rank(ctx: accel.DistContext, kind: str) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        model: Any = Stacked()
+        model = prepared(ctx, model, plans[kind]) if kind else model.double()
+        logits = (accel.defer_logits(model) if kind == "deferred" else model)(ids)
+        assert (type(logits) is not Tensor) == (kind == "deferred")
+        if kind == "split":
+            loss = accel.parallel.vocab_cross_entropy(accel.replace(ctx, mesh="tp=2"), logits, ids)
+        else:
+            loss = functional.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="sum")
+        loss.backward()
+        return loss.detach(), full_tensor(model.blocks[0].second.weight.grad)
+
+    want = rank(accel.single(), "")
+    for kind in ("deferred", "split"):
+        for got in ranks.run(lambda ctx, kind=kind: rank(ctx, kind), 2, default_group=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
 
 
 def test_regions_of_parts_of_tokens_are_not_compiled(ranks: Simulator) -> None:

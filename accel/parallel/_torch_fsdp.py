@@ -265,10 +265,10 @@ class _Kept:
             self._facts = None
             self._usual[0]()
 
-    def _unshard(self, *args: Any) -> None:
+    def _unshard(self, *args: Any, **kwargs: Any) -> None:
         if self._facts is not None and self._facts != self._now():  # a step has come, and no backward before it
             self._group.reshard()
-        self._usual[1](*args)
+        self._usual[1](*args, **kwargs)
 
     def _post_forward(self, *args: Any) -> Any:
         self._in_forward = True

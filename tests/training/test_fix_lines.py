@@ -139,8 +139,27 @@ LISTED = (
     "net = nn.Module(); net.layers = nn.ModuleList([Block(), Block()]); x = torch.ones(4, 2)\n"
     "net.forward = lambda x: net.layers[1](net.layers[0](x))\n"
 )
+BY_PARTS = (
+    "class Block(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    "        self.norm, self.up = nn.LayerNorm(2), nn.Linear(2, 2)\n"
+    "    def forward(self, x): return x + self.up(self.norm(x))\n"
+    "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    "        self.blocks = nn.ModuleList(Block() for _ in range(2))\n"
+    "    def forward(self, x):\n        for each in self.blocks: x = x + each.up(each.norm(x))\n        return x\n"
+    "model, x = Net(), torch.ones(2, 2)\n"
+)
 PROGRAMS: tuple[Program, ...] = (
     *AXIS_PROGRAMS,
+    Program(
+        "parallel/_entries.py",
+        "the forward calls a part of a unit",
+        BY_PARTS,
+        "accel.prepare_model(ctx, model)(x)",
+        'accel.prepare_model(ctx, model, plan=accel.parallel.Plan(units=("blocks.*.norm", "blocks.*.up",)))',
+        "alone = model(x).detach()\ntorch.testing.assert_close({line}(x).detach(), alone)",
+        ranks=2,
+        strategy="fsdp",
+    ),
     # the model, before it is prepared
     Program(
         "parallel/_refused.py",

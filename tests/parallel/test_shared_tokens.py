@@ -16,6 +16,7 @@ from recorded_ranks import recorded
 from steps import two_steps
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import accel
 from accel.errors import ConfigError, PrepareError
@@ -279,5 +280,21 @@ def test_what_a_model_returns_is_whole_and_a_rank_s_own_tokens_are_refused_outsi
         assert output.hidden.shape == (2, 8, 8)
         with pytest.raises(NoRuleError, match="outside of the model"):
             _ = kept.value.square().sum()
+
+    _ = ranks.run(rank, 2, default_group=True)
+
+
+class Recomputed(Mixed):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_a_forward_that_is_computed_again_leaves_nothing_behind(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        model: Any = prepared(ctx, Stacked(Recomputed))
+        model(torch.zeros(2, 7, dtype=torch.long)).sum().backward()
+        held = model.accel_ranks
+        assert held.scatters > 0
+        assert (held._gathered, held._entered, held.depth) == ([], {}, 0)
 
     _ = ranks.run(rank, 2, default_group=True)

@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from accel.errors import PrepareError
 
 _KEPT = 4096  # results that each function of layouts keeps
+_MOST_RUNS = 16  # pieces of a layout that are taken as slices
 R = TypeVar("R")
 
 
@@ -121,32 +122,42 @@ def rows_of(cut: RowCut, rank: int, size: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-Places = slice | tuple[int, ...]
+Places = slice | tuple[slice, ...] | tuple[int, ...]
+
+
+def runs_of(rows: Sequence[int], pieces: int) -> Places:
+    """Return rows as slices, or one by one where a layout has many pieces.
+
+    Slices need no tensor of places, which autograd would save: a checkpoint that computes a forward again must save as
+    many tensors, on each rank.
+    """
+    if pieces > _MOST_RUNS:
+        return tuple(rows)
+    found: list[slice] = []
+    for row in rows:
+        if found and found[-1].stop == row:
+            found[-1] = slice(found[-1].start, row + 1)
+        else:
+            found.append(slice(row, row + 1))
+    return found[0] if len(found) == 1 else tuple(found)
 
 
 @kept
 def places_of(need: RowCut, have: RowCut | None, rank: int, size: int) -> Places:
-    """Return where a rank finds the rows that it needs among those that it has; `have` is None for all of them.
-
-    It is a slice on all ranks or on none: a checkpoint that recomputes a forward must save as many tensors on each.
-    """
+    """Return where a rank finds the rows that it needs among those that it has; `have` is None for all of them."""
     if (
         have is None and need.repeat == 1 and len(need.segments) == 1 and need.segments[0][1] > 0
     ):  # most often, so without a look at each row
         ways = need.segments[0][1]
         first = rank * ways // size * need.local
         return slice(first, first + need.local)
-    found: list[tuple[int, ...]] = []
-    for each in range(size):
-        own = range(need.total) if have is None else rows_of(have, each, size)
-        place = {row: number for number, row in enumerate(own)}
-        try:
-            found.append(tuple(place[row] for row in rows_of(need, each, size)))
-        except KeyError:
-            raise no_rule(f"a product or sum of parts: ranks hold {have}, not {need}") from None
-    if all(each == tuple(range(each[0], each[0] + len(each))) for each in found):
-        return slice(found[rank][0], found[rank][-1] + 1)
-    return found[rank]
+    own = range(need.total) if have is None else rows_of(have, rank, size)
+    place = {row: number for number, row in enumerate(own)}
+    try:
+        found = [place[row] for row in rows_of(need, rank, size)]
+    except KeyError:
+        raise no_rule(f"a product or sum of parts: ranks hold {have}, not {need}") from None
+    return runs_of(found, len(need.listed))
 
 
 @kept

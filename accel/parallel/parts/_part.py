@@ -31,6 +31,7 @@ from accel.parallel.parts._layout import (
     no_rule,
     places_of,
     rows_of,
+    runs_of,
 )
 
 if TYPE_CHECKING:
@@ -239,20 +240,19 @@ def whole_rows(part: PartTensor, join: Callable[[Tensor, int], Tensor]) -> Tenso
     assert layout is not None
     whole = join(plain_of(part), layout.dim)
     order = _order(layout.cut, part.ranks.size)
-    if order is not None:
-        whole = whole.index_select(layout.dim, torch.tensor(order).to(whole.device, non_blocking=True))
-    return whole.contiguous()
+    return (whole if order is None else taken(whole, layout.dim, order)).contiguous()
 
 
 @kept
-def _order(cut: RowCut, size: int) -> tuple[int, ...] | None:
+def _order(cut: RowCut, size: int) -> Places | None:
     """The place of each whole row among those of all ranks, the first of several; None where they are in order."""
     place: dict[int, int] = {}
     held = chain.from_iterable(rows_of(cut, rank, size) for rank in range(size))
     for number, row in enumerate(held):
         place.setdefault(row, number)
-    found = tuple(place[row] for row in range(cut.total))
-    return None if found == tuple(range(cut.total)) and not cut.is_shared(size) else found
+    found = [place[row] for row in range(cut.total)]
+    is_ordered = found == list(range(cut.total)) and not cut.is_shared(size)
+    return None if is_ordered else runs_of(found, len(cut.listed) * size)
 
 
 # Inside of rules, where subclasses are off.
@@ -355,6 +355,8 @@ def taken(rows: Tensor, dim: int, places: Places) -> Tensor:
     """Return some rows along a dimension."""
     if isinstance(places, slice):
         return rows.narrow(dim, places.start, places.stop - places.start)
+    if isinstance(places[0], slice):
+        return torch.cat([taken(rows, dim, each) for each in cast("tuple[slice, ...]", places)], dim)
     return rows.index_select(dim, torch.tensor(places).to(rows.device, non_blocking=True))
 
 

@@ -106,6 +106,17 @@ class SequenceRanks(LayerRanks):
         entered, self._gathered, self._layouts = outer
         super().end(entered)
 
+    def enter(self, tensor: Tensor) -> Tensor:
+        """Return a plain tensor for use inside; kept for others of the region, which a forward that is computed again
+        has not always around it."""
+        if self.depth:
+            return super().enter(tensor)
+        outer = self.begin()
+        try:
+            return super().enter(tensor)
+        finally:
+            self.end(outer)
+
     def returned(self, rule: Rule, output: Any) -> Any:
         """Return what a module of a rule gives back: this rank's tokens inside of the model, and whole tensors at its
         end, also in dataclasses. Raises `NoRuleError` where the forward changed gathered tokens, which are a copy."""
@@ -161,7 +172,8 @@ class SequenceRanks(LayerRanks):
             if each.part is part and each.versions == (_version_of(part), _version_of(each.whole)):
                 return each.whole
         whole = self._all(part)
-        self._gathered.append(_Gathered(part, whole, (_version_of(part), _version_of(whole))))
+        if self.depth:
+            self._gathered.append(_Gathered(part, whole, (_version_of(part), _version_of(whole))))
         return whole
 
     def _all(self, part: PartTensor) -> PartTensor:

@@ -55,6 +55,8 @@ NO_TOKENS = frozenset({
     "nested_checkpoints",  # an inner one forgets what it saved
     "spectral_hooked",  # its hooks read a weight that stays whole
 })  # fmt: skip
+# Fewer latents than ranks; parts of a block that are called one by one, of a unit of fsdp.
+REFUSED_ON = frozenset({("perceiver", "tp=4"), ("called_by_parts", "dp=2,tp=2")})
 SEQUENCES = [each for each in MODELS if "random" not in each.tags and each.name not in NO_TOKENS]
 
 
@@ -97,7 +99,11 @@ def test_a_large_model_is_proved_block_by_block(ranks: Simulator, monkeypatch: p
 def test_each_model_with_a_sequence_trains_as_in_one_process(
     ranks: Simulator, entry: Handwritten, mesh: str, size: int
 ) -> None:
-    assert_law(ranks, entry, mesh, size)
+    if (entry.name, mesh) in REFUSED_ON:
+        with pytest.raises((PrepareError, NoRuleError)):
+            assert_law(ranks, entry, mesh, size)
+    else:
+        assert_law(ranks, entry, mesh, size)
 
 
 @pytest.mark.parametrize("name", ["lstm", "resnet", "dlrm"])

@@ -57,7 +57,7 @@ def has_wide_gradient(parameter: torch.Tensor) -> bool:
 
 
 class AbsentWeight(Protocol):
-    """A weight that is not in memory: a tensor whose class has `stored`."""
+    """A weight that is not in memory: a tensor of a class with `stored`."""
 
     def stored(self) -> torch.Tensor:
         """Return the values on the host: memory that has them already, a mapped file, or else a copy."""
@@ -65,7 +65,7 @@ class AbsentWeight(Protocol):
 
 
 def is_absent(tensor: object) -> bool:
-    """Return whether a tensor is a weight that is not in memory, or a DTensor whose part on this rank is not."""
+    """Return whether a tensor, or this rank's part of a DTensor, is a weight that is not in memory."""
     if is_dtensor(tensor):
         tensor = local_part(tensor)
     return type(tensor) is not torch.Tensor and hasattr(type(tensor), "stored")
@@ -308,12 +308,14 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 
 _CACHE = type(functools.lru_cache(lambda: None))
+_METHODS = frozenset({staticmethod, classmethod})
+_EMPTY = CellType()
 _WITHOUT_VALUES = ("FakeTensor", "FunctionalTensor")
 _NO_MODELS = frozenset({"torch", "sympy", "numpy", *sys.stdlib_module_names})
 
 
 def fake_mode() -> Any:
-    """Return a mode in which new tensors have no memory; beside them, real ones may be constants."""
+    """Return a mode in which new tensors have no memory; real ones may be constants among them."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # imports sympy
 
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -344,12 +346,14 @@ def _caches() -> list[Any]:
         if name.partition(".")[0] in _NO_MODELS and name != "__main__":
             continue
         for value in list(getattr(module, "__dict__", {}).values()):
-            own = list(vars(value).values()) if isinstance(value, type) and value.__module__ == name else [value]
+            own = list(vars(value).values()) if isinstance(value, type) and value.__module__ == name else (value,)
             for each in own:
-                function: Any = cast(Any, each).__func__ if isinstance(each, staticmethod | classmethod) else each
-                cells = (function.__closure__ or ()) if isinstance(function, FunctionType) else ()
-                held = [cell.cell_contents for cell in cells if cell != CellType()]
-                found |= {id(one): one for one in (function, *held) if type(one) is _CACHE}
+                function: Any = cast(Any, each).__func__ if type(each) in _METHODS else each
+                if type(function) is _CACHE:
+                    found[id(function)] = function
+                elif type(function) is FunctionType and function.__closure__ is not None:
+                    held = [cell.cell_contents for cell in function.__closure__ if cell != _EMPTY]
+                    found |= {id(one): one for one in held if type(one) is _CACHE}
     return list(found.values())
 
 
@@ -365,18 +369,13 @@ def _holds_fakes(cache: object) -> bool:
 
 
 class WordLayers(NamedTuple):
-    """The layers of a model that map words to vectors and back, by path.
+    """The layers of a model that map words to vectors and back, by path."""
 
-    Attributes:
-        tables: embeddings.
-        heads: the layer that the model's `get_output_embeddings` returns; else the linear layers that share a table's
-            weight; else those with as many outputs as a table has rows.
-        sized: all linear layers with as many outputs as a table has rows.
-    """
-
-    tables: Mapping[str, nn.Module]
+    tables: Mapping[str, nn.Module]  # embeddings
+    # The layer that the model's `get_output_embeddings` returns; else the linear layers that share a table's
+    # weight; else those with as many outputs as a table has rows.
     heads: Mapping[str, nn.Module]
-    sized: Mapping[str, nn.Module]
+    sized: Mapping[str, nn.Module]  # all linear layers with as many outputs as a table has rows
 
 
 def word_layers(model: nn.Module) -> WordLayers:

@@ -18,6 +18,7 @@ class Program(NamedTuple):
         ranks: number of simulated ranks.
         strategy, mesh: of the context.
         needs: an optional package.
+        alone: whether one rank is refused while the others wait for it, so that the run ends there.
     """
 
     file: str
@@ -30,6 +31,7 @@ class Program(NamedTuple):
     strategy: str = "ddp"
     mesh: str | None = None
     needs: str = ""
+    alone: bool = False
 
 
 CHAIN = "model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)); x = torch.ones(4, 4)\n"
@@ -449,6 +451,197 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
         "vocab_cross_entropy(ctx, logits, targets)",
         "vocab_cross_entropy(ctx, logits.to_local(), targets)",
         "assert {line}.ndim == 0",
+        ranks=2,
+        mesh="tp=2",
+    ),
+    Program(
+        "parallel/axes/context/_checks.py",
+        "on one rank, transformers would not keep packed documents apart in this model",
+        "import transformers\n"
+        "config = transformers.GptOssConfig(\n"
+        "    vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,\n"
+        "    num_key_value_heads=2, head_dim=4, num_local_experts=2, num_experts_per_tok=1, sliding_window=5,\n"
+        "    attn_implementation='eager', experts_implementation='eager', use_cache=False)\n"
+        "model = transformers.GptOssForCausalLM(config); ids = torch.arange(16).view(2, 8); at = torch.arange(8)\n"
+        "mask = ((at[:, None] >= at) & (at[:, None] // 4 == at // 4)).expand(2, 1, 8, 8)\n"
+        "part = accel.parallel.split_sequence(ctx, {'ids': ids, 'at': at.repeat(2, 1) % 4})\n"
+        "mask = accel.parallel.split_sequence(ctx, {'mask': mask}, dim=2)['mask']\n",
+        "accel.prepare_model(ctx, model)(part['ids'], position_ids=part['at'])",
+        'plan=accel.parallel.Plan(context="gather")',
+        "accel.prepare_model(ctx, model, {line})(part['ids'], position_ids=part['at'], attention_mask=mask)",
+        ranks=2,
+        mesh="cp=2",
+        needs="transformers",
+    ),
+    Program(
+        "parallel/axes/context/_checks.py",
+        "the model would shift the decoder's tokens",
+        "import transformers; ids = torch.arange(16).view(2, 8)\n"
+        "config = transformers.T5Config(d_model=8, d_ff=8, num_layers=1, num_heads=2, d_kv=4, vocab_size=16,\n"
+        "    dropout_rate=0.0, decoder_start_token_id=0)\n"
+        "model = transformers.T5ForConditionalGeneration(config)\n"
+        "shifted = model.prepare_decoder_input_ids_from_labels(ids); model = accel.prepare_model(ctx, model)\n"
+        "whole = {'ids': ids, 'shifted': shifted, 'labels': ids}\n",
+        "part = accel.parallel.split_sequence(ctx, whole)\nmodel(input_ids=part['ids'], labels=part['labels'])",
+        "accel.parallel.split_sequence(ctx, ..., shift=())",
+        "part = eval({line!r}.replace('...', 'whole'))\n"
+        "model(input_ids=part['ids'], decoder_input_ids=part['shifted'], labels=part['labels'])",
+        ranks=2,
+        mesh="cp=2",
+        needs="transformers",
+    ),
+    Program(
+        "parallel/axes/context/_split.py",
+        "ranks that share a sequence did not see each other's positions",
+        STEPPED + "part = accel.parallel.split_sequence(ctx, {'x': torch.ones(2, 8, 4)})['x']\n"
+        "optimizer = SGD(net.parameters(), lr=0.1)\n",
+        "state = accel.backward(ctx, net(part).sum(), accel.train_state(ctx).next(), weight=4)\n"
+        "accel.optimizer_step(ctx, optimizer, state)",
+        "accel.replace(ctx, mesh=ctx.mesh)",
+        "ctx = {line}; step(part)",
+        ranks=2,
+        mesh="cp=2",
+    ),
+    Program(
+        "parallel/axes/context/_transformers.py",
+        "a mask of the model's own making",
+        "import transformers; ids = torch.arange(1, 17).view(2, 8); padded = ids.clone(); padded[:, [1, 4]] = 0\n"
+        "side = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=17,\n"
+        "    num_key_value_heads=1, head_dim=4, use_cache=False)\n"
+        "config = transformers.T5GemmaConfig(encoder=side, decoder=side, vocab_size=17)\n"
+        "model = accel.prepare_model(ctx, transformers.T5GemmaForConditionalGeneration(config).eval())\n"
+        "part = accel.parallel.split_sequence(ctx, {'ids': ids, 'padded': padded}); places = part['position_ids']\n"
+        "run = functools.partial(model, part['ids'], decoder_input_ids=part['padded'], use_cache=False,\n"
+        "    position_ids=places, decoder_position_ids=places)\n"
+        "sees = (torch.ones(8, 8, dtype=torch.bool).tril() & (padded != 0)[:, None]).unsqueeze(1)\n"
+        "own = accel.parallel.split_sequence(ctx, {'sees': sees}, dim=2)['sees']\n",
+        "run()",
+        "attention_mask=",
+        "run(decoder_{line}own)",
+        ranks=2,
+        mesh="cp=2",
+        needs="transformers",
+    ),
+    Program(
+        "parallel/axes/context/_transformers.py",
+        "an attention and the mask of its model say different orders",
+        "import transformers; ids = torch.arange(16).view(2, 8)\n"
+        "sizes = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, use_cache=False,"
+        " num_key_value_heads=1, head_dim=4, vocab_size=16)\n"
+        "part = accel.parallel.split_sequence(ctx, {'input_ids': ids})\n"
+        "make = lambda **more: transformers.GemmaForCausalLM(transformers.GemmaConfig(**sizes, **more))\n"
+        "run = lambda **more: accel.prepare_model(ctx, make(**more))(**part)\n",
+        "run(use_bidirectional_attention=True)",
+        "use_bidirectional_attention=False",
+        "run({line})",
+        ranks=2,
+        mesh="cp=2",
+        needs="transformers",
+    ),
+    Program(
+        "parallel/axes/context/_transformers.py",
+        "positions that this model keeps for padding",
+        "import transformers; ids = torch.arange(2, 18).view(2, 8)\n"
+        "config = transformers.RobertaConfig(vocab_size=18, hidden_size=8, intermediate_size=16, num_hidden_layers=1,\n"
+        "    num_attention_heads=2, pad_token_id=1, max_position_embeddings=10)\n"
+        "model = accel.prepare_model(ctx, transformers.RobertaForMaskedLM(config).eval())\n"
+        "part = accel.parallel.split_sequence(ctx, {'ids': ids})\n",
+        "model(part['ids'], position_ids=part['position_ids'])",
+        "position_ids=part['position_ids'] + 2",
+        "model(part['ids'], {line})",
+        ranks=2,
+        mesh="cp=2",
+        needs="transformers",
+    ),
+    Program(
+        "parallel/axes/tensor/_layers.py",
+        "a layer does not take the input of the module around it",
+        "class Mlp(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)\n"
+        "    def forward(self, x): return self.down(torch.relu(self.up(x * 1)))\n"
+        "model = nn.Sequential(Mlp()); x = torch.ones(2, 4)\n"
+        "styles = {'0': 'copy_input', '0.up': 'colwise', '0.down': 'rowwise'}; Plan = accel.parallel.Plan\n",
+        "accel.prepare_model(ctx, model, plan=Plan(overlap=True, tensor=styles))(x)",
+        "plan=accel.parallel.Plan(overlap=False)",
+        "model = nn.Sequential(Mlp())\n" + PLANNED,
+        ranks=2,
+        mesh="tp=2",
+    ),
+    Program(
+        "parallel/axes/tensor/_tensor_plan.py",
+        "the model declares tensor-parallel styles that have no counterpart",
+        STYLED + "class Net(nn.Sequential): tp_plan = {'0': 'grouped_gemm', '2': 'rowwise'}\nmodel = Net(*model)\n",
+        "accel.prepare_model(ctx, model)",
+        "accel.parallel.Plan(tensor={...})",
+        "plan = eval({line!r}.replace('{...}', 'styles')); accel.prepare_model(ctx, model, plan=plan)(x)",
+        ranks=2,
+        mesh="tp=2",
+    ),
+    Program(
+        "parallel/logits/_head_calls.py",
+        "the loss is computed after the head's parameters were resharded",
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.words, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)\n"
+        "    def forward(self, ids): return self.head(self.words(ids))\n"
+        "ids = torch.arange(6).view(2, 3); Plan = accel.parallel.Plan\n"
+        "run = lambda plan: nn.functional.cross_entropy(\n"
+        "    accel.prepare_model(ctx, Net(), plan=plan)(ids).flatten(0, 1), ids.flatten()).backward()\n",
+        "run(Plan(logits='deferred', reshard_after_forward=True))",
+        'plan=accel.parallel.Plan(logits="deferred")',
+        "run({line})",
+        ranks=2,
+        strategy="fsdp",
+        mesh="dp=2",
+    ),
+    Program(
+        "parallel/axes/shard/_options.py",
+        "tensor parallelism has spread the model over some of the ranks",
+        STYLED + "from torch.distributed.tensor import Replicate, distribute_tensor\n"
+        "mesh = torch.distributed.init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))\n"
+        "for each in (model[0], model[2]):\n"
+        "    for name, value in list(each.named_parameters()):\n"
+        "        setattr(each, name, nn.Parameter(distribute_tensor(value.detach(), mesh['tp'], [Replicate()])))\n",
+        "accel.prepare_model(ctx, model)",
+        "accel.replace(ctx, mesh=mesh)",
+        "accel.prepare_model({line}, model)",
+        ranks=4,
+        strategy="fsdp",
+    ),
+    Program(
+        "parallel/axes/experts/_layer.py",
+        "experts of sorted tokens are called with something else",
+        "class Experts(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.up = nn.Parameter(torch.ones(4, 2, 3)); self.down = nn.Parameter(torch.ones(4, 3, 2))\n"
+        "    def forward(self, tokens, indices, weights):\n"
+        "        out = torch.zeros_like(tokens)\n"
+        "        for at in range(self.up.shape[0]):\n"
+        "            row, choice = torch.where(indices == at)\n"
+        "            value = tokens[row] @ self.up[at] @ self.down[at]\n"
+        "            out = out.index_add(0, row, value * weights[row, choice, None])\n"
+        "        return out\n"
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__(); self.experts = Experts()\n"
+        "    def forward(self, *given): return self.experts(*given)\n"
+        "x = torch.ones(4, 2)\n"
+        "given = (x, torch.arange(4)[:, None], torch.ones(4, 1))\n"
+        "run = lambda style: accel.prepare_model(\n"
+        "    ctx, Net(), plan=accel.parallel.Plan(experts={'experts': style}))(*given)\n",
+        "run('sorted')",
+        '"dispatch"',
+        "assert run({line}).shape == x.shape",
+        ranks=2,
+        mesh="dp=2,ep=2",
+    ),
+    Program(
+        "parallel/axes/tensor/_prove.py",
+        "the tokens of this model cannot be shared between its layers",
+        "class Block(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)\n"
+        "    def forward(self, x): return x + x.mean(1, keepdim=True) + self.down(torch.relu(self.up(self.norm(x))))\n"
+        "model = nn.Sequential(Block(), Block(), nn.LayerNorm(4)); x = torch.ones(2, 6, 4)\n"
+        "styles = {'*.up': 'colwise', '*.down': 'rowwise'}\n",
+        "accel.parallel.tensor_plan(model, sequence=True, example=[x])",
+        "accel.parallel.Plan(tensor={...})",
+        "plan = eval({line!r}.replace('{...}', 'styles')); accel.prepare_model(ctx, model, plan=plan)(x)",
         ranks=2,
         mesh="tp=2",
     ),

@@ -23,7 +23,7 @@ from catching import assert_raises
 from processes import patience, same_path
 
 import accel
-from accel.trackers._tracker import Artifact, Figure, Histogram, Images, Table, TextRecord
+from accel.trackers._media import Artifact, Figure, Histogram, Images, Table, TextRecord
 
 Steps = list[int]
 Reader = Callable[[Path, accel.trackers.Run], list[Steps]]

@@ -42,7 +42,7 @@ class Replays:
     """The replays of one model on this rank.
 
     Args:
-        planned: its stages. Without their starts, each begins where the forward first calls a module of its own.
+        planned: its stages. Without their starts, each begins where the forward first calls one of its modules.
         device: of the stages.
         several: whether ranks have several stages.
 
@@ -225,8 +225,7 @@ def with_facts(replay: Replay, known: Replay) -> Replay:
             "two micro-batches of a batch pass different tensors between stages",
             expected=f"{known.boundaries()}",
             got=f"{made.boundaries()}, as the forward calls {', '.join(replay.record.paths[:20])}",
-            fix="Pass accel.prepare(..., example=batch) a batch of the longer path, or begin the stages elsewhere: "
-            "Plan(stages=[[...], [...]]).",
+            fix="Begin the stages where both pass the same tensors: Plan(stages=[[...], [...]]).",
         )
     return made
 

@@ -327,7 +327,7 @@ _EAGER = {
     "sequence": (
         "torch does not compile modules between which ranks hold parts of the tokens",
         (
-            "Divide by styles: plan=accel.parallel.Plan("
+            "Leave sequence out, or divide by styles: plan=accel.parallel.Plan("
             "tensor=accel.parallel.tensor_plan(model, sequence=True, example=batch))."
         ),
     ),

@@ -10,7 +10,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypedDict, Unpack, cast
+from typing import Any, Protocol, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -172,7 +172,7 @@ class ModuleNotes(TypedDict, total=False):
     chunks: Any  # parts of the sequence on which it runs. By chunk_sequence; read by its forwards
     compute: Any  # function that a head runs instead of its forward. By a loss without logits, for one call
     early: Any  # product of a column-wise layer that is there before its call. For one call of the module around it
-    eager: Literal["overlap", "sequence"]  # why it is not compiled. By prepare_model, along tp; for compile_model
+    eager: str  # option by which torch cannot compile it. By prepare_model, along tp; read by compile_model
     elsewhere: bool  # another stage holds it. By prepare_model, along pp; read wherever modules are chosen
     emptied: str  # engine that empties its parameters between passes. By DeepSpeed's engine; read by losses
     exchanges: Mapping[str, Any]  # rows of its parameters that ranks exchange, by name. By prepare_model, along tp

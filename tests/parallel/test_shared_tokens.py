@@ -173,6 +173,27 @@ def test_a_rank_holds_its_tokens_between_divided_layers(ranks: Simulator, tokens
         assert seen == [[2, own, 8]] * 4
 
 
+class Dropping(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.dropout(x, 0.5, self.training)
+        return functional.dropout(super().forward(x), 0.3, self.training)
+
+
+def test_dropout_of_a_rank_s_tokens_is_that_of_one_process(ranks: Simulator) -> None:
+    ids = torch.randint(0, 32, (2, 7), generator=torch.Generator().manual_seed(1))
+
+    def rank(ctx: accel.DistContext) -> Tensor:
+        torch.manual_seed(0)
+        model = Stacked(Dropping)
+        model = prepared(ctx, model) if ctx.world_size > 1 else model.double()
+        torch.manual_seed(5)
+        return model(ids).detach()
+
+    want = rank(accel.single())
+    for got in ranks.run(rank, 2, default_group=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+
+
 def test_a_block_gathers_and_scatters_twice_in_each_pass(ranks: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """The messages of one block more; those of parameters are the step's."""
 

@@ -9,6 +9,7 @@ from typing import cast
 import libcst as cst
 
 from accel.migrate._items import counted
+from accel.migrate._reading import marked
 from accel.migrate._script import ScopePass, Script
 from accel.migrate._tree import (
     Change,
@@ -130,7 +131,7 @@ class _Scope(Change):
             between_windows = expression(f"{self._script.state}.valid is None")
             test = cst.BooleanOperation(left=_operand(updated.test), operator=cst.And(), right=between_windows)
             why = "a checkpoint holds no gradients: saves within a window are left to its end"
-            return marked_if(updated.with_changes(test=test), self._notes.change(why))
+            return marked(updated.with_changes(test=test), self._notes.change(why))
         return updated
 
     def _in_window(self) -> bool:
@@ -371,11 +372,6 @@ def _trained(scope: cst.CSTNode) -> list[cst.For]:
     """Return the innermost loops with a backward."""
     found = [loop for loop in walk(scope) if isinstance(loop, cst.For) and "accel.backward(" in text_of(loop)]
     return [loop for loop in found if not any(inner is not loop and inner in found for inner in walk(loop))]
-
-
-def marked_if(node: cst.If, mark: cst.EmptyLine) -> cst.If:
-    """Return a condition with a mark before it."""
-    return node.with_changes(leading_lines=[*node.leading_lines, mark])
 
 
 def _operand(node: cst.BaseExpression) -> cst.BaseExpression:

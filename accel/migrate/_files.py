@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 
 from accel.errors import ConfigError, MissingExtraError
 from accel.errors._checks import import_extra
-from accel.migrate._shared import Shared, shared_in
+from accel.migrate._shared import ALONE, Migrated, Shared, shared_in
 from accel.opening import read_regular
 
 _CELL = "#@accel-cell {}"
@@ -28,15 +28,7 @@ _WHOLE = re.compile(r"^\s*%%(?!time\b|timeit\b|capture\b)")  # a cell of another
 _LINE = re.compile(r"^\s*(%|!|\?)|\?\s*$|^\s*[\w, ]+=\s*[%!]")
 
 
-class Notebook(NamedTuple):
-    """A notebook's text, with the facts that its rewriting needs."""
-
-    text: str
-    notes: tuple[Any, ...]
-    changes: tuple[Any, ...]
-
-
-def migrate_notebook(text: str, where: str, rewrite: Callable[..., Any]) -> Notebook:
+def migrate_notebook(text: str, where: str, rewrite: Callable[..., Migrated]) -> Migrated:
     """Rewrite the code cells of a notebook; everything else keeps its place, cell ids and outputs too."""
     try:
         book = json.loads(text)
@@ -48,13 +40,13 @@ def migrate_notebook(text: str, where: str, rewrite: Callable[..., Any]) -> Note
     joined = "".join(f"{_CELL.format(at)}\n{_hidden(source)}\n" for at, source in code.items())
     found = rewrite(joined, where, cells=True)
     if found.text == joined:
-        return Notebook(text, found.notes, ())
+        return Migrated(text, found.notes)
     for at, source in _cells(found.text).items():
         shown = _shown(source)
         if shown != code[at]:
             lines = shown.splitlines(keepends=True)
             cells[at]["source"] = lines if isinstance(cells[at]["source"], list) else shown
-    return Notebook(_dumped(book, text), found.notes, found.changes)
+    return found._replace(text=_dumped(book, text))
 
 
 def _source(cell: dict[str, Any]) -> str:
@@ -121,7 +113,6 @@ def _dumped(book: object, text: str) -> str:
     return written.replace("\n", "\r\n") + end if "\r\n" in text else written + end
 
 
-_ALONE = Shared()
 ORIGINAL = ".orig"
 _LARGEST = 100_000_000  # bytes of a notebook with its outputs
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
@@ -261,7 +252,7 @@ def read_shared(paths: Sequence[Path]) -> Shared:
     return shared_in(texts)
 
 
-def migrate_file(path: Path, shared: Shared = _ALONE) -> FileResult:
+def migrate_file(path: Path, shared: Shared = ALONE) -> FileResult:
     """Read a file and return what it becomes; nothing is written.
 
     Raises `ConfigError` for a file that cannot be read, is not Python, or cannot be rewritten.
@@ -281,7 +272,7 @@ def migrate_file(path: Path, shared: Shared = _ALONE) -> FileResult:
         raise ConfigError("the file cannot be rewritten", got=got, where=str(path), fix=fix) from error
 
 
-def migrate_bytes(old: bytes, path: Path, shared: Shared = _ALONE) -> FileResult:
+def migrate_bytes(old: bytes, path: Path, shared: Shared = ALONE) -> FileResult:
     """Return what the bytes of a script or a notebook become; raise as `migrate_file`."""
     encoding, text = _decoded(old, path)
     if "\x00" in text:

@@ -6,12 +6,11 @@ from __future__ import annotations
 import ast
 import sys
 import threading
-from collections.abc import Callable
 
 import msgspec
 
 from accel.errors import ConfigError
-from accel.migrate._shared import Shared
+from accel.migrate._shared import Migrated, Shared
 from accel.system import run_helper
 
 _DEEP = 60  # blocks and expressions in each other; scripts have about 20
@@ -32,15 +31,6 @@ class Asked(msgspec.Struct, frozen=True):
     shared: Shared
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """Answer of a child: the script, its notes and changes; or why there is none."""
-
-    text: str = ""
-    notes: tuple[tuple[int, str], ...] = ()
-    changes: tuple[tuple[int, str], ...] = ()
-    error: str = ""
-
-
 def is_deep(text: str, where: str) -> bool:
     """Whether a script is too deep for this process; raise `ConfigError` for one that Python itself refuses so."""
     try:
@@ -59,16 +49,16 @@ def is_deep(text: str, where: str) -> bool:
     return False
 
 
-def in_child(asked: Asked) -> Answer:
+def in_child(asked: Asked) -> Migrated:
     """Return what a child process makes of a script; raise `ConfigError` where it ends without an answer."""
     command = [sys.executable, "-c", _CODE]
     try:
         ended = run_helper(command, limit_s=_SECONDS, stdin=msgspec.json.encode(asked), most_out=_MOST_BYTES)
-        answer = msgspec.json.decode(ended.out, type=Answer)
+        answer = msgspec.json.decode(ended.out, type=Migrated | str)  # a text is an error
     except (OSError, msgspec.DecodeError):
         raise ConfigError("the file cannot be rewritten", got=TOO_DEEP, where=asked.where) from None
-    if answer.error:
-        raise ConfigError("the file cannot be rewritten", got=answer.error, where=asked.where)
+    if isinstance(answer, str):
+        raise ConfigError("the file cannot be rewritten", got=answer, where=asked.where)
     return answer
 
 
@@ -85,13 +75,9 @@ def answer() -> None:
 def _answer(asked: Asked) -> None:
     from accel.migrate._rewrite import rewrite_here
 
-    _write(lambda: Answer(*rewrite_here(asked.text, asked.where, cells=asked.cells, shared=asked.shared)))
-
-
-def _write(made: Callable[[], Answer]) -> None:
     try:
-        found = made()
+        found = rewrite_here(asked.text, asked.where, cells=asked.cells, shared=asked.shared)
     except BaseException as error:  # a parser in Rust panics by one that is no Exception
-        found = Answer(error=f"{type(error).__name__}: {error}".partition("\n")[0])
+        found = f"{type(error).__name__}: {error}".partition("\n")[0]
     _ = sys.stdout.buffer.write(msgspec.json.encode(found))
     sys.stdout.flush()

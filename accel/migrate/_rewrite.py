@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import libcst as cst
 
@@ -23,7 +23,7 @@ from accel.migrate._nested import TOO_DEEP, Asked, in_child, is_deep
 from accel.migrate._reading import Evaluation, Lengths
 from accel.migrate._script import Script, ScriptPass
 from accel.migrate._session import Sessions
-from accel.migrate._shared import Shared, shared_in
+from accel.migrate._shared import ALONE, Migrated, Shared, shared_in
 from accel.migrate._trackers import HandedTrackers
 from accel.migrate._tree import (
     DECIDE,
@@ -232,26 +232,14 @@ class _Renamed(Change):
         return updated.with_changes(value=self._new) if updated.value == self._old else updated
 
 
-_ALONE = Shared()
-
-
-class Migrated(NamedTuple):
-    """A written script: its text, the notes in it, and what changed in meaning."""
-
-    text: str
-    notes: tuple[tuple[int, str], ...]
-    changes: tuple[tuple[int, str], ...]
-
-
-def rewrite(text: str, where: str = "", *, cells: bool = False, shared: Shared = _ALONE) -> Migrated:
+def rewrite(text: str, where: str = "", *, cells: bool = False, shared: Shared = ALONE) -> Migrated:
     """Return a script on accel; one without Accelerate, or with notes already, as it is."""
     if DECIDE in text:
-        return Migrated(text, tuple(decisions(text)), ())
+        return Migrated(text, tuple(decisions(text)))
     if "accelerat" not in text:
-        return Migrated(text, (), ())
+        return Migrated(text)
     if is_deep(text, where):
-        found = in_child(Asked(text, where, cells, shared))
-        return Migrated(found.text, found.notes, found.changes)
+        return in_child(Asked(text, where, cells, shared))
     return rewrite_here(text, where, cells=cells, shared=shared)
 
 
@@ -278,7 +266,7 @@ def _passed(text: str, module: cst.Module, shared: Shared, *, cells: bool) -> Mi
     kept = find_kept(shared, module)
     if not script.uses_accelerate and not kept.classes:
         written = noted_uses(text)
-        return Migrated(written, tuple(decisions(written)), ())
+        return Migrated(written, tuple(decisions(written)))
     if kept.classes:
         module = changed_by(module, Flattened(kept))
         script = Script(module, kept.holders, shared)

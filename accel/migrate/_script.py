@@ -10,7 +10,7 @@ from typing import cast
 
 import libcst as cst
 
-from accel.migrate._shared import Shared
+from accel.migrate._shared import ALONE, Shared
 from accel.migrate._tree import (
     Change,
     Remarks,
@@ -42,13 +42,10 @@ _CONTEXTS = ("ctx", "context", "dist_ctx", "accel_ctx")
 _STATES = ("state", "train_state", "run_state")
 
 
-_ALONE = Shared()
-
-
 class Script:
     """Facts of a script, found once before it changes."""
 
-    def __init__(self, module: cst.Module, kept: frozenset[str] = frozenset(), shared: Shared = _ALONE) -> None:
+    def __init__(self, module: cst.Module, kept: frozenset[str] = frozenset(), shared: Shared = ALONE) -> None:
         self.shared = shared
         self.origins: dict[str, str] = {}
         self.modules: set[str] = set()
@@ -66,8 +63,8 @@ class Script:
         self._names = loads(module)
         self.kept = kept  # variables of an Accelerator that a class keeps
         self.holders = self._holders()
-        self.ctx = self._free(_CONTEXTS)
-        self.state = self._free(_STATES)
+        self.ctx = self.free(*_CONTEXTS)
+        self.state = self.free(*_STATES)
         self._uses = self._used()
         self._kinds()
         self._given()
@@ -96,7 +93,7 @@ class Script:
         self.hooked: set[str] = set()  # functions of hooks that an item calls
         self.seeded = any(is_seeding(call) for call in calls(module))
         self.windows = "accumulate" in methods or self.accumulation is not None
-        self.trackers = self._free(("trackers", "run_trackers"))
+        self.trackers = self.free("trackers", "run_trackers")
         self.collective = self._reaching(("save", "save_model", "get_state_dict", "save_state"))
         logs = [call for call in calls(module) if self.method(call) == "log"]
         self.log_steps = {text_of(step) if (step := argument(call, "step", 1)) else "" for call in logs}
@@ -248,9 +245,6 @@ class Script:
             found |= more
         self.assigned = {name: value for name, value in self.assigned.items() if len(self.values[name]) == 1}
         return found
-
-    def _free(self, choices: tuple[str, ...]) -> str:
-        return next((each for each in choices if each not in self._names), f"accel_{choices[0]}")
 
     def _used(self) -> dict[str, set[str]]:
         """Return variables by what is done with them: a loop over them, a call, a call of `step`."""

@@ -50,6 +50,15 @@ class Shared(NamedTuple):
         return frozenset(found)
 
 
+class Migrated(NamedTuple):
+    """A rewritten script: its text, the notes in it, and the changes in meaning, with their lines."""
+
+    text: str
+    notes: tuple[tuple[int, str], ...] = ()
+    changes: tuple[tuple[int, str], ...] = ()
+
+
+ALONE = Shared()  # of a script without others
 _NONE: frozenset[str] = frozenset()
 _BOUND = {"staticmethod", "classmethod"}
 

@@ -174,6 +174,13 @@ class RunningCall:
         )
 
 
+def is_differentiable(sources: Iterable[Label], calls: Sequence[RunningCall]) -> bool:
+    """Return whether a gradient flows into one of the outputs and arguments that a tensor comes from."""
+    given = [calls[each.call].arguments[each.leaf].leaf for each in sources if each.kind == "argument"]
+    made = [calls[each.call].leaves[each.leaf] for each in sources if each.kind == "output"]
+    return any(leaf.differentiable for leaf in (*given, *made))
+
+
 class Decision(NamedTuple):
     """A place between calls where Python reads values of tensors, as `if` and `nonzero` do."""
 

@@ -51,6 +51,7 @@ from accel.parallel._record import (
     Tap,
     Write,
     held_tensors,
+    is_differentiable,
 )
 from accel.random import host_streams, isolated_rng
 from accel.tensors import emptied_caches, is_fake
@@ -226,7 +227,7 @@ class Recorder(TorchDispatchMode):
             self._updates |= {self._buffers[key]} if sources else set()
         if key in self._outputs:
             call, leaf = self._outputs[key]
-            call.leaves[leaf] = _replace(call.leaves[leaf], changed=True)
+            call.leaves[leaf] = msgspec.structs.replace(call.leaves[leaf], changed=True)
 
     def _key(self, tensor: torch.Tensor) -> int:
         """Identity of a tensor's storage, which stays alive with the record."""
@@ -294,7 +295,7 @@ class Recorder(TorchDispatchMode):
             or 0 in tensor.stride()
             or tensor.nbytes < tensor.untyped_storage().nbytes()  # code behind may read the other part
             or not tensor.is_floating_point()
-            or (now.reentrant and not tensor.requires_grad)  # made within the checkpoint, where it has no gradient
+            or (not tensor.requires_grad and (now.reentrant or is_differentiable(sources, self._calls)))  # detached
             or any(each.kind == "argument" and each.call == now.number for each in sources)
         ):
             return sources
@@ -359,7 +360,7 @@ class Recorder(TorchDispatchMode):
             now.leaves.append(Leaf(value=value, same=same))
             return value
         same = self._same_argument(now, value)
-        now.leaves.append(_replace(Leaf.of(value), same=same))
+        now.leaves.append(msgspec.structs.replace(Leaf.of(value), same=same))
         if same is not None:
             return now.given[same]
         with torch.enable_grad() if value.requires_grad else contextlib.nullcontext():
@@ -494,7 +495,3 @@ class Recorder(TorchDispatchMode):
 
 def _place(given: Sequence[Any], value: object) -> int | None:
     return next((number for number, each in enumerate(given) if each is value and value is not None), None)
-
-
-def _replace(leaf: Leaf, **changes: Any) -> Leaf:
-    return msgspec.structs.replace(leaf, **changes)

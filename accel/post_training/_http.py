@@ -23,7 +23,7 @@ from torch import Tensor
 from accel.context import DistContext, context_first
 from accel.endpoints import post
 from accel.errors import AccelError, ConfigError, ServerError
-from accel.errors._base import ErrorRecord, describe
+from accel.errors._base import ErrorRecord, describe, rebuild
 from accel.post_training._local import Check, Layout, LocalServer
 from accel.post_training._sample import DrawnTokens, Place, SampleOptions, SampleRequest, samples_of
 from accel.post_training._samples import Samples, Version
@@ -103,13 +103,8 @@ class HttpServer:
             problem = msgspec.json.decode(answer, type=ErrorRecord)
         except msgspec.DecodeError:
             problem = _failure(f"the server has refused {verb}", got=f"HTTP status {status}")
-        raise ServerError(
-            problem.problem,
-            expected=problem.expected,
-            got=problem.got,
-            where=f"{url}, {problem.where or verb}",
-            fix=problem.fix,
-        )
+        where = f"{url}, {problem.where or verb}"
+        raise rebuild(msgspec.structs.replace(problem, kind=ServerError.__name__, where=where))
 
 
 def as_safetensors(tensors: Mapping[str, Tensor]) -> bytes:

@@ -29,7 +29,7 @@ from accel.parallel._sharded import is_sharded
 from accel.post_training._logprobs import token_logprobs
 from accel.post_training._sample import DrawnTokens, Place, SampleOptions, SampleRequest, samples_of
 from accel.post_training._samples import Samples, Version
-from accel.tensors import integers, is_dtensor
+from accel.tensors import integers
 from accel.training._decoding import (
     CachedTokens,
     Decoder,
@@ -117,6 +117,14 @@ class LocalServer:
 
     def begin(self, version: Version) -> None:
         """Begin to take weights; see `WeightServer`."""
+        if self.place == "ranks":
+            raise ServerError(
+                "a model that is spread over ranks takes no weights",
+                expected="a plain model",
+                got=type(unwrap_model(self.model)).__name__,
+                where="publish(server)",
+                fix="Publish to a plain copy: servers.local(copy). The model that trains needs no publish.",
+            )
         check_newer(version, self.version)
         self._coming, self._arrived = version, Digest()
         live = live_tensors(self.model)
@@ -129,7 +137,7 @@ class LocalServer:
         live = live_tensors(self.model)
         for name, each in tensors.items():
             mine = live.get(name)
-            if mine is None or is_dtensor(mine) or mine.shape != each.shape or mine.dtype != each.dtype:
+            if mine is None or mine.shape != each.shape or mine.dtype != each.dtype:
                 raise ServerError(
                     "a tensor does not fit the server's model",
                     expected="no such tensor" if mine is None else f"{mine.dtype} of shape {list(mine.shape)}",

@@ -71,7 +71,8 @@ def token_logprobs(
         entropies.
 
     Raises:
-        ConfigError: shapes that do not fit each other, a DTensor, or a temperature of 0 or less.
+        ConfigError: shapes that do not fit each other, a DTensor, a temperature of 0 or less, or deferred logits of a
+            head that `vocab_parallel` does not describe.
 
     Examples:
         >>> logits, targets = torch.zeros(1, 2, 4), torch.tensor([[1, -100]])
@@ -86,6 +87,14 @@ def token_logprobs(
         )
     group = group_of(ctx, "tp") if vocab_parallel else None
     if isinstance(logits, DeferredLogits):
+        if logits.is_split != (group is not None):
+            raise ConfigError(
+                "the model's head and the call mean different classes",
+                expected=f"vocab_parallel={logits.is_split}",
+                got=f"vocab_parallel={vocab_parallel}",
+                where="token_logprobs",
+                fix=f"Pass vocab_parallel={logits.is_split}.",
+            )
         noted: Tensor = (logits if torch.is_grad_enabled() else logits.detach()) / temperature
         found = None
         if isinstance(noted, DeferredLogits):

@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from accel.data import order
 from accel.errors import DataError
-from accel.errors._checks import check_count
+from accel.errors._checks import check_count, check_kind
 from accel.post_training._samples import token_ids
 
 Tokens = Sequence[int] | Sequence[float] | Tensor
@@ -112,7 +112,7 @@ class PackedRows(IterableDataset[PackedTokens]):
             if not waiting.rows:
                 break
             taken = waiting.take()
-            self._now = waiting.state()
+            self._now = {**waiting.state(), "order": self._order}
             yield _laid(taken, self.max_tokens, self.pad_id)
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,8 +120,25 @@ class PackedRows(IterableDataset[PackedTokens]):
         return dict(self._now)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next pass begin at a position."""
+        """Let the next pass begin at a position.
+
+        Raises:
+            DataError: a position in rows that were shuffled by another seed, or were more or fewer.
+        """
+        if state.get("order", self._order) != self._order:
+            raise DataError(
+                "the position is in rows of another order",
+                expected=f"seed and number of rows {self._order}",
+                got=str(state["order"]),
+                where="pack(seed=)",
+                fix="Pass the rows and the seed of the run that saved it.",
+            )
         self._begin = self._now = dict(state)
+
+    @property
+    def _order(self) -> list[int] | None:
+        """Return seed and number of shuffled rows."""
+        return None if self.seed is None else [self.seed, len(cast(Any, self.rows))]
 
     def set_epoch(self, epoch: int) -> None:
         """Take the order of an epoch, and pass its number to the rows."""
@@ -238,10 +255,8 @@ class _Read(NamedTuple):
 
 
 def _read(row: TokenRow, before: Any, behind: Any) -> _Read:
-    if not isinstance(row, TokenRow):  # pyright: ignore[reportUnnecessaryIsInstance] - from users
-        raise DataError(
-            "the row does not hold tokens", expected="a TokenRow", got=type(row).__name__, where="pack(rows)"
-        )
+    problem = "the row does not hold tokens"
+    check_kind(row, TokenRow, problem, expected="a TokenRow", where="pack(rows)", error=DataError)
     weights = torch.as_tensor(row.loss_weights, dtype=torch.float32)
     if not bool((weights >= 0).all()):
         problem, got = "loss weights are below 0 or NaN", str(row.loss_weights)[:80]

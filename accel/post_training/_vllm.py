@@ -19,6 +19,7 @@ from torch import Tensor
 
 from accel.context import DistContext
 from accel.errors import ConfigError, ServerError
+from accel.errors._checks import check_choice
 from accel.post_training._http import as_safetensors, check_address, in_threads, request, understood
 from accel.post_training._local import Check, Layout, check_held, check_newer
 from accel.post_training._sample import DrawnTokens, Place, SampleOptions, SampleRequest, samples_of
@@ -227,10 +228,7 @@ def vllm(
         logprobs: the server's `--logprobs-mode`. With "raw", its default, log-probabilities are of temperature 1 and of
             all tokens, and other temperatures are refused.
     """
-    if logprobs not in ("raw", "processed"):
-        raise ConfigError(
-            "unknown log-probabilities", expected="raw or processed", got=logprobs, where="vllm(logprobs=)"
-        )
+    check_choice(logprobs, ("raw", "processed"), "unknown log-probabilities", where="vllm(logprobs=)")
     check_address([url], timeout_s, "vllm", "url")
     at = Path(folder)
     processed = logprobs == "processed"

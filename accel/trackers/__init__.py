@@ -2,8 +2,8 @@
 """Trackers of a run, written to in the background; profiles of its steps; loggers that know their rank.
 
 Begin with `_tracking.py`: `tracking` opens trackers (`_tracker.py`, a file for each) as a run (`_tracked_run.py`).
-`log` (`_log.py`) copies values into a queue, and a thread for each tracker writes them (`_writer.py`), so that a step
-waits for no tracker. `_profile.py` and `_logger.py` need no run.
+`log` (`_log.py`) copies values and media (`_media.py`) into a queue, and a thread for each tracker writes them
+(`_writer.py`), so that a step waits for no tracker. `_profile.py` and `_logger.py` need no run.
 """
 
 from accel.alerts import AlertRule, Alerts

@@ -16,7 +16,7 @@ from accel.run_folder import MEDIA, METRICS, MediaName, encode_line, parse_media
 from accel.trackers import _media as media
 from accel.trackers._line_file import LineFile, first_step, open_lines, set_aside, step_of
 from accel.trackers._log import TIME, split_times
-from accel.trackers._tracker import Config, Ending, Run, Tracker, Values
+from accel.trackers._tracker import Config, Run, Tracker, Values
 
 _PARTIAL = ".partial"  # end of the name of a file that is being written
 
@@ -119,7 +119,7 @@ def csv(path: str | os.PathLike[str] = "metrics.csv") -> Tracker:
         "csv",
         start,
         _log_row,
-        _finish,
+        finish=lambda live, ending: live.lines.close(),
         flush=lambda live: live.lines.flush(),
         first_step=lambda run: first_step(place(run), _step_of_row, skip=1),
         check=place,
@@ -159,11 +159,6 @@ def _row(cells: list[str]) -> bytes:
     text = io.StringIO()
     _ = standard.writer(text, lineterminator="\n").writerow(cells)
     return text.getvalue().encode()
-
-
-def _finish(live: _OpenCsv, ending: Ending) -> None:
-    del ending
-    live.lines.close()
 
 
 def _log_media(live: _OpenJsonl, record: media.Media, step: int) -> None:

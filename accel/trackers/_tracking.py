@@ -33,7 +33,8 @@ def plain_config(config: object) -> tuple[dict[str, Any], tuple[str, ...]]:
     if config is None:
         return {}, ()
     fields: object
-    if isinstance(config, Mapping | msgspec.Struct) or _is_dataclass(config):
+    is_dataclass = dataclasses.is_dataclass(config) and not isinstance(config, type)
+    if isinstance(config, Mapping | msgspec.Struct) or is_dataclass:
         fields = cast(object, config)
     elif hasattr(config, "__dict__") and not isinstance(config, type) and not callable(config):
         fields = vars(config)
@@ -46,10 +47,6 @@ def plain_config(config: object) -> tuple[dict[str, Any], tuple[str, ...]]:
         )
     plain = cast("dict[str, Any]", msgspec.to_builtins(fields, str_keys=True, enc_hook=str))
     return hide_in_config(plain)
-
-
-def _is_dataclass(config: object) -> bool:
-    return dataclasses.is_dataclass(config) and not isinstance(config, type)
 
 
 class Trackers:

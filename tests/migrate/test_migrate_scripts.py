@@ -509,6 +509,12 @@ def test_what_python_itself_cannot_read_is_an_error_of_its_file(value: str) -> N
         _ = migrated(f"from accelerate import Accelerator\nx = {value}\n")
 
 
+def test_a_tensor_that_follows_another_keyword_stays_a_keyword() -> None:
+    call = 'accelerator.reduce(reduction="sum", tensor=x)'
+    text = f"from accelerate import Accelerator\n\n\ndef f(accelerator: Accelerator, x):\n    return {call}\n"
+    assert 'return accel.reduce(ctx, op="sum", tree=x)\n' in migrated(text).new.decode()
+
+
 @pytest.mark.slow  # each starts a process
 @pytest.mark.parametrize("value", ["+".join("1" * 500), "f(" * 150 + ")" * 150, "lambda: " * 200 + "1"])
 def test_deep_expressions_are_rewritten_in_a_process_of_their_own(value: str) -> None:

@@ -231,6 +231,28 @@ def train(
     return {name: full_tensor(each).detach() for name, each in plain_model.named_parameters()}
 
 
+@pytest.mark.parametrize("head", ["colwise", "colwise_gather_output"])
+def test_deferred_logits_refuse_the_flag_of_another_head(ranks: Simulator, head: str) -> None:
+    def rank(ctx: accel.DistContext) -> Tensor:
+        ctx = accel.replace(ctx, mesh="tp=2")
+        model, _ = lm.make_objects(ctx, experts=0)
+        plan = accel.parallel.Plan(tensor={**lm.STYLES, "head": head}, logits="deferred")
+        model = accel.prepare_model(ctx, model, plan=plan)
+        ids = torch.arange(8).view(1, 8)
+        logits = model(**accel.parallel.split_sequence(ctx, {"ids": ids}))
+        with pytest.raises(ConfigError) as caught:
+            post.token_logprobs(ctx, logits, ids, vocab_parallel=head != "colwise")
+        options: dict[str, Any] = {}
+        exec(caught.value.fix.removeprefix("Pass ").rstrip("."), {}, options)
+        return post.token_logprobs(ctx, logits, ids, **options).detach()
+
+    model, _ = lm.make_objects(accel.single(), experts=0)
+    ids = torch.arange(8).view(1, 8)
+    expected, _ = plain(model(**accel.parallel.split_sequence(accel.single(), {"ids": ids})), ids)
+    for found in ranks.run(rank, 2, default_group=True):
+        assert_near(found, expected.detach())
+
+
 @pytest.mark.parametrize(
     ("mesh", "world", "strategy", "options"),
     [

@@ -215,6 +215,23 @@ def test_epochs_differ_by_seed() -> None:
     assert torch.equal(orders[0], orders[2])
 
 
+def test_a_position_in_another_order_is_refused() -> None:
+    rows = rows_of([3, 4, 5, 6])
+    begun = pack(rows, 8, seed=1)
+    reading = iter(begun)
+    _ = next(reading)
+    state = begun.state_dict()
+    rest = found([*reading])
+    for other in (pack(rows, 8, seed=2), pack(rows, 8), pack(rows_of([3, 4]), 8, seed=1)):
+        with pytest.raises(DataError, match="another order"):
+            other.load_state_dict(state)
+    older = {name: each for name, each in state.items() if name != "order"}  # as versions before this one saved it
+    for known in (state, older):
+        again = pack(rows, 8, seed=1)
+        again.load_state_dict(known)
+        assert found([*again]) == rest
+
+
 def test_rows_that_are_too_long_are_counted_or_cut() -> None:
     rows = rows_of([3, 9, 2, 11])
     with assert_raises(DataError, problem="2 of the next 4 rows are too long", got="11 tokens") as caught:

@@ -224,6 +224,16 @@ def test_a_local_server_refuses_what_it_should_not_sample_from() -> None:
     publish(ctx, server, trained, version=Version("b", 0))  # a trainer that resumes opens a session
 
 
+def test_a_spread_model_takes_no_weights() -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="dp=2", strategy="fsdp")
+        model = accel.prepare_model(ctx, nn.Linear(4, 4))
+        with pytest.raises(ServerError, match="to a plain copy"):
+            publish(ctx, servers.local(model), model, version=Version("a", 1))
+
+    simulate(rank, 2, default_group=True)
+
+
 def digest(given: Mapping[str, Tensor]) -> str:
     made = Digest()
     for name, each in given.items():

@@ -168,7 +168,7 @@ class DeferredLogits(Tensor):
 
         `is_split`: whether logits of this rank's classes are meant. `options` are those of `loss_of_rows`.
         """
-        if self.is_made or is_split != self._is_split():
+        if self.is_made or is_split != self.is_split:
             return None
         if targets.is_floating_point() or targets.shape != self.hidden.shape[:-1]:
             return None
@@ -181,7 +181,8 @@ class DeferredLogits(Tensor):
 
         return self.call.hooked(self.compute(of_rows))
 
-    def _is_split(self) -> bool:
+    @property
+    def is_split(self) -> bool:
         """Whether ranks along tp have logits of different classes."""
         layer: Layer | None = getattr(self.call.head, "accel_layer", None)
         return layer is not None and layer.rule.style == "colwise"

@@ -268,7 +268,7 @@ def compile_model(
     settings |= {"options": options, **_limit()}
     chosen = _whole(inner) if regions is None else list(selected(inner, regions, "compile_model").values())
     chosen = [module for module in chosen if not is_elsewhere(module)]
-    _check_overlap(inner, chosen)
+    _check_eager(inner, chosen)
     for sizes, alike in _by_size(chosen).items():
         add_mixin(alike, _Traced, accel_sizes=sizes)
     inside = _Inside(settings)
@@ -319,14 +319,31 @@ def _whole(model: nn.Module) -> list[nn.Module]:
     return [stage.module.get_submodule(path) for stage in stages for path in stage.own]
 
 
-def _check_overlap(model: nn.Module, regions: Iterable[nn.Module]) -> None:
-    """Raise `ConfigError` for regions with layers that send during their matmuls: a graph has no place for both."""
-    inside = {id(each) for region in regions for each in region.modules() if "overlaps" in notes_of(each)}
-    if inside:
+_EAGER = {
+    "overlap": (
+        "torch does not compile layers that overlap messages with matmuls",
+        "Leave overlap out: plan=accel.parallel.Plan(overlap=False).",
+    ),
+    "sequence": (
+        "torch does not compile modules between which ranks hold parts of the tokens",
+        (
+            "Leave sequence out, or divide by styles: plan=accel.parallel.Plan("
+            "tensor=accel.parallel.tensor_plan(model, sequence=True, example=batch))."
+        ),
+    ),
+}
+
+
+def _check_eager(model: nn.Module, regions: Iterable[nn.Module]) -> None:
+    """Raise `ConfigError` for regions with layers that only run eagerly."""
+    found = {id(each): notes_of(each).get("eager") for region in regions for each in region.modules()}
+    inside = {key: option for key, option in found.items() if option is not None}
+    for option in sorted(set(inside.values())):
+        problem, fix = _EAGER[option]
         raise ConfigError(
-            "torch does not compile layers that overlap messages with matmuls",
-            expected="a plan without overlap, or regions without layers that ranks along tp divide",
-            got=", ".join([path for path, each in named_modules(model) if id(each) in inside][:5]),
+            problem,
+            expected=f"a plan without {option}, or regions without layers that ranks along tp divide",
+            got=", ".join([path or "the model" for path, each in named_modules(model) if id(each) in inside][:5]),
             where="compile_model",
-            fix="Leave overlap out: plan=accel.parallel.Plan(overlap=False).",
+            fix=fix,
         )

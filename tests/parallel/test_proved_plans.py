@@ -9,6 +9,7 @@ import logging
 import random
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -93,6 +94,28 @@ class Mlp(nn.Module):
         return self.down(hidden) + (hidden.mean(-1, keepdim=True) if self.kind == "read" else 0)
 
 
+@dataclass
+class States:
+    """A module's output, in a dataclass."""
+
+    hidden: torch.Tensor
+
+
+class Boxed(nn.Module):
+    """Keeps an output where a comparison may not look."""
+
+    def __init__(self, inner: nn.Module, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind, self.kept = inner, kind, torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.inner(x)
+        if self.kind == "none":
+            self.kept = hidden
+            return None
+        return States(hidden) if self.kind == "dataclass" else (1, [{"states": States(hidden)}])
+
+
 class Holder(nn.Module):
     """A module whose input needs a gradient, as in a block."""
 
@@ -106,6 +129,7 @@ class Holder(nn.Module):
 
 
 PAIR: Any = {"up": "colwise", "down": "rowwise"}
+BOXED: Any = {"inner.up": "colwise", "inner.down": "rowwise"}
 PROJECTIONS: Any = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
 WRONG: dict[str, tuple[nn.Module, Any]] = {
     "a constant that both ranks add before the sum": (Mlp("shifted"), PAIR),
@@ -119,6 +143,9 @@ WRONG: dict[str, tuple[nn.Module, Any]] = {
     "a low-rank correction that stays whole": (Mlp("adapted"), PAIR),
     "a second input whose gradient is not summed": (Attention(), {"": "copy_input", **PROJECTIONS}),
     "the second layer divided alone": (Mlp(), {"down": "rowwise"}),
+    "a dataclass of a softmax": (Boxed(Mlp("softmax"), "dataclass"), BOXED),
+    "a nested dataclass of a softmax": (Boxed(Mlp("softmax"), "nested"), BOXED),
+    "no output": (Boxed(Mlp("softmax"), "none"), BOXED),
 }
 MENDED: dict[str, tuple[nn.Module, Any, str]] = {
     "a norm that heads share": (Attention(normed=True), PROJECTIONS, "norm"),

@@ -29,6 +29,7 @@ from accel.parallel._modules import (
 from accel.parallel._private import user_hooks
 from accel.parallel.logits._head_calls import WHERE, HeadCall, is_resharded, is_unit
 from accel.parallel.logits._logits import DeferredLogits
+from accel.parallel.parts import leave
 from accel.tensors import word_layers
 
 if TYPE_CHECKING:
@@ -49,13 +50,16 @@ class DefersLogits(Mixin):
         if torch.compiler.is_compiling() or kwargs or len(args) != 1 or "compute" in notes_of(cast(nn.Module, self)):
             return cast(Any, super()).__call__(*args, **kwargs)
         head = cast(nn.Module, self)
-        if type(args[0]) is not Tensor or cast(Any, torch.jit).is_tracing() or not _is_plain(head) or user_hooks(head):
+        if cast(Any, torch.jit).is_tracing() or not _is_plain(head) or user_hooks(head):
             return cast(Any, super()).__call__(*args, **kwargs)
+        hidden = leave(args[0])  # of the tokens that ranks share, all
+        if type(hidden) is not Tensor:
+            return cast(Any, super()).__call__(hidden)
         if is_unit(head):  # whose hooks would gather its parameters for nothing
-            return self._deferred(args[0])
+            return self._deferred(hidden)
         note_module(head, compute=self._deferred)
         try:
-            return cast(Any, super()).__call__(args[0])
+            return cast(Any, super()).__call__(hidden)
         finally:
             forget(head, "compute")
 

@@ -54,7 +54,7 @@ def linear(func: Any, args: Args, kwargs: Named) -> Any:
         if (own and own.dim != last) or (other and other.dim != 1):
             raise no_rule(_TWO)
         need = contracted_cut(over, ranks)
-        total = ranks.total(func(own_rows(x, last, need, ranks), own_rows(weight, 1, need, ranks)))
+        total = ranks.ended(func(own_rows(x, last, need, ranks), own_rows(weight, 1, need, ranks)))
         return total if bias is None else added(total, bias)
     if own and other:
         raise no_rule(_TWO)
@@ -94,7 +94,7 @@ def multiplied(x: Tensor, y: Tensor, ranks: Ranks) -> Tensor:
         if (own and own.dim != last) or (other and other.dim != first):
             raise no_rule(_TWO)
         need = contracted_cut(over, ranks)
-        return ranks.total(torch.matmul(own_rows(x, last, need, ranks), own_rows(y, first, need, ranks)))
+        return ranks.ended(torch.matmul(own_rows(x, last, need, ranks), own_rows(y, first, need, ranks)))
     in_batch = [each is not None and each.dim < tensor.dim() - 2 for each, tensor in ((own, x), (other, y))]
     if any(in_batch):
         return _batched(x, y, ranks, in_batch)
@@ -169,7 +169,7 @@ def einsum(func: Any, args: Args, kwargs: Named) -> Any:
     found = torch.einsum(written, *own)
     if letter in result:
         return make(found, RowLayout(result.index(letter), need), ranks)
-    return ranks.total(found)
+    return ranks.ended(found)
 
 
 def terms_of(equation: str, dims: Sequence[int]) -> tuple[list[str], str]:

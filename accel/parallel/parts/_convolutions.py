@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from accel.parallel.parts._contractions import contracted_cut
+from accel.parallel.parts._contractions import added, contracted_cut
 from accel.parallel.parts._layout import RowCut, RowLayout, no_rule
 from accel.parallel.parts._part import (
     Args,
     Named,
+    PartTensor,
     Ranks,
     entered,
     layout_of,
@@ -52,7 +53,10 @@ def convolved(func: Any, args: Args, kwargs: Named) -> Any:
         need = contracted_cut([each.cut for each in (own, other) if each is not None], ranks)
         found = func(own_rows(x, channels, need, ranks), own_rows(weight, into, need, ranks), None, **given)
         total = ranks.total(found)
-        return total if bias is None else total + bias.view(-1, *[1] * (weight.dim() - 2))
+        if bias is None:
+            return total
+        column = bias.view(-1, *[1] * (weight.dim() - 2))
+        return added(total, make(column, bias.division, ranks) if isinstance(bias, PartTensor) else column)
     assert other is not None
     if other.dim != out:
         raise no_rule("of a divided kernel")

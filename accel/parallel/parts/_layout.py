@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from accel.errors import PrepareError
 
 _KEPT = 4096  # results that each function of layouts keeps
+_MOST_RUNS = 16  # pieces of a layout that are taken as slices
 R = TypeVar("R")
 
 
@@ -121,7 +122,24 @@ def rows_of(cut: RowCut, rank: int, size: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-Places = slice | tuple[int, ...]
+Places = slice | tuple[slice, ...] | tuple[int, ...]
+
+
+def runs_of(rows: Sequence[int], pieces: int) -> Places:
+    """Return rows as slices, or one by one where a layout has many pieces.
+
+    Slices need no tensor of places, which autograd would save: a checkpoint that computes a forward again must save as
+    many tensors, on each rank.
+    """
+    if pieces > _MOST_RUNS:
+        return tuple(rows)
+    found: list[slice] = []
+    for row in rows:
+        if found and found[-1].stop == row:
+            found[-1] = slice(found[-1].start, row + 1)
+        else:
+            found.append(slice(row, row + 1))
+    return found[0] if len(found) == 1 else tuple(found)
 
 
 @kept
@@ -136,11 +154,10 @@ def places_of(need: RowCut, have: RowCut | None, rank: int, size: int) -> Places
     own = range(need.total) if have is None else rows_of(have, rank, size)
     place = {row: number for number, row in enumerate(own)}
     try:
-        found = tuple(place[row] for row in rows_of(need, rank, size))
+        found = [place[row] for row in rows_of(need, rank, size)]
     except KeyError:
         raise no_rule(f"a product or sum of parts: ranks hold {have}, not {need}") from None
-    first, last = found[0], found[-1] + 1
-    return slice(first, last) if found == tuple(range(first, last)) else found
+    return runs_of(found, len(need.listed))
 
 
 @kept

@@ -31,6 +31,7 @@ from accel.parallel.parts._layout import (
     no_rule,
     places_of,
     rows_of,
+    runs_of,
 )
 
 if TYPE_CHECKING:
@@ -87,6 +88,10 @@ class Ranks:
         """Return the sum of the ranks' summands, a plain tensor. A collective."""
         return summed(summand, self.group)
 
+    def ended(self, summand: Tensor) -> Tensor:
+        """Return the sum of the summands of a matmul over the divided dimension. A collective."""
+        return self.total(summand)
+
     def joined(self, rows: Tensor, dim: int) -> Tensor:
         """Concatenate the rows of all ranks, a plain tensor. A collective."""
         return gathered(rows, dim, self.group)
@@ -95,12 +100,12 @@ class Ranks:
         """Compute a function that has no rule for its arguments; raise `NoRuleError` where these ranks cannot."""
         raise no_rule(_named_problem(func, problem))
 
-    def begin(self) -> Entered:
-        """Begin a region, in which nothing has entered; return what has entered the one around it, for `end`."""
+    def begin(self) -> Any:
+        """Begin a region, in which nothing has entered; return what `end` needs of the one around it."""
         outer, self._entered = self._entered, {}
         return outer
 
-    def end(self, outer: Entered) -> None:
+    def end(self, outer: Any) -> None:
         """Go on with the region around one that has ended."""
         self._entered = outer
 
@@ -223,26 +228,31 @@ def leave(part: Tensor) -> Tensor:
     """
     if not isinstance(part, PartTensor):
         return part
-    ranks, layout = part.ranks, part.division
+    if part.division is not None:
+        return whole_rows(part, part.ranks.joined)
     own = plain_of(part)
-    if layout is None:
-        return cast(Any, _Weighted).apply(own, 1 / ranks.size) if own.requires_grad else own
-    whole = ranks.joined(own, layout.dim)
-    order = _order(layout.cut, ranks.size)
-    if order is not None:
-        whole = whole.index_select(layout.dim, torch.tensor(order).to(whole.device, non_blocking=True))
-    return whole.contiguous()
+    return cast(Any, _Weighted).apply(own, 1 / part.ranks.size) if own.requires_grad else own
+
+
+def whole_rows(part: PartTensor, join: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Return all rows of a divided tensor in their order, plain; `join` concatenates those of all ranks."""
+    layout = part.division
+    assert layout is not None
+    whole = join(plain_of(part), layout.dim)
+    order = _order(layout.cut, part.ranks.size)
+    return (whole if order is None else taken(whole, layout.dim, order)).contiguous()
 
 
 @kept
-def _order(cut: RowCut, size: int) -> tuple[int, ...] | None:
+def _order(cut: RowCut, size: int) -> Places | None:
     """The place of each whole row among those of all ranks, the first of several; None where they are in order."""
     place: dict[int, int] = {}
     held = chain.from_iterable(rows_of(cut, rank, size) for rank in range(size))
     for number, row in enumerate(held):
         place.setdefault(row, number)
-    found = tuple(place[row] for row in range(cut.total))
-    return None if found == tuple(range(cut.total)) and not cut.is_shared(size) else found
+    found = [place[row] for row in range(cut.total)]
+    is_ordered = found == list(range(cut.total)) and not cut.is_shared(size)
+    return None if is_ordered else runs_of(found, len(cut.listed) * size)
 
 
 # Inside of rules, where subclasses are off.
@@ -279,13 +289,19 @@ def tensors_of(tree: object) -> Iterator[Tensor]:
 
 
 def ranks_of(*trees: object) -> Ranks:
-    """Return the ranks of the first part among arguments."""
+    """Return the ranks of the first divided part among arguments, or of the first part where none is divided."""
+    first: PartTensor | None = None
     for tree in trees:
-        if isinstance(tree, tuple):  # most often one of the arguments is a part
-            for each in cast("tuple[object, ...]", tree):
-                if isinstance(each, PartTensor):
+        flat = cast("tuple[object, ...]", tree) if isinstance(tree, tuple) else (tree,)
+        for each in flat:  # most often one of the arguments is a divided part
+            if isinstance(each, PartTensor):
+                if each.division is not None:
                     return each.ranks
-    return next(each.ranks for each in tensors_of(trees) if isinstance(each, PartTensor))
+                first = each if first is None else first
+    if first is not None:
+        return first.ranks
+    parts = [each for each in tensors_of(trees) if isinstance(each, PartTensor)]
+    return next((each.ranks for each in parts if each.division is not None), parts[0].ranks)
 
 
 def named(names: str, args: Args, kwargs: Named) -> dict[str, Any]:
@@ -339,6 +355,8 @@ def taken(rows: Tensor, dim: int, places: Places) -> Tensor:
     """Return some rows along a dimension."""
     if isinstance(places, slice):
         return rows.narrow(dim, places.start, places.stop - places.start)
+    if isinstance(places[0], slice):
+        return torch.cat([taken(rows, dim, each) for each in cast("tuple[slice, ...]", places)], dim)
     return rows.index_select(dim, torch.tensor(places).to(rows.device, non_blocking=True))
 
 

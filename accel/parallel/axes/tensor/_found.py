@@ -24,7 +24,7 @@ from accel.topology import TensorStyle
 
 Styles = Mapping[str, TensorStyle]
 _LEAST_SHARE = 0.01  # of a module's parameters that are whole, for it to be searched
-_LARGEST = 2**28  # parameters of a module around others that is searched with values in float64
+LARGEST = 2**28  # parameters of a module around others that is searched with values in float64
 _ALL_WHOLE = "no division was found for its parameters"
 _SHOWN = 3  # names in a reason
 
@@ -112,7 +112,7 @@ class PlanSearch:
         total = sum(each.numel() for each in module.parameters())
         share = sum(self._parameters[name].numel() for name in whole)
         is_around = any(other != path and is_in(other, path) for other in self._units)
-        if len(whole) < 2 or share < _LEAST_SHARE * total or (is_around and total > _LARGEST):
+        if len(whole) < 2 or share < _LEAST_SHARE * total or (is_around and total > LARGEST):
             return
         if in_words and (is_adapted(module) or self._is_copied(path) or any(map(self._is_left, self._units[path]))):
             return

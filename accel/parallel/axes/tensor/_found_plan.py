@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from accel.parallel._blocks import block_groups, outermost_groups
 from accel.parallel._modules import example_of, named_modules, without_cache
-from accel.parallel.axes.tensor._found import PlanSearch, Styles
-from accel.parallel.axes.tensor._prove import Verdict, prove, proved_in_parts, short
+from accel.parallel.axes.tensor._found import LARGEST, PlanSearch, Styles
+from accel.parallel.axes.tensor._prove import Verdict, prove, proved_in_parts, short, tokens_refused
 from accel.parallel.axes.tensor._rules import is_in
-from accel.parallel.axes.tensor._styles import is_adapted, is_linear, output_dim, problems_of
+from accel.parallel.axes.tensor._styles import Regions, is_adapted, is_linear, output_dim, problems_of
 from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, ReplacedModulesError, settings_of, trace
 from accel.parallel.parts import RowLayout
 from accel.topology import TensorStyle
@@ -29,12 +30,14 @@ class FoundPlan(NamedTuple):
         left: why candidates stay whole, by the path of their unit.
         is_seen: whether a forward was recorded; without, the model's known layers may be right.
         regions: layouts of parameters that no style divides.
+        gathers: names of functions for which ranks gather the tokens that they share.
     """
 
     styles: Styles
     left: Mapping[str, str]
     is_seen: bool = True
     regions: Mapping[str, Mapping[str, RowLayout]] = {}
+    gathers: Sequence[str] = ()
 
 
 def found_plan(
@@ -45,6 +48,7 @@ def found_plan(
     within: Sequence[str] = ("",),
     *,
     regions_in: Sequence[str] = (),
+    shares_tokens: bool = False,
 ) -> FoundPlan:
     """Return the plan by which so many ranks compute what the model does. No communication; the model and torch's
     streams are unchanged.
@@ -52,16 +56,18 @@ def found_plan(
     `example` are arguments of the model's forward; None for small ones by the config of a model of transformers.
     `in_parts` returns styles by which blocks work on parts of the tokens; `PrepareError` where these are not proved.
     `within` are paths of the modules to look in; without, all blocks and ends of the model. In modules of the
-    paths `regions_in`, what styles leave whole is divided by layouts of parameters.
+    paths `regions_in`, what styles leave whole is divided by layouts of parameters. With `shares_tokens`, layouts alone
+    are looked for, and proved with ranks that share the tokens; `PrepareError` where they cannot.
     """
     try:
-        recorded = _recorded(model, size if in_parts else 1, example)
+        recorded = _recorded(model, size if in_parts or shares_tokens else 1, example)
     except Exception as error:  # whatever a forward raises without values
         return FoundPlan({}, {"": f"its forward, run without values, failed: {short(error)}"}, is_seen=False)
     if recorded is None:
         return FoundPlan({}, {"": "no example of its inputs"}, is_seen=False)
     search = PlanSearch(model, recorded, size)
-    search.look(within, in_words=True)
+    if not shares_tokens:
+        search.look(within, in_words=True)
     proofs = _Proofs(model, recorded, size)
     ends = proofs.ends(search.styles) if "" in within else {}
     read = sorted(each for each in recorded.read - {""} if any(is_in(each, path) for path in within))
@@ -72,7 +78,8 @@ def found_plan(
         return FoundPlan({}, search.left)
     if in_parts is not None:
         return FoundPlan(proved_in_parts(recorded, in_parts(search.styles), proofs.verdict), search.left)
-    return FoundPlan(search.styles, search.left, regions=search.regions)
+    plan = FoundPlan(search.styles, search.left, regions=search.regions)
+    return proofs.with_tokens(plan) if shares_tokens else plan
 
 
 def _recorded(model: nn.Module, times: int, example: Mapping[str, Any] | Sequence[Any] | None) -> ForwardTrace | None:
@@ -102,7 +109,16 @@ class _Proofs:
         self._verdicts: dict[str, Verdict] = {}
         self._linear = {path: each for path, each in self._modules.items() if is_linear(_layer(each))}
 
-    def verdict(self, unit: str, call: ModuleCall, styles: Styles, parts: Mapping[int, int]) -> Verdict:
+    def verdict(
+        self,
+        unit: str,
+        call: ModuleCall,
+        styles: Styles,
+        parts: Mapping[int, int],
+        *,
+        regions: Regions | None = None,
+        shares_tokens: bool = False,
+    ) -> Verdict:
         """A proof, or that of an equal module."""
         module = self._modules[unit]
         divided = {number: parts[number] for number in call.inputs if number in parts}
@@ -111,10 +127,40 @@ class _Proofs:
             (path, type(each).__name__, [list(p.shape) for p in each.parameters(recurse=False)], settings_of(each))
             for path, each in named_modules(module)
         ]
-        key = repr((self._trace.signature(call), facts, styles, places))
+        key = repr((self._trace.signature(call), facts, styles, places, regions, shares_tokens))
         if key not in self._verdicts:
-            self._verdicts[key] = prove(module, call, styles, self._size, divided=divided)
+            self._verdicts[key] = prove(
+                module, call, styles, self._size, divided=divided, regions=regions, shares_tokens=shares_tokens
+            )
         return self._verdicts[key]
+
+    def with_tokens(self, plan: FoundPlan) -> FoundPlan:
+        """A plan that is proved where ranks share the tokens: for the model, or for each block of a large one."""
+        is_large = sum(each.numel() for each in self._model.parameters()) > LARGEST
+        groups = outermost_groups(block_groups(self._model)) if is_large else ()
+        units = [path for group in groups for path, _ in group.entries] or [""]
+        styles: dict[str, TensorStyle] = {**plan.styles}
+        gathers: dict[str, None] = {}
+        scatters = 0
+        for unit in units:
+            prefix = f"{unit}." if unit else ""
+            inside = (path for path in styles if path.startswith(prefix))
+            own: Styles = {path.removeprefix(prefix): styles[path] for path in inside}
+            regions: Regions = {
+                f"{path}."[len(prefix) :].rstrip("."): {name[len(prefix) :]: each for name, each in layouts.items()}
+                for path, layouts in plan.regions.items()
+                if is_in(path, unit)
+            }
+            for call in (each for each in self._trace.calls if each.path == unit):
+                verdict = self.verdict(unit, call, own, {}, regions=regions, shares_tokens=True)
+                if verdict.problem:
+                    raise tokens_refused(f"{unit or 'the model'}: {verdict.problem}")
+                styles |= {f"{prefix}{path}".rstrip("."): each for path, each in verdict.styles.items()}
+                scatters += verdict.scatters
+                gathers |= dict.fromkeys(verdict.gathers)
+        if not scatters:
+            raise tokens_refused("no layer that ranks divide returns [batch, tokens, features]")
+        return plan._replace(styles=styles, gathers=(*gathers,))
 
     def _features(self, path: str) -> int:
         layer = _layer(self._modules[path])

@@ -24,7 +24,7 @@ from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin
 from accel.parallel._labels import name_of
 from accel.parallel._local import local_of
-from accel.parallel._modules import KeepsParameters, forget, note_module, notes_of
+from accel.parallel._modules import RANKS, KeepsParameters, forget, note_module, notes_of
 from accel.parallel.axes.tensor._heads import with_own_heads
 from accel.parallel.axes.tensor._overlap import (
     copied_product,
@@ -48,6 +48,8 @@ from accel.tensors import is_dtensor, local_part
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
+
+    from accel.parallel.axes.tensor._tokens import SequenceRanks
 
 SEQUENCE_DIM = 1  # of activations, [batch, sequence, features]
 
@@ -173,7 +175,7 @@ class Colwise(LocalParameters):
             output = self._beside(_first(layer.rule, args, kwargs))
         else:
             if not layer.rule.copied:
-                args, kwargs = _with_first(layer.rule, args, kwargs, lambda x: copied(x, layer.group))
+                args, kwargs = _with_first(layer.rule, args, kwargs, self._entered)
             output = super().forward(*args, **kwargs)
         if layer.rule.style != "colwise_gather_output":
             return output
@@ -182,6 +184,11 @@ class Colwise(LocalParameters):
         missing = part_length(layer.rule.uneven, layer.size) - output.shape[-1]
         padded = nn.functional.pad(output, (0, missing))  # the last rank's, as messages are of one length
         return gathered(padded, -1, layer.group)[..., : layer.rule.uneven].contiguous()
+
+    def _entered(self, x: torch.Tensor) -> torch.Tensor:
+        """The input as a plain tensor, whose gradient is a sum over ranks."""
+        ranks = _ranks_of_tokens(self)
+        return copied(x, self.accel_layer.group) if ranks is None else ranks.entered_whole(x)
 
     def _beside(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's outputs, where messages travel beside the products."""
@@ -271,7 +278,9 @@ class Embedding(LocalParameters):
         at = input - first
         others = (at < 0) | (at >= rows)
         own = super().forward(at.masked_fill(others, 0))
-        return summed(own.masked_fill(others.unsqueeze(-1), 0), layer.group)
+        summand = own.masked_fill(others.unsqueeze(-1), 0)
+        ranks = _ranks_of_tokens(self)
+        return summed(summand, layer.group) if ranks is None else ranks.ended(summand)
 
     @property
     def padding_idx(self) -> int | None:
@@ -333,6 +342,12 @@ class WholeSequence(Around):
             first, *others = cast("tuple[Any, ...]", output)
             return own_part(first, SEQUENCE_DIM, group), *others
         return own_part(output, SEQUENCE_DIM, group)
+
+
+def _ranks_of_tokens(module: Any) -> SequenceRanks | None:
+    """The ranks that share the tokens around a layer, while the model runs; None where each has all of them."""
+    ranks: SequenceRanks | None = getattr(module, RANKS) if module.accel_layer.rule.tokens else None
+    return ranks if ranks is not None and ranks.runs else None
 
 
 def local(parameter: torch.Tensor, rule: Rule) -> torch.Tensor:

@@ -11,10 +11,11 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils import _pytree as pytree
 
 from accel.mixins import Mixin
+from accel.parallel._local import local_of
 from accel.parallel._modules import notes_of
-from accel.parallel._private import contains_compiled
+from accel.parallel._private import contains_compiled, runs_in_backward
 from accel.parallel.axes.tensor._layers import Layer, LocalParameters, needed_rows
-from accel.parallel.axes.tensor._styles import RowExchange, row_exchange
+from accel.parallel.axes.tensor._styles import RowExchange, Rule, row_exchange
 from accel.parallel.parts import PartsInTuples, PartTensor, Ranks, RowLayout, leave, make, rows_of
 from accel.parallel.parts._layout import even, no_rule
 
@@ -31,10 +32,19 @@ class LayerRanks(Ranks):
         self.sees_tuples = False  # whether the region that runs finds parts in tuples
 
     def __deepcopy__(self, memo: object) -> LayerRanks:
-        return LayerRanks(self.layer)
+        return type(self)(self.layer)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LayerRanks, (self.layer,)
+        return type(self), (self.layer,)
+
+    def returned(self, rule: Rule, output: Any) -> Any:
+        """Return what a module of a rule gives back for its output: whole tensors in the place of parts."""
+        return pytree.tree_map_only(PartTensor, leave, output)
+
+    @property
+    def runs(self) -> bool:
+        """Whether a region runs, or runs again in a backward."""
+        return self.depth > 0 or runs_in_backward()
 
 
 class PartParameters(LocalParameters):
@@ -51,10 +61,17 @@ class PartParameters(LocalParameters):
 
     def parameters_here(self, stored: Mapping[str, nn.Parameter | None]) -> dict[str, Tensor | None]:
         """Return parts, after an exchange of rows where this rank computes with others than it stores."""
-        if is_dynamo_compiling() and not self.accel_ranks.sees_tuples:
-            raise no_rule("torch.compile of a function of modules; compile these, or the model")
+        rule = self.accel_layer.rule
+        if is_dynamo_compiling() and (rule.tokens or not self.accel_ranks.sees_tuples):
+            which = "modules between which ranks share tokens" if rule.tokens else "a function of modules"
+            raise no_rule(f"torch.compile of {which}; compile these, or the model")
+        ranks = self.accel_ranks
         here = super().parameters_here(stored)
-        layouts = self.accel_layer.rule.layouts
+        if rule.tokens and ranks.runs:  # gradients of what ranks do not divide are summands, but for scalars
+            for name, each in stored.items():
+                if each is not None and each.dim() and name not in rule.layouts:
+                    here[name] = make(local_of(each, summands=True, fresh=rule.fresh), None, ranks)
+        layouts = rule.layouts
         exchanges = notes_of(cast(nn.Module, self)).get("exchanges", {})
         for name, layout in layouts.items():
             own = here.get(name)
@@ -80,6 +97,7 @@ def exchanges_of(layouts: Mapping[str, RowLayout], rank: int, size: int) -> dict
 class RegionEnd(Mixin):
     """A module around others that compute with parts; what it returns is whole."""
 
+    accel_layer: Layer
     accel_ranks: LayerRanks
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +114,7 @@ class RegionEnd(Mixin):
                     output = super().forward(*args, **kwargs)
             else:
                 output = super().forward(*args, **kwargs)
-            return pytree.tree_map_only(PartTensor, leave, output)
+            return ranks.returned(self.accel_layer.rule, output)
         finally:
             ranks.sees_tuples = sees_around
             ranks.depth -= 1

@@ -20,18 +20,20 @@ from accel.errors import PrepareError
 from accel.mixins import remove_mixin
 from accel.parallel._compile import Recomputed
 from accel.parallel._copies import copied_model
-from accel.parallel._modules import named_modules
+from accel.parallel._modules import RANKS, named_modules
 from accel.parallel._private import forward_hooks, forward_pre_hooks
 from accel.parallel.axes.tensor._layers import SEQUENCE_DIM, GroupLayer
 from accel.parallel.axes.tensor._rules import install, is_in, rules_of
 from accel.parallel.axes.tensor._styles import Regions, Rule
-from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, batch_experts, plain, tensors_in
+from accel.parallel.axes.tensor._tokens import SequenceRanks
+from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, batch_experts, outputs_in, tensors_in
 from accel.parallel.parts import NoRuleError
 from accel.random import Key, host_streams, rng_scope
 from accel.topology import TensorStyle
 
 _TOLERANCE = 1e-10
-_SUMMANDS = "replicated_with_grad_allreduce"
+_SUMMANDS: TensorStyle = "replicated_with_grad_allreduce"
+_COMPLETE: TensorStyle = "replicated"  # of a module's own backward, which sums
 _DRAWS = Key(31)
 
 
@@ -42,11 +44,21 @@ class Verdict(NamedTuple):
         problem: the difference from the whole module; "" for none.
         styles: the plan, with the parameters whose gradients are sums over ranks.
         outputs: dimensions of the module's outputs that ranks hold parts of, by the output's place.
+        scatters: number of sums that were scattered by tokens.
+        gathers: names of functions that gathered tokens, outside of divided layers.
     """
 
     problem: str
     styles: Mapping[str, TensorStyle]
     outputs: Mapping[int, int] = {}
+    scatters: int = 0
+    gathers: Sequence[str] = ()
+
+
+class _Plan(NamedTuple):
+    styles: Mapping[str, TensorStyle]
+    regions: Regions
+    shares_tokens: bool
 
 
 class _ProofRun(NamedTuple):
@@ -63,13 +75,15 @@ def prove(
     *,
     divided: Mapping[int, int] | None = None,
     regions: Regions | None = None,
+    shares_tokens: bool = False,
 ) -> Verdict:
     """Return whether a module that ranks divide computes as the whole one, in a call of its own. No communication.
 
     `styles` are by path in the module; `divided` are dimensions of the call's inputs that ranks get parts of, by the
-    tensor's number. With `regions` of parts, a forward and backward in training mode must run, too. In that mode a rank
-    must draw as many numbers from python's and numpy's streams as the whole module, as numbers for each head would be
-    others on a rank. The module and all streams are unchanged.
+    tensor's number. With `shares_tokens` each rank holds its tokens between divided layers. With `regions` of parts, a
+    forward and backward in training mode must run, too. In that mode a rank must draw as many numbers from python's and
+    numpy's streams as the whole module, as numbers for each head would be others on a rank. The module and all streams
+    are unchanged.
     """
     with cast(Any, torch.random).fork_rng(devices=[]), torch.enable_grad():
         whole = redrawn(module)
@@ -78,13 +92,16 @@ def prove(
             expected = _run(whole, call, values, {}, None)
         except Exception as error:  # whatever a forward says of values that are drawn
             return Verdict(f"the whole module alone, with drawn values: {short(error)}", styles)
+        if not expected.outputs:
+            return Verdict("the whole module returns no tensor to compare", styles)
         if not all(bool(torch.isfinite(each).all()) for each in expected.outputs):
             return Verdict("the whole module's outputs are not finite", styles)
         while True:
-            verdict, summands = _compared(whole, call, values, expected, styles, size, divided or {}, regions or {})
+            plan = _Plan(styles, regions or {}, shares_tokens=shares_tokens)
+            verdict, summands = _compared(whole, call, values, expected, plan, size, divided or {})
             if not summands:
                 return verdict
-            styles = {**styles, **dict.fromkeys(summands, cast(TensorStyle, _SUMMANDS))}
+            styles = {**styles, **dict.fromkeys(summands, _COMPLETE if shares_tokens else _SUMMANDS)}
 
 
 def proved_in_parts(
@@ -108,7 +125,7 @@ def proved_in_parts(
         }
         one = verdict(call.path, call, own, parts)
         if one.problem or one.outputs.get(0) != (None if call.path == last else SEQUENCE_DIM):
-            raise _not_in_parts(f"{call.path}: {one.problem or f'outputs in parts along {dict(one.outputs)}'}")
+            raise tokens_refused(f"{call.path}: {one.problem or f'outputs in parts along {dict(one.outputs)}'}")
         parts |= {call.outputs[place]: dim for place, dim in one.outputs.items()}
         inside |= {*call.nodes}
         found |= {f"{call.path}.{path}".rstrip("."): each for path, each in one.styles.items()}
@@ -117,11 +134,12 @@ def proved_in_parts(
     ]
     if others or not parts.keys().isdisjoint(trace.outputs):
         reader = others[0].path or others[0].name if others else "the model, in what it returns"
-        raise _not_in_parts(f"read behind a block, by {reader}")
+        raise tokens_refused(f"read behind a block, by {reader}")
     return found
 
 
-def _not_in_parts(problem: str) -> PrepareError:
+def tokens_refused(problem: str) -> PrepareError:
+    """Return the error of a model whose tokens ranks cannot share."""
     return PrepareError(
         "the tokens of this model cannot be shared between its layers",
         expected="blocks that compute on parts of the tokens what they do on all of them, proved on simulated ranks",
@@ -213,7 +231,7 @@ def _run(
         leaves[at] = given[number]
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     with torch.enable_grad(), _Wide():
-        outputs = tensors_in(plain(module(*args, **kwargs)))
+        outputs = outputs_in(module(*args, **kwargs))
     draw = torch.Generator().manual_seed(29)
     total = torch.zeros((), dtype=torch.float64)
     for at, each in enumerate(outputs):
@@ -269,20 +287,25 @@ def _compared(
     call: ModuleCall,
     values: Mapping[int, Tensor],
     expected: _ProofRun,
-    styles: Mapping[str, TensorStyle],
+    plan: _Plan,
     size: int,
     divided: Mapping[int, int],
-    regions: Regions,
 ) -> tuple[Verdict, list[str]]:
     """A verdict, and paths of modules whose gradients may be summands, where nothing else differs."""
+    styles, regions, shares_tokens = plan
     try:
-        rules = rules_of(whole, styles, size, regions=regions)
+        rules = rules_of(whole, styles, size, regions=regions, shares_tokens=shares_tokens)
     except PrepareError as error:
         return Verdict(error.got.replace("the model: ", ""), styles), []
     shapes = [each.shape for each in expected.outputs]
 
+    tokens: list[SequenceRanks] = []
+
     def work(group: ThreadGroup) -> tuple[ThreadGroup, _ProofRun]:
-        return group, _run(_part(whole, rules, group), call, values, divided, group, shapes)
+        part = _part(whole, rules, group)
+        if shares_tokens and not group.rank():
+            tokens.append(getattr(part, RANKS))
+        return group, _run(part, call, values, divided, group, shapes)
 
     try:
         runs = run_in_threads(size, work)
@@ -298,7 +321,8 @@ def _compared(
     for name, want in expected.parameters.items():
         got = [run.parameters[name] for _, run in runs]
         path = name.rpartition(".")[0]
-        if rules[path].summands and dims.get(name) is None:
+        is_summand = rules[path].summands or (rules[path].tokens and want is not None and want.dim() > 0)
+        if is_summand and dims.get(name) is None:
             got = [None if any(each is None for each in got) else torch.stack(cast("list[Tensor]", got)).sum(0)] * size
         pieces = [None if want is None else _piece(want, dims.get(name), group) for group, _ in runs]
         if all(_equal(a, b) for a, b in zip(pieces, got, strict=True)):
@@ -313,7 +337,8 @@ def _compared(
             lambda: _run(_part(whole, rules, alone).train(), call, values, divided, alone, is_forward=not regions),
             always=bool(regions),
         )
-        return Verdict(problem, styles, outputs), []
+        verdict = Verdict(problem, styles, outputs)
+        return verdict._replace(scatters=tokens[0].scatters, gathers=(*tokens[0].gathers,)) if tokens else verdict, []
     return Verdict("", styles, outputs), list(dict.fromkeys(wrong))
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, cast
 
 import msgspec
@@ -22,6 +22,7 @@ from accel.parallel.axes.tensor._layers import Layer, ReadList, mixin_for
 from accel.parallel.axes.tensor._part_layers import LayerRanks, PartParameters, RegionEnd, exchanges_of
 from accel.parallel.axes.tensor._styles import (
     ADAPTER,
+    COLWISE,
     COPYING,
     STYLES,
     Regions,
@@ -31,6 +32,7 @@ from accel.parallel.axes.tensor._styles import (
     rule_for,
     with_lora,
 )
+from accel.parallel.axes.tensor._tokens import SequenceRanks
 from accel.tensors import is_dtensor
 from accel.topology import TensorStyle
 
@@ -48,11 +50,13 @@ def rules_of(
     size: int,
     *,
     regions: Regions | None = None,
+    shares_tokens: bool = False,
     is_stage: bool = False,
 ) -> dict[str, Rule]:
     """Return the rule of each module that has parameters or that the plan names, by path.
 
-    Raises `PrepareError` with all problems. `is_stage`: modules without parameters are other stages', without a rule.
+    Raises `PrepareError` with all problems. `shares_tokens`: between the regions, each rank holds its tokens.
+    `is_stage`: modules without parameters are other stages', without a rule.
     """
     styles, problems = match(plan, [path for path, _ in named_modules(model)])
     if is_stage:
@@ -82,14 +86,15 @@ def rules_of(
     if problems:
         raise _refused(problems, size)
     rules = _with_shares(model, _with_attributes(model, rules, attributes), totals)
-    return _with_regions(model, rules, regions) if regions else rules
+    rules = _with_regions(model, rules, regions) if regions else rules
+    return _with_tokens(model, rules, known) if shares_tokens else rules
 
 
 def _with_regions(model: nn.Module, rules: Mapping[str, Rule], regions: Regions) -> dict[str, Rule]:
     """Rules where some parameters are parts, in modules whose styles leave them whole."""
     found = dict(rules)
     for path, layouts in regions.items():
-        found[path] = msgspec.structs.replace(found.get(path) or Rule(style="replicated"), ends=True)
+        found[path] = msgspec.structs.replace(found.get(path) or Rule(style="replicated"), ends="features")
         parameters = {
             id(model.get_parameter(name)): layout for name, layout in layouts.items() if _is_here(model, name)
         }
@@ -106,6 +111,18 @@ def _with_regions(model: nn.Module, rules: Mapping[str, Rule], regions: Regions)
                     rule, dims={**rule.dims, **dims}, layouts={**rule.layouts, **own}
                 )
     return found
+
+
+def _with_tokens(model: nn.Module, rules: Mapping[str, Rule], styles: Container[str]) -> dict[str, Rule]:
+    """Rules of a model in which ranks share the tokens. Vectors, as those of norms, meet parts of tokens. A module that
+    styles name as replicated, and a layer that stays whole, have plain parameters, of complete gradients."""
+    found = {"": Rule(style="replicated"), **rules}
+    for path, rule in found.items():
+        own = list(model.get_submodule(path).parameters(recurse=False))
+        has_vectors = rule.style == "replicated" and path not in styles and all(each.dim() < 2 for each in own)
+        if rule.layouts or has_vectors or rule.style in ("embedding_rowwise", *COLWISE):
+            found[path] = msgspec.structs.replace(rule, tokens=True)
+    return {**found, "": msgspec.structs.replace(found[""], ends="all")}
 
 
 def _is_here(model: nn.Module, name: str) -> bool:
@@ -304,13 +321,16 @@ def install(model: nn.Module, rules: Mapping[str, Rule], layer_of: Callable[[Rul
         for name, value in rule.attributes.items():
             setattr(module, name, value)
         cast(Any, module).accel_layer = layer_of(rule)
-        if rule.overlap:
-            note_module(module, overlaps=True)
+        if rule.overlap or rule.tokens:
+            note_module(module, eager="overlap" if rule.overlap else "sequence")
         mixin = ReadList if isinstance(module, nn.ParameterList) else mixin_for(rule) or Attention
-        mixin = PartParameters if rule.layouts else Recurrent if isinstance(module, nn.RNNBase) else mixin
+        mixin = Recurrent if isinstance(module, nn.RNNBase) else mixin
+        if rule.layouts or (rule.tokens and rule.style == "replicated"):
+            mixin = PartParameters
         modules.setdefault(mixin, []).append(module)
-    within = [model.get_submodule(path) for path, rule in rules.items() if rule.layouts or rule.ends]
-    ranks = LayerRanks(cast(Any, within[0]).accel_layer) if within else None
+    within = [model.get_submodule(path) for path, rule in rules.items() if rule.layouts or rule.ends or rule.tokens]
+    kind = SequenceRanks if any(rule.tokens for rule in rules.values()) else LayerRanks
+    ranks = kind(cast(Any, within[0]).accel_layer) if within else None
     for module in within:
         setattr(module, RANKS, ranks)
         layer: Layer = cast(Any, module).accel_layer

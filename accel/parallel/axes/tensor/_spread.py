@@ -69,6 +69,7 @@ class TensorOptions(SpreadOptions, frozen=True, kw_only=True):
     example: Any = None
     beside: Mapping[str, TensorStyle] = {}  # found for what a declared plan passes over
     regions: Mapping[str, Mapping[str, RowLayout]] = {}  # found for what styles leave whole
+    shares_tokens: bool = False  # whether the regions were proved so
     is_found: bool = False  # whether `tensor` has styles that were found, and logged
 
     def describe(self) -> str:
@@ -114,13 +115,17 @@ def _shared(asked: PrepareCall) -> RefusedFact | None:
     return RefusedFact(", ".join(names), WHERE) if names else None
 
 
+def _compiled(ctx: DistContext, model: nn.Module) -> list[str]:
+    """Regions that torch compiles, and the setting by which it does."""
+    compiled = [path or "the model" for path, each in named_modules(model) if is_compiled(each)]
+    return [*compiled, "--compile"] if isinstance(ctx.settings.compile, Compile) else compiled
+
+
 def _overlaps(asked: PrepareCall) -> RefusedFact | None:
     """Regions or a device where messages cannot travel beside products."""
     if not asked.options.overlap:
         return None
-    compiled = [path or "the model" for path, each in asked.view.inner.modules.items() if is_compiled(each)]
-    if isinstance(asked.ctx.settings.compile, Compile):
-        compiled.append("--compile")
+    compiled = _compiled(asked.ctx, asked.view.inner.model)
     if not compiled and asked.ctx.device.type != "xla":
         return None
     return RefusedFact(", ".join(compiled) or str(asked.ctx.device), "prepare_model, plan.overlap")
@@ -178,7 +183,14 @@ def _resolve(ctx: DistContext, view: ModelView, options: TensorOptions) -> Tenso
     if not is_found:
         return msgspec.structs.replace(options, beside=plan.styles, example=None)
     styles = plan.styles if options.head is None else with_head(inner, plan.styles, options.head)
-    return msgspec.structs.replace(options, tensor=styles, regions=plan.regions, is_found=True, example=None)
+    return msgspec.structs.replace(
+        options,
+        tensor=styles,
+        regions=plan.regions,
+        shares_tokens=plan.shares_tokens,
+        is_found=True,
+        example=None,
+    )
 
 
 class _SentPlan(NamedTuple):
@@ -186,6 +198,7 @@ class _SentPlan(NamedTuple):
 
     styles: dict[str, TensorStyle]
     regions: dict[str, dict[str, RowLayout]]
+    shares_tokens: bool = False
 
 
 def _has_more(model: nn.Module, options: TensorOptions) -> bool:
@@ -204,6 +217,8 @@ def _found(ctx: DistContext, model: nn.Module, options: TensorOptions) -> _SentP
     size = _size(ctx)
     # the search does not know which experts ep spreads, nor attention along cp of parts
     with_regions = ctx.axis("ep").size == ctx.axis("cp").size == 1
+    if options.sequence and (options.overlap or _compiled(ctx, model)):
+        with_regions = False  # styles share tokens there
     is_staged = ctx.axis("pp").size > 1
     plan = found_styles(model, size, inputs, sequence=options.sequence, with_regions=with_regions, is_staged=is_staged)
     styles = collapsed(model, plan.styles)
@@ -213,8 +228,11 @@ def _found(ctx: DistContext, model: nn.Module, options: TensorOptions) -> _SentP
         got = "; ".join([with_article(type(model).__name__), *lines_of(plan.left)[:5]])
         raise _unknown(model, size, got, _REFUTED if plan.left.keys() - {""} else _NOT_FOUND)
     way = "a plan that is found and proved" if plan.is_seen else "the styles of its known layers"
+    shares_tokens = options.sequence and with_regions and plan.is_seen
+    if shares_tokens:
+        way += ", with shared tokens" + (f" (gathered for {', '.join(plan.gathers)})" if plan.gathers else "")
     log_share(model, rules_of(model, styles, size, regions=plan.regions), size, way, plan.left)
-    return _SentPlan(styles, {path: {**layouts} for path, layouts in plan.regions.items()})
+    return _SentPlan(styles, {path: {**layouts} for path, layouts in plan.regions.items()}, shares_tokens)
 
 
 def _found_beside(model: nn.Module, size: int, options: TensorOptions) -> _SentPlan:
@@ -325,7 +343,14 @@ def _rules(
     *,
     is_stage: bool = False,
 ) -> dict[str, Rule]:
-    rules = rules_of(model, styles, _size(ctx), regions=options.regions, is_stage=is_stage)
+    rules = rules_of(
+        model,
+        styles,
+        _size(ctx),
+        regions=options.regions,
+        shares_tokens=options.shares_tokens,
+        is_stage=is_stage,
+    )
     return with_overlap(model, rules) if options.overlap else rules
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import msgspec
 from torch import Tensor, nn
@@ -129,7 +129,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
         attributes: values for attributes of the module that speak of what one rank computes.
         overlap: whether messages travel beside the module's products.
         layouts: layouts of its parameters that are parts in a forward, by name.
-        ends: whether its outputs are whole tensors, where modules in it compute with parts.
+        ends: parts that are made whole in its outputs, where modules in it compute with parts: of "features", or "all".
+        tokens: whether each rank has its tokens around it.
         early: path in the module of the layer whose product goes beside the messages of the module's input; "" for
             none.
     """
@@ -149,7 +150,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     overlap: bool = False
     early: str = ""
     layouts: Mapping[str, RowLayout] = {}
-    ends: bool = False
+    ends: Literal["", "features", "all"] = ""
+    tokens: bool = False
 
 
 # Layouts of parameters by path, in the module around them at whose end tensors are whole, by its path.

@@ -315,11 +315,11 @@ def found_styles(
 ) -> FoundPlan:
     """Return the styles that are found and proved for so many ranks, and why candidates stay whole, by path;
     `with_regions` divides what styles leave whole, too, `is_staged` inside of blocks alone, which stages call."""
-    if sequence:
+    if sequence and not with_regions:
         return found_plan(model, size, example, partial(with_sequence, model))
     blocks = [path for group in outermost_groups(block_groups(model)) for path, _ in group.entries]
     regions_in = () if not with_regions else blocks if is_staged else ("",)
-    return found_plan(model, size, example, regions_in=regions_in)
+    return found_plan(model, size, example, regions_in=regions_in, shares_tokens=sequence)
 
 
 def finds(model: nn.Module, example: object = None) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -184,7 +185,7 @@ def _recorded(
         behind = dict(named_modules(copied))
         if replaced := [path for path, module in before.items() if behind.get(path, module) is not module]:
             raise ReplacedModulesError(f"it replaces {replaced[-1]}")
-    return tuple(map(recorder.number, tensors_in(plain(output))))
+    return tuple(map(recorder.number, outputs_in(output)))
 
 
 class _Unseen(Mixin):
@@ -217,9 +218,16 @@ def _valued(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.detach().to("cpu", kind, copy=True)
 
 
-def plain(output: Any) -> Any:
-    """Return outputs of transformers as a dict, which pytree knows."""
-    return dict(cast("Mapping[str, object]", output)) if isinstance(output, Mapping) else output
+def outputs_in(output: Any) -> list[Tensor]:
+    """Return the tensors that a module returns, also in a mapping of transformers and in dataclasses."""
+    given = [*cast("Mapping[str, object]", output).values()] if isinstance(output, Mapping) else output
+    found: list[Tensor] = []
+    for leaf in pytree.tree_leaves(given):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf):
+            found += outputs_in([getattr(leaf, each.name, None) for each in fields(leaf)])
+    return found
 
 
 def _without_values(model: nn.Module, fake: Any) -> nn.Module:
@@ -326,9 +334,9 @@ class _Recorder(TorchFunctionMode):
         if self._layers:
             return
         inputs = tuple(map(self.number, tensors_in((args, kwargs))))
-        outputs = tuple(map(self.number, tensors_in(plain(output))))
+        outputs = tuple(map(self.number, outputs_in(output)))
         if kind is not None:
-            shapes = [list(each.shape) for each in (*module.parameters(), *tensors_in(plain(output)))]
+            shapes = [list(each.shape) for each in (*module.parameters(), *outputs_in(output))]
             self.nodes.append(Node(kind, path, inputs, outputs, f"{type(module).__name__} {shapes}"))
         given = {number: self.given[number] for number in inputs if number in self.given}
         self.calls.append(ModuleCall(path, args, kwargs, inputs, outputs, range(begin, len(self.nodes)), given))

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequence parallelism by parts: between divided layers a rank holds its tokens, and reports all of them.
+
+A matmul that ends a region of divided features scatters its sum by tokens, and the next divided layer gathers them.
+Functions of a token alone, such as norms and residuals, compute on the rank's tokens. A function that needs tokens of
+other ranks gathers them: a part of tokens is one more way to hold a whole tensor, and results do not depend on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+from torch.utils import _pytree as pytree
+
+from accel.comm import gathered_summed, scattered
+from accel.errors import TreeError
+from accel.parallel._private import is_view, runs_in_backward, without_subclasses
+from accel.parallel.axes.tensor._part_layers import LayerRanks
+from accel.parallel.axes.tensor._styles import Rule
+from accel.parallel.axes.tensor._trace import outputs_in
+from accel.parallel.parts import PartTensor, Ranks, RowLayout, leave, make, plain_of
+from accel.parallel.parts._elementwise import changes
+from accel.parallel.parts._layout import cut_of, no_rule
+from accel.parallel.parts._part import Args, Named, name_of, own_rows, tensors_of, whole_rows, whole_shape
+from accel.tree import map_tensors
+
+
+class _Gathered(NamedTuple):
+    """A part of tokens, and all of them as each rank got them.
+
+    Attributes:
+        part: that was gathered.
+        whole: all tokens, a part that ranks do not divide.
+        versions: numbers of changes in place of both.
+    """
+
+    part: PartTensor
+    whole: PartTensor
+    versions: tuple[int, int]
+
+    def is_written(self) -> bool:
+        """Whether all tokens, or a view of some, have been changed in place."""
+        return _version_of(self.whole) != self.versions[1]
+
+
+class TokenRanks(Ranks):
+    """The ranks of parts of tokens: those of the divided layers, by which `SequenceRanks` knows such parts."""
+
+    __slots__ = ("layers",)
+
+    def __init__(self, layers: SequenceRanks) -> None:
+        super().__init__(layers.group)
+        self.layers = layers
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """Return a plain tensor for use inside, as for parts of features."""
+        self._check()
+        return self.layers.enter(tensor)
+
+    def total(self, summand: Tensor) -> Tensor:
+        """Return the sum over the tokens of all ranks. A collective."""
+        self._check()
+        return super().total(summand)
+
+    def _check(self) -> None:
+        if not self.layers.runs:
+            raise no_rule("this rank's tokens, outside of the model: return them in a tuple, a dict or a dataclass")
+
+    def without_rule(self, func: Any, args: Args, kwargs: Named, problem: str) -> Any:
+        """Compute a function that needs tokens of other ranks."""
+        self._check()
+        return self.layers.without_rule(func, args, kwargs, problem)
+
+
+class SequenceRanks(LayerRanks):
+    """The ranks of divided layers, between which each rank holds its tokens.
+
+    Attributes:
+        tokens: the ranks of these parts.
+        scatters: number of sums that were scattered by tokens.
+        gathers: names of functions that needed tokens of other ranks, outside of divided layers.
+    """
+
+    __slots__ = ("_gathered", "_layouts", "gathers", "scatters", "tokens")
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__(layer)
+        self.tokens = TokenRanks(self)
+        self.scatters = 0
+        self.gathers: dict[str, None] = {}
+        self._gathered: list[_Gathered] = []
+        self._layouts: dict[tuple[int, ...], RowLayout] = {}  # of gathered tokens, by the shape without features
+
+    def begin(self) -> Any:
+        """Begin a region, in which nothing has been gathered."""
+        outer = super().begin(), self._gathered, self._layouts
+        self._gathered, self._layouts = [], {}
+        return outer
+
+    def end(self, outer: Any) -> None:
+        """Go on with the region around one that has ended."""
+        entered, self._gathered, self._layouts = outer
+        super().end(entered)
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """Return a plain tensor for use inside; kept for others of the region, which a forward that is computed again
+        has not always around it."""
+        if self.depth:
+            return super().enter(tensor)
+        outer = self.begin()
+        try:
+            return super().enter(tensor)
+        finally:
+            self.end(outer)
+
+    def returned(self, rule: Rule, output: Any) -> Any:
+        """Return what a module of a rule gives back: this rank's tokens inside of the model, and whole tensors at its
+        end, also in dataclasses. Raises `NoRuleError` where the forward changed gathered tokens, which are a copy."""
+        if any(each.is_written() for each in self._gathered):
+            raise no_rule("a change in place of some tokens of a tensor that ranks share by tokens")
+        is_end = rule.ends == "all"
+        is_inside = not is_end and (self.depth > 1 or runs_in_backward())
+
+        def given_back(each: Tensor) -> Tensor:
+            if not isinstance(each, PartTensor):
+                return each
+            return each if is_inside and (each.division is None or each.ranks is self.tokens) else leave(each)
+
+        output = pytree.tree_map_only(PartTensor, given_back, output)
+        if is_end and any(isinstance(each, PartTensor) for each in outputs_in(output)):
+            with contextlib.suppress(TreeError):  # an object of another kind, whose tensors nobody can use outside
+                output = map_tensors(given_back, output)
+        return output
+
+    def ended(self, summand: Tensor) -> Tensor:
+        """Return this rank's tokens of the sum of the ranks' summands; all of a sum without enough tokens."""
+        layout = self._layout_for(tuple(summand.shape))
+        if layout is None:
+            return self.total(summand)
+        self.scatters += 1
+        dim, (repeat, segments) = layout
+        if len(segments) > 1:
+            with without_subclasses():
+                rows = own_rows(self.total(summand), dim, layout.cut, self)
+        elif repeat == 1:
+            rows = scattered(summand, dim, self.group)
+        else:
+            by_row = summand.reshape(*summand.shape[:dim], repeat, -1, *summand.shape[dim + 1 :])
+            rows = scattered(by_row, dim + 1, self.group).flatten(dim, dim + 1)
+        return make(rows, layout, self.tokens)
+
+    def _layout_for(self, shape: tuple[int, ...]) -> RowLayout | None:
+        """The tokens of a sum: those that were gathered in this shape, or [batch, tokens, ..., features]."""
+        known = self._layouts.get(shape[:-1])
+        if known is not None or len(shape) < 3:
+            return known
+        rest = shape[1] % self.size  # tokens that all ranks hold
+        cut = cut_of(1, [each for each in ((shape[1] - rest, self.size), (rest, 1)) if each[0]])
+        return None if cut is None else RowLayout(1, cut)
+
+    def entered_whole(self, x: Tensor) -> Tensor:
+        """Return all tokens of an input of a divided layer, plain; their gradient is summed over ranks."""
+        return plain_of(self._whole(x) if isinstance(x, PartTensor) else self.enter(x))
+
+    def all_tokens(self, part: PartTensor) -> PartTensor:
+        """Return all tokens of a part on each rank, gathered once for all who ask in this region. A collective."""
+        for each in self._gathered:
+            if each.part is part and each.versions == (_version_of(part), _version_of(each.whole)):
+                return each.whole
+        whole = self._all(part)
+        if self.depth:
+            self._gathered.append(_Gathered(part, whole, (_version_of(part), _version_of(whole))))
+        return whole
+
+    def _all(self, part: PartTensor) -> PartTensor:
+        layout = part.division
+        assert layout is not None
+        with without_subclasses():
+            shape = tuple(whole_shape(part))
+            if layout.dim < len(shape) - 1:
+                self._layouts[shape[:-1]] = layout
+            whole = whole_rows(part, lambda rows, dim: gathered_summed(rows, dim, self.group))
+            return make(whole.clone() if is_view(whole) else whole, None, self)  # a model may change what it sees
+
+    def without_rule(self, func: Any, args: Args, kwargs: Named, problem: str) -> Any:
+        """Compute a function without a rule on all tokens, or on plain tensors where ranks divide none."""
+        parts = [each for each in tensors_of((args, kwargs)) if isinstance(each, PartTensor)]
+        divided = [each for each in parts if each.division is not None]
+        of_tokens = [each for each in divided if each.ranks is self.tokens]
+        name = name_of(func)
+        if kwargs.get("out") is not None or (divided and not of_tokens):
+            return super().without_rule(func, args, kwargs, problem)
+        if not divided:
+            return self._alike(func, args, kwargs)
+        if len(of_tokens) == len(divided):
+            self.gathers[name] = None
+        if (_is_written(name) or kwargs.get("inplace")) and any(args[0] is each for each in of_tokens):
+            return self._written(func, args[0], args[1:], kwargs)
+        given, named = pytree.tree_map_only(PartTensor, self._whole, (tuple(args), dict(kwargs)))
+        return func(*given, **named)
+
+    def _alike(self, func: Any, args: Args, kwargs: Named) -> Any:
+        """Compute what all ranks compute alike; a plain tensor that the function changes stays plain."""
+        target = args[0] if args else None
+        is_plain = isinstance(target, Tensor) and not isinstance(target, PartTensor)
+        if is_plain and _is_written(name_of(func)):
+            given, named = pytree.tree_map_only(PartTensor, leave, (tuple(args), dict(kwargs)))
+            return func(*given, **named)
+
+        def inside(each: Tensor) -> Tensor:
+            return plain_of(each) if isinstance(each, PartTensor) else self.enter(each)
+
+        given, named = pytree.tree_map_only(Tensor, inside, (tuple(args), dict(kwargs)))
+        found = func(*given, **named)
+        return pytree.tree_map_only(Tensor, lambda each: target if each is given[0] else make(each, None, self), found)
+
+    def _whole(self, part: PartTensor) -> PartTensor:
+        is_of_tokens = part.division is not None and part.ranks is self.tokens
+        return self.all_tokens(part) if is_of_tokens else part
+
+    def _written(self, func: Any, target: PartTensor, args: Sequence[Any], kwargs: Named) -> Any:
+        """Change all tokens of a part, and keep the own ones."""
+        layout = target.division
+        assert layout is not None
+        changed = [each for each in self._gathered if each.part is target and each.is_written()]
+        # those changed by a view, as `x[:, 0] += 1` does before it writes them, are taken
+        self._gathered = [each for each in self._gathered if not any(each is other for other in changed)]
+        whole = changed[0].whole if changed else self._all(target)
+        given, named = pytree.tree_map_only(PartTensor, self._whole, (tuple(args), dict(kwargs)))
+        _ = func(whole, *given, **named)
+        with without_subclasses():
+            _ = plain_of(target).copy_(own_rows(whole, layout.dim, layout.cut, self))
+        return target
+
+
+def _is_written(name: str) -> bool:
+    return changes(name) or name == "__setitem__"
+
+
+def _version_of(tensor: Tensor) -> int:
+    if is_dynamo_compiling():
+        return 0
+    with without_subclasses():
+        return 0 if tensor.is_inference() else tensor._version

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from accel.comm._torch import ALL_GATHER, REDUCE_SCATTER
 
@@ -176,19 +175,21 @@ def start_scatter(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
 
 
 class _Linear(torch.autograd.Function):
-    """A linear function, with the function of its gradient."""
+    """A linear function, with the function of its gradient. That of a gradient of the gradient is the first again."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], transposed: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        ctx.transposed = transposed
+        ctx.function, ctx.transposed = function, transposed
         return function(x)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - decorated
-        return ctx.transposed(*grad_outputs), None, None
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        (grad,) = grad_outputs
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return ctx.transposed(grad), None, None
+        return _through(grad, ctx.transposed, ctx.function), None, None
 
 
 def _waited(work: Any, out: Tensor, *_kept: Tensor) -> Tensor:

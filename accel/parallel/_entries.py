@@ -13,6 +13,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from types import CodeType
 from typing import Any, cast
@@ -328,6 +329,47 @@ def refuse_parts(view: ModelView, gathered: Collection[int], methods: Sequence[s
         sharded = {name: mesh.ndim for name, each in own.items() if (mesh := mesh_of(each)) is not None}
         if sharded and module is not model:
             _ = module.register_forward_pre_hook(_ShardedCall(model, sharded, methods), with_kwargs=True)
+
+
+def refuse_parts_of_units(units: Mapping[str, nn.Module]) -> None:
+    """Let the first forward of a sharded model raise `PrepareError` where it calls a part of a unit outside of the
+    unit's forward, which gathers. Mutates the units, by path and the model itself last, by hooks that go after it."""
+    handles: list[Any] = []
+
+    def end(*_: object) -> None:
+        while handles:
+            handles.pop().remove()
+
+    *inner, (_, root) = units.items()
+    for unit_path, unit in inner:
+        for path, module in named_modules(unit):
+            own = {name: mesh_of(each) for name, each in module.named_parameters(recurse=False)}
+            sharded = {name: mesh.ndim for name, mesh in own.items() if mesh is not None}
+            if path and sharded and f"{unit_path}.{path}" not in units:
+                handles.append(module.register_forward_pre_hook(partial(_refuse_part, unit_path, unit, path, sharded)))
+    if handles:
+        handles.append(root.register_forward_hook(cast(Any, torch.compiler).disable(end)))
+
+
+def _refuse_part(
+    unit_path: str, unit: nn.Module, path: str, sharded: Mapping[str, int], module: nn.Module, _inputs: Any
+) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for name, ndim in sharded.items():
+        parameter = getattr(module, name)
+        if is_dtensor(parameter) and parameter.device_mesh.ndim == ndim:
+            holder, _, key = unit_path.rpartition(".")
+            around = ".".join(filter(None, (holder, "*" if key.isdigit() else key)))
+            parts = [each for each, part in unit.named_children() if any(True for _ in part.parameters())]
+            listed = "".join(f'"{around}.{each}", ' for each in parts).strip()
+            raise PrepareError(
+                "the forward calls a part of a unit outside of the unit's forward, which gathers its parameters",
+                expected=f"a call of {unit_path}",
+                got=f"a call of {path}, which holds {name}",
+                where=f"{unit_path}.{path}",
+                fix=f"Name the parts: accel.prepare_model(ctx, model, plan=accel.parallel.Plan(units=({listed}))).",
+            )
 
 
 def _called(paths: Mapping[int, str]) -> str:

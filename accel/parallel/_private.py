@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -52,8 +53,13 @@ PRIVATE = {
         "DataDependentOutputException",
         "DynamicOutputShapeException",
     ),
-    "torch._C": ("_current_graph_task_id", "_is_torch_function_enabled", "DisableTorchFunctionSubclass"),
-    "torch.autograd": ("_get_sequence_nr",),
+    "torch._C": (
+        "_current_autograd_node",
+        "_current_graph_task_id",
+        "_is_torch_function_enabled",
+        "DisableTorchFunctionSubclass",
+    ),
+    "torch.autograd": ("_get_sequence_nr", "_unsafe_preserve_version_counter"),
     "torch.autograd.graph.Node": ("_sequence_nr",),
     "torch.nn.TransformerEncoderLayer": ("_ff_block",),  # compared, as that of nn.TransformerDecoderLayer
     "torch.distributed.tensor.DTensor": ("_spec", "_local_tensor"),  # and the arguments of its constructor
@@ -232,3 +238,24 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def runs_in_backward() -> bool:
     """Return whether this thread is in a backward, as a forward is that torch computes again."""
     return cast(Any, torch)._C._current_graph_task_id() != -1
+
+
+def is_end_of_backward() -> bool:
+    """Return whether this thread is in a callback at the end of a backward, after all functions of its graph."""
+    return runs_in_backward() and cast(Any, torch)._C._current_autograd_node() is None
+
+
+def unchanged_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """Return a block in which changes in place do not count: functions that have saved the tensor take it as it is."""
+    return cast(Any, torch.autograd)._unsafe_preserve_version_counter(tensor)
+
+
+def runs_in_reentrant_checkpoint() -> bool:
+    """Return whether this thread is in the first forward of a reentrant checkpoint that is to have a gradient."""
+    if torch.is_grad_enabled():
+        return False
+    first_run = cast(Any, CheckpointFunction).forward.__code__
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not first_run:
+        frame = frame.f_back
+    return frame is not None

@@ -8,7 +8,7 @@ that masks, positions and branches on inputs have their values. Pipelines cut th
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -161,6 +161,7 @@ class UnitCall(msgspec.Struct, frozen=True):
         stashes, writes, growths, taps: tensors that it leaves behind besides its result.
         flops: of its forward.
         reentrant: whether it runs in a checkpoint of the reentrant kind, whose first run has no gradient.
+        hidden: numbers of the leaves that such a checkpoint keeps inside, without a gradient.
         cached: growths of the caches of keys and values that it is given.
     """
 
@@ -176,6 +177,7 @@ class UnitCall(msgspec.Struct, frozen=True):
     taps: tuple[Tap, ...] = ()
     flops: float = 0.0
     reentrant: bool = False
+    hidden: frozenset[int] = frozenset()
     cached: tuple[CacheGrowth, ...] = ()
 
 
@@ -197,11 +199,20 @@ class RunningCall:
         self.flops = 0.0
         self.reads_values = False
         self.reentrant = False
+        self.hidden: set[int] = set()
         self.given: list[Any] = []  # leaves of (args, kwargs)
         self.places: dict[int, list[int]] = {}  # numbers of the given tensors, by storage
         self.written: set[int] = set()  # numbers of the given tensors that are changed in place
         self.caches = GivenCaches(())
         self.cached: list[CacheGrowth] = []
+
+    def note_gradient(self, leaf: int, tensor: torch.Tensor) -> None:
+        """Note after the forward whether a gradient reaches a tensor that the call has made."""
+        if tensor.requires_grad and not tensor.is_leaf and not self.leaves[leaf].differentiable:
+            self.leaves[leaf] = msgspec.structs.replace(self.leaves[leaf], differentiable=True)
+            self.reentrant = True
+        elif self.reentrant and tensor.is_floating_point() and not tensor.requires_grad:
+            self.hidden.add(leaf)
 
     def frozen(self) -> UnitCall:
         return UnitCall(
@@ -217,6 +228,7 @@ class RunningCall:
             tuple(self.taps),
             self.flops,
             self.reentrant,
+            frozenset(self.hidden),
             tuple(self.cached),
         )
 
@@ -297,6 +309,18 @@ class ForwardRecord(msgspec.Struct, frozen=True):
         """Return the tensor of an output or argument."""
         call = self.calls[label.call]
         return call.leaves[label.leaf] if label.kind == "output" else call.arguments[label.leaf].leaf
+
+
+def check_hidden(record: ForwardRecord, sent: Iterable[Label]) -> None:
+    """Raise `StageError` for a tensor that stages send without its gradient. `sent`: what they send."""
+    for each in sent:
+        if each.kind == "output" and each.leaf in record.calls[each.call].hidden:
+            raise StageError(
+                "a later stage needs a tensor within a reentrant checkpoint, which keeps no gradient of it",
+                expected="a checkpoint of the other kind",
+                got=f"a result of {record.paths[each.call]}",
+                fix="Pass it use_reentrant=False: torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False).",
+            )
 
 
 def check_states(record: ForwardRecord, ends: Sequence[int], *, several: bool) -> None:

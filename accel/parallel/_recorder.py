@@ -37,7 +37,7 @@ from accel.parallel._calls import (
 )
 from accel.parallel._fakes import LikelyValues, flops_of, random_like, run_operator
 from accel.parallel._modules import named_modules, named_tensors
-from accel.parallel._private import asks_for_values, forward_hooks, written_arguments
+from accel.parallel._private import asks_for_values, forward_hooks, runs_in_reentrant_checkpoint, written_arguments
 from accel.parallel._record import (
     Argument,
     Decision,
@@ -252,6 +252,7 @@ class Recorder(TorchDispatchMode):
         if self._now is not None:
             return plain(*args, **kwargs)
         now = RunningCall(len(self._calls), path, module)
+        now.reentrant = runs_in_reentrant_checkpoint()
         self._calls.append(now)
         self._between.append(0.0)
         now.given = take_apart((args, kwargs), self._containers).leaves
@@ -293,6 +294,7 @@ class Recorder(TorchDispatchMode):
             or 0 in tensor.stride()
             or tensor.nbytes < tensor.untyped_storage().nbytes()  # code behind may read the other part
             or not tensor.is_floating_point()
+            or (now.reentrant and not tensor.requires_grad)  # made within the checkpoint, where it has no gradient
             or any(each.kind == "argument" and each.call == now.number for each in sources)
         ):
             return sources
@@ -470,9 +472,7 @@ class Recorder(TorchDispatchMode):
         made and left somewhere else."""
         end = _NOTHING.union(*map(self._sources, tensors_in(output, self._containers)))
         for call, leaf, tensor in self._handed:
-            if tensor.requires_grad and not tensor.is_leaf and not call.leaves[leaf].differentiable:
-                call.leaves[leaf] = _replace(call.leaves[leaf], differentiable=True)
-                call.reentrant = True
+            call.note_gradient(leaf, tensor)
         arguments = [each.sources for call in self._calls for each in call.arguments.values()]
         read = [*(each.needs for each in self._calls), *(each.sources for each in self._decisions), *arguments, end]
         for label in sorted(set[Label]().union(*read)):

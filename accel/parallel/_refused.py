@@ -243,6 +243,17 @@ def _masters_divided(asked: PrepareCall) -> RefusedFact | None:
     return RefusedFact(f"parameters spread along {', '.join(others)}", "Precision.master_weights")
 
 
+def _bounded_tables(asked: PrepareCall) -> RefusedFact | None:
+    """Embeddings that write to their weight the rows that a forward looks up: ranks look up different ones."""
+    if asked.ctx.data_parallel[1] == 1 and not any(each.dimension in ("shard", "context") for each in asked.waiting):
+        return None
+    for name, module in asked.view.modules.items():
+        is_bounded = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+        if is_bounded and asked.waiting and module.weight.requires_grad:
+            return RefusedFact(f"max_norm={module.max_norm:g}", f"prepare_model, {name or 'the model'}")
+    return None
+
+
 DEVICES = ModelRefusal(
     "the model is on a device that is not this rank's",
     _elsewhere,
@@ -260,6 +271,13 @@ MODELS = (
         fix="Freeze them, by model.get_parameter(name).requires_grad_(False).",
     ),
     DEVICES,
+    ModelRefusal(
+        "an embedding bounds the rows of its weight in each forward, and ranks look up different rows",
+        _bounded_tables,
+        expected="max_norm=None where ranks have different samples, or parts of the weight",
+        fix="Build it with max_norm=None, and bound what it returns: "
+        "rows = rows * (max_norm / rows.norm(dim=-1, keepdim=True).clamp(min=max_norm)).",
+    ),
     ModelRefusal(
         "master weights are for replicated parameters",
         _masters_divided,

@@ -15,6 +15,7 @@ from accel.comm import ranks_of_group
 from accel.context import DistContext
 from accel.errors import PrepareError
 from accel.parallel._modules import is_pipelined, stage_modules
+from accel.parallel._torch_fsdp import is_kept, shards_of
 from accel.tensors import is_dtensor, mesh_of
 from accel.topology import Dimension, dimension_of
 
@@ -73,10 +74,15 @@ def check_sharded(ctx: DistContext, model: nn.Module) -> None:
     with_fsdp = bool(sharded_roots(model))
     if _left_out(ctx, dict(model.named_parameters()), with_fsdp=with_fsdp) is None:
         return
+    kept: dict[int, nn.Parameter] = {}  # parameters that a graph of a backward reads, by the `id` of the whole ones
     for module in model.modules():
         if isinstance(module, Sharded):
-            module.reshard()
-    if (found := _left_out(ctx, dict(model.named_parameters()), with_fsdp=with_fsdp)) is not None:
+            if is_kept(module):
+                kept |= {id(each.whole): cast(nn.Parameter, each.parameter) for each in shards_of(module)}
+            else:
+                module.reshard()
+    named = {name: kept.get(id(each), each) for name, each in model.named_parameters()}
+    if (found := _left_out(ctx, named, with_fsdp=with_fsdp)) is not None:
         name, ranks = found
         raise _unreached(
             ctx,

@@ -8,6 +8,9 @@ methods run in this order, and each hook below is at one of them:
     backward  `pre_backward` (a gradient of an output) -> `unshard`, `wait_for_unshard` -> the module -> `post_backward`
     its end   a callback of the root sums groups that no `post_backward` reached
 
+A backward within a forward, or one that makes a graph, as `torch.autograd.grad(loss, inputs, create_graph=True)` does,
+gathers and sums nothing. The parameters of a graph stay gathered for the backward of that graph; see `keep_for_graphs`.
+
 `NAMES` lists each name by its owner. A test looks for them, and one test a function runs it on the installed torch.
 """
 
@@ -19,6 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
+
+from accel.parallel._private import is_end_of_backward, runs_in_backward
+from accel.tensors import local_part
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -32,13 +38,17 @@ NAMES = {
         "_fsdp_param_group",
         "_training_state",
         "_pre_backward",
+        "_state_ctx",
         "_register_root_post_backward_final_callback",
     ),
+    f"{_INSIDE}._fsdp_state.FSDPStateContext": ("iter_forward_root",),
     f"{_INSIDE}._fsdp_param_group.FSDPParamGroup": (
         "_partial_reduce_output",
         "fsdp_params",
         "reduce_grads",
         "pre_forward",
+        "post_forward",
+        "reshard",
         "unshard",
         "wait_for_unshard",
         "post_backward",
@@ -210,6 +220,108 @@ def gather_before(module: nn.Module, function: Node) -> None:
         _ = state._pre_backward(grads[0])
 
     _ = function.register_prehook(reached)
+
+
+class _Kept:
+    """A group of parameters that stay gathered for the backward of a graph that a backward has made.
+
+    torch reshards after each backward. The graph of a gradient reads the parameters again, before any hook of a unit.
+    """
+
+    def __init__(self, module: nn.Module, group: Any) -> None:
+        self._module, self._group = module, group
+        self._facts: list[tuple[int, ...]] | None = None  # of the shards that are gathered; None if none is kept
+        self._watched = self._in_forward = False
+        self._usual = group.reshard, group.unshard, group.post_forward, group.post_backward
+        group.reshard, group.unshard = self._reshard, self._unshard
+        group.post_forward, group.post_backward = self._post_forward, self._post_backward
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the parameters are kept now."""
+        return self._facts is not None
+
+    def gather(self, *, keep: bool) -> None:
+        """Gather the parameters; with `keep` until a backward sums their gradients, or somebody reshards them."""
+        self._group.unshard()
+        self._group.wait_for_unshard()
+        if not keep:
+            return
+        self._facts = self._now()
+        for whole in (each.whole for each in shards_of(self._module)) if not self._watched else ():
+            if whole is not None and whole.requires_grad:
+                sum_at_end(self._module, whole)  # the loss may read the gradient alone, and no output
+        self._watched = True
+
+    def _now(self) -> list[tuple[int, ...]]:
+        found: list[tuple[int, ...]] = []
+        for each in self._group.fsdp_params:
+            part = local_part(each.sharded_param)
+            found.append((part.data_ptr(), part._version, each.sharded_param._version))  # an optimizer has either
+        return found
+
+    def _reshard(self) -> None:
+        if self._facts is None or not self._in_forward:  # a further forward within the loss leaves them gathered
+            self._facts = None
+            self._usual[0]()
+
+    def _unshard(self, *args: Any, **kwargs: Any) -> None:
+        if self._facts is not None and self._facts != self._now():  # a step has come, and no backward before it
+            self._group.reshard()
+        self._usual[1](*args, **kwargs)
+
+    def _post_forward(self, *args: Any) -> Any:
+        self._in_forward = True
+        try:
+            return self._usual[2](*args)
+        finally:
+            self._in_forward = False
+
+    def _post_backward(self, *unused: object) -> None:
+        if _is_within_forward(_state(self._module)):
+            if not self.is_on:
+                self._group.reshard()
+        elif not _makes_graph() and (not self.is_on or is_end_of_backward()):  # the graph may come after this forward
+            self._facts = None
+            self._usual[3](*unused)
+
+
+def keep_for_graphs(modules: Iterable[nn.Module]) -> None:
+    """Let a backward that makes a graph (double backward, as of a gradient penalty) leave modules of `fully_shard`
+    gathered until the next backward, which sums the gradients; let one within a forward sum nothing. Mutates the
+    modules."""
+    for module in modules:
+        state = _state(module)
+        kept = [_Kept(module, each) for each in _groups(module)]
+        state._pre_backward = partial(_gather, state, state._pre_backward, kept)
+
+
+def is_kept(module: nn.Module) -> bool:
+    """Whether a module of `fully_shard` is gathered for the backward of a graph; see `keep_for_graphs`."""
+    groups = _groups(module) if hasattr(module, "_get_fsdp_state") else []  # stages of a pipeline reshard too
+    holders = [getattr(each.post_forward, "__self__", None) for each in groups]
+    return any(isinstance(each, _Kept) and each.is_on for each in holders)
+
+
+def _gather(
+    state: Any, usual: Callable[[torch.Tensor], torch.Tensor], kept: Iterable[_Kept], grad: torch.Tensor
+) -> torch.Tensor:
+    makes_graph = _makes_graph()
+    if not makes_graph and not _is_within_forward(state):
+        return usual(grad)
+    for each in kept:
+        each.gather(keep=makes_graph)
+    return grad
+
+
+def _is_within_forward(state: Any) -> bool:
+    """Whether this thread is in a backward within a model's forward, as one that returns forces."""
+    return runs_in_backward() and state._state_ctx.iter_forward_root is not None
+
+
+def _makes_graph() -> bool:
+    """Whether this thread is in a backward that makes a graph."""
+    return torch.is_grad_enabled() and runs_in_backward()
 
 
 def sum_at_end(module: nn.Module, whole: torch.Tensor) -> None:

@@ -28,6 +28,7 @@ from accel.tensors import is_dtensor, local_part
 from accel.topology import dimension_of
 
 _SHOWN = 3
+_LOOKUP = ("input", "weight", "", "max_norm")  # arguments of a lookup by position
 _HARMLESS = ("requires_grad_", "share_memory_", "detach_", "retain_grad_")
 
 
@@ -49,6 +50,10 @@ class _ParameterChanges(TorchFunctionMode):
         """Run a function of torch."""
         name = str(getattr(func, "__name__", "")).partition(".")[0]
         first: Any = args[0] if args else None
+        if name in ("embedding", "embedding_bag"):  # writes the rows that it bounds, within this one function
+            given: dict[str, Any] = {**dict(zip(_LOOKUP, args, strict=False)), **(kwargs or {})}
+            if given.get("max_norm") is not None:
+                self._note(given["weight"], "max_norm")
         if name == "__set__" and func == SET_DATA and not _is_same(first, args[1]):
             self._note(first, "data", also_parts=True)
         result = func(*args, **(kwargs or {}))

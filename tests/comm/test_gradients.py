@@ -120,6 +120,32 @@ def test_rows_travel_in_any_numbers(ranks, data, size, seed):
     assert_near(_spread(ranks, call, rows, weights), _whole(whole, rows, weights))
 
 
+@given(size=sizes, seed=st.integers(0, 99))
+@settings(max_examples=share(0.12))
+def test_gradients_of_gradients_are_those_of_one_process(ranks, size, seed):
+    """All but `exchanged` in a row, with layers of each rank's own between them."""
+    [x] = _draws(seed, 1, 2 * size, 3)
+    weights = _draws(seed + 1, size, 3, 3)
+
+    def slope_squared(out: Tensor, x: Tensor) -> None:
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        slope.square().sum().backward()
+
+    def rank(ctx: accel.DistContext) -> tuple[Tensor | None, Tensor | None]:
+        group, own = accel.group_of(ctx, "dp"), x.clone().requires_grad_()
+        weight = weights[ctx.rank].clone().requires_grad_()
+        wide = gathered_summed(own_part(own, 0, group).tanh(), 0, group)
+        narrow = gathered(scattered((wide @ weight).tanh(), 0, group).tanh(), 0, group)
+        slope_squared(summed((copied(narrow, group) @ weight).tanh(), group), own)
+        return own.grad, weight.grad
+
+    whole, leaves = x.clone().requires_grad_(), [each.clone().requires_grad_() for each in weights]
+    middle = torch.stack([(whole.tanh() @ each).tanh() for each in leaves]).sum(0).tanh()
+    slope_squared(torch.stack([(middle @ each).tanh() for each in leaves]).sum(0), whole)
+    for found, leaf in zip(ranks.run(rank, size), leaves, strict=True):
+        torch.testing.assert_close(found, (whole.grad, leaf.grad), rtol=0, atol=1e-11)
+
+
 def test_tensors_go_round_the_ring():
     def rank(ctx):
         group = accel.group_of(ctx, "dp")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from steps import begin_batch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -125,6 +126,27 @@ def test_each_stage_of_a_pipeline_logs_its_own(ranks: Simulator, caplog: pytest.
         "0.mean, 1.mean",
         "2.mean, 3.mean",
     ]
+
+
+class Bounded(nn.Module):
+    """Bounds the rows of its weight that it looks up, in the function alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WIDTH, WIDTH)
+        torch.nn.init.constant_(self.table.weight, 9.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.embedding(torch.tensor([0]), self.table.weight, max_norm=1.0)
+
+
+def test_shards_refuse_rows_that_a_lookup_bounds(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        model = accel.prepare_model(accel.replace(ctx, strategy="fsdp"), Bounded())
+        with assert_raises(accel.errors.ConfigError, got="table.weight by max_norm"):
+            _run(ctx, model)
+
+    ranks.run(rank, 2, default_group=True)
 
 
 @pytest.mark.parametrize("name", SILENT)

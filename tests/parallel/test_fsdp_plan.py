@@ -96,6 +96,13 @@ def test_blocks_whose_parameters_are_used_elsewhere_stay_with_the_model():
     shared = Stack()
     shared.blocks[2].norm = shared.norm = shared.blocks[0].norm
     assert plan_units(ModelView(shared)) == ("blocks.1", "")
+    twice = Stack()
+    twice.first = twice.blocks[2] = twice.blocks[0]  # under three names
+    assert plan_units(ModelView(twice)) == ("blocks.0", "blocks.1", "")
+    before = nn.Module()
+    before.first, before.stack = twice.blocks[0], twice
+    before.forward = twice.forward
+    assert plan_units(ModelView(before)) == ("stack.blocks.1", "first", "")
     same = Stack()
     same.blocks = nn.ModuleList([same.blocks[0]] * 4)
     assert plan_units(ModelView(same)) == ("blocks.0", "")

@@ -183,6 +183,23 @@ def test_a_backward_that_reaches_a_whole_parameter_ends_with_the_sum(ranks: Simu
     _run(ranks, body, Hidden)
 
 
+def test_a_graph_of_a_backward_keeps_the_parameters_for_the_next_one(ranks: Simulator) -> None:
+    def body(model: Any, _ctx: accel.DistContext) -> None:
+        inside.keep_for_graphs([model])
+        x = ROWS.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        assert inside.is_kept(model)
+        assert [each.grad for each in model.parameters()] == [None] * 4
+        slope.square().sum().backward()
+        assert not inside.is_kept(model)
+        assert model.first.weight.grad is not None
+        assert model(ROWS).requires_grad
+        model.reshard()
+        assert not inside.is_kept(model)
+
+    _run(ranks, body)
+
+
 def test_the_drawing_of_hooks_has_the_order_of_torch_and_functions_of_accel(
     ranks: Simulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,9 +141,28 @@ LISTED = (
     "net = nn.Module(); net.layers = nn.ModuleList([Block(), Block()]); x = torch.ones(4, 2)\n"
     "net.forward = lambda x: net.layers[1](net.layers[0](x))\n"
 )
+BY_PARTS = (
+    "class Block(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    "        self.norm, self.up = nn.LayerNorm(2), nn.Linear(2, 2)\n"
+    "    def forward(self, x): return x + self.up(self.norm(x))\n"
+    "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    "        self.blocks = nn.ModuleList(Block() for _ in range(2))\n"
+    "    def forward(self, x):\n        for each in self.blocks: x = x + each.up(each.norm(x))\n        return x\n"
+    "model, x = Net(), torch.ones(2, 2)\n"
+)
 PROGRAMS: tuple[Program, ...] = (
     *AXIS_PROGRAMS,
     *STAGE_PROGRAMS,
+    Program(
+        "parallel/_entries.py",
+        "the forward calls a part of a unit",
+        BY_PARTS,
+        "accel.prepare_model(ctx, model)(x)",
+        'accel.prepare_model(ctx, model, plan=accel.parallel.Plan(units=("blocks.*.norm", "blocks.*.up",)))',
+        "alone = model(x).detach()\ntorch.testing.assert_close({line}(x).detach(), alone)",
+        ranks=2,
+        strategy="fsdp",
+    ),
     # the model, before it is prepared
     Program(
         "parallel/_refused.py",
@@ -195,6 +214,16 @@ PROGRAMS: tuple[Program, ...] = (
         "ctx = accel.replace(ctx, {line})\naccel.prepare_model(ctx, net)",
         ranks=2,
         strategy="fsdp",
+    ),
+    Program(
+        "parallel/_refused.py",
+        "an embedding bounds the rows",
+        LOOKUPS + "max_norm = 1.0\n",
+        "accel.prepare_model(ctx, Net(max_norm=max_norm))",
+        "rows = rows * (max_norm / rows.norm(dim=-1, keepdim=True).clamp(min=max_norm))",
+        "model = accel.prepare_model(ctx, Net()); rows = nn.Embedding(4, 64)(ids)\n{line}\n"
+        "torch.testing.assert_close(rows.norm(dim=-1), torch.ones(4))",
+        ranks=2,
     ),
     Program(
         "parallel/_refused.py",

@@ -21,7 +21,14 @@ from accel.mixins import Mixin, add_mixin
 from accel.parallel._calls import Growing, Plain, add_to, added_to, grow_cache, growing_in, take_apart, tapped
 from accel.parallel._fakes import placeholder
 from accel.parallel._micro_batches import MicroBatch, of_stage
-from accel.parallel._private import forward_hooks, hook_count, hooks_with_keywords, is_view, sequence_number
+from accel.parallel._private import (
+    forward_hooks,
+    hook_count,
+    hooks_with_keywords,
+    is_view,
+    sequence_number,
+    unchanged_version,
+)
 from accel.parallel._record import ForwardRecord, Label, Leaf, UnitCall, place_of
 from accel.parallel.axes.pipeline._cut import Cut, StageCut
 from accel.parallel.axes.pipeline._work import Boundary, Work, boundary_of, check_shape, detachable, explained
@@ -179,11 +186,17 @@ class StageRun:
             self._refuse(path, at)
         if at == self._stage.end:
             self._leave(args, kwargs)
-        for label, value in self._written.get(at, ()):
-            _write(take_apart((args, kwargs), self._containers).leaves[label.leaf], value)
+        self._write_received(at, args, kwargs)
         if at >= self._stage.begin:
             return self._run(at, module, plain, args, kwargs)
         return self._answer(at, module, args, kwargs)
+
+    def _write_received(self, at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Write what earlier stages sent into the arguments of a call."""
+        for label, value in self._written.get(at, ()):
+            argument = take_apart((args, kwargs), self._containers).leaves[label.leaf]
+            with torch.set_grad_enabled(self._trains), unchanged_version(argument):
+                _write(argument, value)
 
     def unit_of(self, node: Node | None) -> str:
         """Return the path of the unit whose call made a node of the graph; those of all for another node or None."""
@@ -328,6 +341,8 @@ class StageRun:
         numbers = [number for number, each in enumerate(self._calls) if each.path == path]
         own = [number for number in numbers if self._stage.begin <= number < self._stage.end]
         if len(own) == len(numbers):
+            if len(own) == 1:
+                self._write_received(own[0], args, kwargs)
             with self._stream(own[0]) if len(own) == 1 else contextlib.nullcontext():
                 return plain(*args, **kwargs)
         if len(numbers) > 1:

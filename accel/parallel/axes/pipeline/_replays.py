@@ -18,7 +18,7 @@ from accel.parallel._calls import let_answer, take_apart, unchanged
 from accel.parallel._micro_batches import MicroBatch, first_device, first_tensor, of_stage
 from accel.parallel._modules import named_modules
 from accel.parallel._private import called_eagerly
-from accel.parallel._record import ForwardRecord, Label, check_states
+from accel.parallel._record import ForwardRecord, Label, check_hidden, check_states
 from accel.parallel.axes.pipeline._cut import Cut, StageCut, cut_record
 from accel.parallel.axes.pipeline._layout import Layout
 from accel.parallel.axes.pipeline._planned import FIX, Planned, begins_by_holdings, recorded, starts_of
@@ -139,6 +139,8 @@ class Replays:
                 got=", ".join(missing[:3]),
                 fix=FIX,
             )
+        if torch.is_grad_enabled():
+            check_hidden(record, [label for each in cut.stages for label in each.passes])
         check_states(record, [each.end for each in cut.stages[:-1]], several=self._several)
         return Replay(record, cut, {})
 

@@ -17,7 +17,7 @@ from accel.errors import AccelError, ConfigError, DeviceError, PrepareError
 from accel.mixins import add_mixin
 from accel.parallel._containers import fill_containers
 from accel.parallel._empty import allocate_empty, make_room, move_model
-from accel.parallel._entries import refuse_parts
+from accel.parallel._entries import refuse_parts, refuse_parts_of_units
 from accel.parallel._labels import label_parameters, replace_parameter
 from accel.parallel._leftovers import watch_used
 from accel.parallel._modules import is_pipelined, layerdrops, stage_modules, written_class
@@ -32,7 +32,7 @@ from accel.parallel._spread import (
     follow_first_,
     stage_comm,
 )
-from accel.parallel._torch_fsdp import shards_of, sum_in_one_format, sum_unused
+from accel.parallel._torch_fsdp import is_kept, keep_for_graphs, shards_of, sum_in_one_format, sum_unused
 from accel.parallel._watches import refuse_changes
 from accel.parallel.axes.experts import exchange_mesh, expert_modules, listed_prefixes, shard_experts
 from accel.parallel.axes.pipeline import SPLIT_BACKWARDS, pipeline_of
@@ -117,7 +117,8 @@ def reshard_after_evaluation(units: Sequence[nn.Module]) -> None:
     def reshard(_module: nn.Module, _inputs: Any, _outputs: Any) -> None:
         if not torch.is_grad_enabled():
             for unit in units:
-                cast(Any, unit).reshard()
+                if not is_kept(unit):
+                    cast(Any, unit).reshard()
 
     _ = units[-1].register_forward_hook(cast(Any, torch.compiler).disable(reshard))
 
@@ -272,11 +273,7 @@ def _spread(ctx: DistContext, outer: ModelView, options: ShardOptions, *, is_emp
     for root in roots:
         sum_in_one_format(root.modules.values())
     for each in named:
-        note_units(ctx.comm, each)
-        reach_outputs(each)
-        inner_units = list(each.values())[:-1]  # the model's own has no loss of its blocks in its containers yet
-        _ = fill_containers(inner_units)
-        add_mixin(inner_units, CalledUnit)
+        _let_units_run(ctx, each)
     if options.find_unused_parameters:
         for each in units:
             sum_unused(each[-1])
@@ -287,6 +284,7 @@ def _spread(ctx: DistContext, outer: ModelView, options: ShardOptions, *, is_emp
     if ctx.data_parallel[1] > 1:
         refuse_layerdrop(after, [unit for each in units for unit in each])
     for each, root in zip(units, roots, strict=True):
+        keep_for_graphs(each)
         refuse_changes(root.after())
         begin_with_root(each)
         if not is_pipelined(inner):
@@ -297,6 +295,17 @@ def _spread(ctx: DistContext, outer: ModelView, options: ShardOptions, *, is_emp
         if options.broadcast_buffers and root.buffers:
             follow_first(stage, each[-1])
     return outer.model
+
+
+def _let_units_run(ctx: DistContext, units: Mapping[str, nn.Module]) -> None:
+    """Let units be called in any of the ways that models call them, or refuse it. Mutates the units, by path and the
+    model itself last."""
+    note_units(ctx.comm, units)
+    refuse_parts_of_units(units)
+    reach_outputs(units)
+    inner = list(units.values())[:-1]  # the model's own has no loss of its blocks in its containers yet
+    _ = fill_containers(inner)
+    add_mixin(inner, CalledUnit)
 
 
 def _shard_unit(

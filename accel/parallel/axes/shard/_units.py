@@ -155,7 +155,7 @@ def _chosen(
     if units != "auto":
         return units_named(view, units, lambda module: _unit_problem(module, paths))
     declared = {name for module in view.modules.values() for name in _declared(module)}
-    found = _blocks(view.model, declared, {id(block.module) for block in view.blocks})
+    found = _blocks(view, view.model, declared, {id(block.module) for block in view.blocks})
     # a block whose parameters are used outside of it too stays with the model
     return [name for name, module in found if _is_closed(module, paths) and id(module) not in together]
 
@@ -198,17 +198,16 @@ def _declared(module: nn.Module) -> Iterable[str]:
 
 
 def _blocks(
-    module: nn.Module, declared: set[str], candidates: set[int], above: str = ""
+    view: ModelView, module: nn.Module, declared: set[str], candidates: set[int]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost blocks below a module; one that holds declared ones leaves it to them."""
-    for key, child in module.named_children():
-        name = f"{above}.{key}" if above else key
+    """The outermost blocks below a module, by their first paths; one that holds declared ones leaves it to them."""
+    for child in module.children():
         inside = {type(each).__name__ for each in child.modules()}
         chosen = type(child).__name__ in declared or (id(child) in candidates and declared.isdisjoint(inside))
         if chosen and is_called(child) and any(True for _ in child.parameters()):
-            yield name, child
+            yield view.places[id(child)][0], child
         else:
-            yield from _blocks(child, declared, candidates, name)
+            yield from _blocks(view, child, declared, candidates)
 
 
 def _is_closed(module: nn.Module, paths: _Paths) -> bool:
@@ -229,7 +228,7 @@ def _of_other_dtypes(model: nn.Module, unit: str, units: Sequence[str], paths: _
     if len(sizes) < 2:
         return []
     main = sizes.most_common(1)[0][0]
-    found = list(_uniform(top, unit, main, taken, paths))
+    found = list(_uniform(top, main, taken, paths))
     taken |= {id(each) for name in found for each in model.get_submodule(name).parameters()}
     for parameter in _trained(own, taken):
         if parameter.dtype != main[0]:
@@ -243,17 +242,14 @@ def _of_other_dtypes(model: nn.Module, unit: str, units: Sequence[str], paths: _
     return found
 
 
-def _uniform(
-    module: nn.Module, above: str, main: tuple[torch.dtype, bool], taken: set[int], paths: _Paths
-) -> Iterator[str]:
-    """The outermost modules below whose parameters share a format that is not the main one."""
-    for key, child in module.named_children():
-        name = f"{above}.{key}" if above else key
+def _uniform(module: nn.Module, main: tuple[torch.dtype, bool], taken: set[int], paths: _Paths) -> Iterator[str]:
+    """The first paths of the outermost modules below with parameters of one format that is not the main one."""
+    for child in module.children():
         formats = {paths.format_of(parameter) for parameter in _trained(child.parameters(), taken)}
         if len(formats) == 1 and main not in formats and is_called(child) and _is_closed(child, paths):
-            yield name
+            yield paths.view.places[id(child)][0]
         elif formats - {main}:
-            yield from _uniform(child, name, main, taken, paths)
+            yield from _uniform(child, main, taken, paths)
 
 
 def _trained(parameters: Iterable[nn.Parameter], taken: set[int]) -> Iterator[nn.Parameter]:

@@ -148,7 +148,7 @@ def _refused(url: str) -> str:
 
 
 def check_metrics(rules: Sequence[AlertRule], names: Collection[str]) -> None:
-    """Raise `ConfigError` for a rule on a number that is not among those of a run's first `log`."""
+    """Raise `ConfigError` for a rule on a number that a run's first `log` lacks."""
     for rule in rules:
         missing = [name for name in rule.needed if name not in names]
         if missing and not rule.later:
@@ -218,28 +218,17 @@ def _slow_text(values: Mapping[str, float], factor: float) -> str:
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
-    """An alert, as a file, a command and a webhook get it, without credentials.
+    """An alert, as a file, a command and a webhook get it, without credentials."""
 
-    Attributes:
-        time_s: its time, in seconds since the epoch.
-        level: its level.
-        title, text: the alert.
-        source: the process that raised it: "rank 3" or "launch".
-        host: name of its host.
-        run: name of the run; empty if unknown.
-        count: number of equal ones until `last_s`.
-        last_s: time of the last one.
-    """
-
-    time_s: float
-    level: str
-    title: str
-    text: str = ""
-    source: str = ""
-    host: str = ""
-    run: str = ""
-    count: int = 1
-    last_s: float = 0.0
+    time_s: float  # its time, in seconds since the epoch
+    level: str  # its level
+    title: str  # its first line
+    text: str = ""  # its further text
+    source: str = ""  # the process that raised it: "rank 3" or "launch"
+    host: str = ""  # name of its host
+    run: str = ""  # name of the run; empty if unknown
+    count: int = 1  # number of equal ones until `last_s`
+    last_s: float = 0.0  # time of the last one
 
     @property
     def line(self) -> str:

@@ -33,19 +33,12 @@ def _numbers(version: str) -> list[int]:
 
 
 class DeviceKind(msgspec.Struct, frozen=True):
-    """Abilities of the devices of a kind.
+    """Abilities of the devices of a kind."""
 
-    Attributes:
-        float64: whether they compute in float64.
-        numbered: whether a machine may have several, distinguished by numbers.
-        counts_memory: whether torch counts the bytes that tensors take there.
-        backend: c10d backend for their tensors; "" for that which torch or the vendor's package registers.
-    """
-
-    float64: bool = True
-    numbered: bool = True
-    counts_memory: bool = True
-    backend: str = ""
+    float64: bool = True  # whether they compute in float64
+    numbered: bool = True  # whether a machine may have several, distinguished by numbers
+    counts_memory: bool = True  # whether torch counts the bytes that tensors take there
+    backend: str = ""  # c10d backend for their tensors; "" for that which torch or the vendor's package registers
 
 
 _OTHER = DeviceKind()

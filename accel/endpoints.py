@@ -31,7 +31,7 @@ def probe(host: str | None, port: int, timeout_s: float) -> OSError | UnicodeErr
     """Connect to an endpoint; return the error, None if something listens there."""
     try:
         with socket.create_connection((host, port), timeout=timeout_s) as connection:
-            # Linux connects a socket to itself where the port is one of its own choice, and nothing listens.
+            # Linux connects a socket to itself if it has chosen the port and nothing listens.
             if connection.getsockname() == connection.getpeername():
                 return ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
     except (OSError, UnicodeError) as error:  # the latter for a text that no host can have as its name
@@ -74,7 +74,7 @@ def retry(
 
 
 def post_json(url: str, body: bytes, patience_s: float) -> None:
-    """Send JSON to an https URL, whose certificate is checked; follow no redirection, and read the status alone.
+    """Send JSON to an https URL. Checks the certificate, follows no redirection, and reads only the status.
 
     Args:
         url: the URL.

@@ -21,7 +21,7 @@ Fp8Backend = Literal["torchao", "transformer_engine"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 CompileName = Literal["off", "whole", "repeated"]
 Fp8Scaling = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "current", "mxfp8"]
-GROUPED = frozenset[StrategyName](["deepspeed"])  # strategies whose engine needs a group on one process, too
+GROUPED = frozenset[StrategyName](["deepspeed"])  # strategies that need a group on one process, too
 
 _SCALINGS: dict[str, tuple[Fp8Scaling, ...]] = {
     "torchao": ("tensorwise", "rowwise", "rowwise_with_gw_hp"),
@@ -140,7 +140,7 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True):
             "blocks.*.router".
         master_weights: "fp32" for float32 copies of 16-bit parameters, which the optimizer steps, and for gradients in
             float32; None for parameters that are stepped themselves.
-        fp8: layers in fp8, beside compute in bf16.
+        fp8: layers in fp8, with compute in bf16.
         qat: layers that round their weights, for a model that `convert_qat` quantizes after the training.
     """
 

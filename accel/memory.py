@@ -21,7 +21,7 @@ from accel.random import capture_rng, restore_rng
 R = TypeVar("R")
 
 _NAME = "find_executable_batch_size"
-_SIGNS = (  # texts of backends without an exception of their own
+_SIGNS = (  # texts of backends without an exception class
     "out of memory",
     "can't allocate memory",
     "MemoryError",
@@ -33,19 +33,12 @@ _SIGNS = (  # texts of backends without an exception of their own
 
 
 class _AttemptFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's failure in an attempt.
+    """A rank's failure in an attempt."""
 
-    Attributes:
-        rank: the failed rank.
-        search: call and batch size of the search.
-        text: the error in one line.
-        memory: whether memory ran out.
-    """
-
-    rank: int
-    search: str
-    text: str
-    memory: bool
+    rank: int  # the failed rank
+    search: str  # call and batch size of the search
+    text: str  # the error in one line
+    memory: bool  # whether memory ran out
 
 
 @context_first

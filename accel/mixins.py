@@ -16,19 +16,12 @@ _MARK = "_accel_mixed"  # attribute of each class made here: its description
 
 
 class Inserted(NamedTuple):
-    """A class, or its subclasses, in front of users' classes.
+    """A class, or its subclasses, in front of users' classes."""
 
-    Attributes:
-        name: of the class.
-        home: its file in `accel/`.
-        by: the function that inserts it.
-        until: event that removes it; "" for none.
-    """
-
-    name: str
-    home: str
-    by: str
-    until: str = ""
+    name: str  # of the class
+    home: str  # its file in `accel/`
+    by: str  # the function that inserts it
+    until: str = ""  # event that removes it; "" for none
 
 
 # The order of the classes in a call. It does not depend on the order of insertion. `fully_shard` puts a class in front
@@ -115,7 +108,7 @@ def add_mixin(objects: Iterable[object], mixin: type[Mixin], **settings: object)
 
     A class without a place goes in front. What is behind another library's class stays there. Objects of one class
     stay of one class, for which torch.compile compiles once. The settings become class attributes.
-    Functions of the mixin have code of their own in each class that is made: see `_own_code`.
+    Functions of the mixin have separate code in each class that is made: see `_own_code`.
     """
     made: dict[type, type] = {}
     for each in objects:
@@ -184,7 +177,7 @@ def _functions(mixin: type) -> dict[str, FunctionType]:
 
 
 def _own_code(function: FunctionType, label: str) -> FunctionType:
-    """Copy a function whose code object is another one, named by a label.
+    """Copy a function with another code object, named by a label.
 
     torch.compile keeps its graphs, and the sizes that it has seen, by code object, and makes few graphs for each.
     """

@@ -232,7 +232,7 @@ def _is_sliced(others: tuple[type, ...], inputs: object) -> bool:
 
 
 def _check_slice(inputs: Any, where: str) -> None:
-    """Raise for an object whose slices have another type, such as the columns of a table."""
+    """Raise for an object with slices of another type, such as the columns of a table."""
     if isinstance(inputs, Sequence | torch.Tensor) or _is_dataset(inputs):
         return
     part = inputs[:0]

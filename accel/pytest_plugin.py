@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def simulator() -> Iterator[Simulator]:
-    """An `accel.testing.Simulator` whose threads serve all tests of a module, and end with it.
+    """An `accel.testing.Simulator` with threads that serve all tests of a module, and end with it.
 
     Its scope suits Hypothesis, which refuses fixtures that would be shared by the examples of one test only.
     """

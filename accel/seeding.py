@@ -13,15 +13,13 @@ import secrets
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
 
-import msgspec
 import torch
 
-from accel.comm import Call, broadcast_bytes, call_site, shared_failure
+from accel.comm import Call, broadcast_value, call_site, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 from accel.errors._checks import check_count
 from accel.random import Key, RngState, capture_rng, check_seed, restore_rng, rng_scope, seed_rng
-from accel.tensors import integers
 from accel.topology import AXIS_NAMES, DATA_DIMS, data_dimension
 
 __all__ = ["Key", "deterministic", "draw_seed", "rank_key", "seeded", "set_seed", "synchronize_rng"]
@@ -101,7 +99,7 @@ def set_seed(
             equal on ranks that share samples, so axes beside data parallelism are for activations alone.
 
     Returns:
-        The key of the streams; fold names into it for streams of your own.
+        The key of the streams; fold names into it for further streams.
 
     Raises:
         ConfigError: not a seed, or as `rank_key`.
@@ -139,18 +137,15 @@ def synchronize_rng(ctx: DistContext) -> None:
     """
     call = Call("synchronize_rng", f"device {ctx.device.type}", call_site())
     with shared_failure(ctx.comm, call):
-        mine = msgspec.msgpack.encode(capture_rng(ctx.device)) if ctx.is_main_process else b""
-    payload = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
-    first = broadcast_bytes(ctx.comm, call, payload, source=0)
-    data = bytes(integers(first))
-    restore_rng(msgspec.msgpack.decode(data, type=RngState), ctx.device)
+        mine = capture_rng(ctx.device)
+    restore_rng(broadcast_value(ctx.comm, call, mine, RngState), ctx.device)
 
 
 @contextlib.contextmanager
 def deterministic(*, warn_only: bool = False) -> Generator[None]:
     """Restrict torch to deterministic algorithms during a block. They are slower.
 
-    torch's flags are those of the process, so blocks of several threads must not overlap. On CUDA, matrix products
+    torch's flags hold for the process, so blocks of several threads must not overlap. On CUDA, matrix products
     also need CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment; torch raises where it is missing.
 
     Args:
@@ -187,10 +182,7 @@ def draw_seed(ctx: DistContext) -> int:
     Examples:
         >>> state = accel.train_state(ctx, seed=accel.seeding.draw_seed(ctx))
     """
-    call = Call("draw_seed", "", call_site())
-    mine = secrets.randbits(31).to_bytes(4, "little") if ctx.is_main_process else b""
-    payload = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
-    seed = int.from_bytes(bytes(integers(broadcast_bytes(ctx.comm, call, payload, source=0))), "little")
+    seed = broadcast_value(ctx.comm, Call("draw_seed", "", call_site()), secrets.randbits(31), int)
     if ctx.is_main_process:
         logging.getLogger("accel.seeding").info("drew the seed %d", seed)
     return seed

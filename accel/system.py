@@ -60,26 +60,20 @@ def absolute(path: str) -> str:
 
 _LAST_BYTES = 4096  # of the output that is kept for a message
 _CHUNK_BYTES = 1 << 16
-_POLL_S = 0.05  # between two looks at a program whose pipes another process holds open
+_POLL_S = 0.05  # between two looks at a program while another process holds its pipes open
 _FLOOD_BYTES = 1 << 20  # of output that is not kept; beyond it is read slowly, so that the program waits
 _FLOOD_PAUSE_S = 0.01
 _KILLED_S = 1.5  # a program that waits for a device may outlive SIGKILL
 
 
 class HelperEnd(NamedTuple):
-    """The end of a helper program.
+    """The end of a helper program."""
 
-    Attributes:
-        status: exit status, or minus the number of the signal that killed it; None if it was killed at its limit.
-        out: first bytes of its standard output.
-        err: last 4 kB of its standard error.
-        is_cut: whether it was killed because its output was longer than what is kept.
-    """
-
+    # Exit status, or minus the number of the signal that killed it; None if it was killed at its limit.
     status: int | None
-    out: bytes = b""
-    err: bytes = b""
-    is_cut: bool = False
+    out: bytes = b""  # first bytes of its standard output
+    err: bytes = b""  # last 4 kB of its standard error
+    is_cut: bool = False  # whether it was killed because its output was longer than what is kept
 
     def last_line(self) -> str:
         """Return the last line of its standard error."""

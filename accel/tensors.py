@@ -57,7 +57,7 @@ def has_wide_gradient(parameter: torch.Tensor) -> bool:
 
 
 class AbsentWeight(Protocol):
-    """A weight that is not in memory: a tensor whose class has `stored`."""
+    """A weight that is not in memory: a tensor of a class with `stored`."""
 
     def stored(self) -> torch.Tensor:
         """Return the values on the host: memory that has them already, a mapped file, or else a copy."""
@@ -65,7 +65,7 @@ class AbsentWeight(Protocol):
 
 
 def is_absent(tensor: object) -> bool:
-    """Return whether a tensor is a weight that is not in memory, or a DTensor whose part on this rank is not."""
+    """Return whether a tensor, or this rank's part of a DTensor, is a weight that is not in memory."""
     if is_dtensor(tensor):
         tensor = local_part(tensor)
     return type(tensor) is not torch.Tensor and hasattr(type(tensor), "stored")
@@ -315,7 +315,7 @@ _NO_MODELS = frozenset({"torch", "sympy", "numpy", *sys.stdlib_module_names})
 
 
 def fake_mode() -> Any:
-    """Return a mode in which new tensors have no memory; beside them, real ones may be constants."""
+    """Return a mode in which new tensors have no memory; real ones may be constants among them."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # imports sympy
 
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -369,18 +369,13 @@ def _holds_fakes(cache: object) -> bool:
 
 
 class WordLayers(NamedTuple):
-    """The layers of a model that map words to vectors and back, by path.
+    """The layers of a model that map words to vectors and back, by path."""
 
-    Attributes:
-        tables: embeddings.
-        heads: the layer that the model's `get_output_embeddings` returns; else the linear layers that share a table's
-            weight; else those with as many outputs as a table has rows.
-        sized: all linear layers with as many outputs as a table has rows.
-    """
-
-    tables: Mapping[str, nn.Module]
+    tables: Mapping[str, nn.Module]  # embeddings
+    # The layer that the model's `get_output_embeddings` returns; else the linear layers that share a table's
+    # weight; else those with as many outputs as a table has rows.
     heads: Mapping[str, nn.Module]
-    sized: Mapping[str, nn.Module]
+    sized: Mapping[str, nn.Module]  # all linear layers with as many outputs as a table has rows
 
 
 def word_layers(model: nn.Module) -> WordLayers:

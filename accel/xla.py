@@ -41,7 +41,7 @@ def not_installed(problem: str, where: str, otherwise: str = "") -> MissingExtra
 
 
 def join(local_rank: int, local_world_size: int, world_size: int) -> int:
-    """Connect this process to one device of its host, and return the device's rank among those of all hosts.
+    """Connect this process to one device of its host, and return the device's rank among all hosts' devices.
 
     The hardware determines that rank. On TPUs this waits for the processes of all hosts.
     """

@@ -37,7 +37,7 @@ def make_pairs(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 class Decoder(nn.Module):
-    """A transformer in which no place sees those behind it."""
+    """A causal transformer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

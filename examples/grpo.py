@@ -42,7 +42,7 @@ def reward(prompt: list[int], answer: list[int]) -> float:
 
 
 def score(samples: post_training.Samples) -> Tensor:
-    """Return the reward of each sample, 0 for one whose function fails or takes too long."""
+    """Return the reward of each sample, 0 if its function fails or takes too long."""
     bounds = zip(samples.ids, samples.prompt_lengths, samples.lengths, strict=True)
     texts = [(ids[:start].tolist(), ids[start:end].tolist()) for ids, start, end in bounds]
     found, deadline = torch.zeros(len(texts), dtype=torch.float64), time.monotonic() + LIMIT_S

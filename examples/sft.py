@@ -52,7 +52,7 @@ def make_chats(count: int, seed: int) -> list[list[dict[str, str]]]:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of bytes and roles; `AutoTokenizer.from_pretrained` gives that of a trained model."""
+    """Return a tokenizer of bytes and roles; `AutoTokenizer.from_pretrained` loads a trained model's."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={each: at for at, each in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -61,7 +61,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_rows(tokenizer: PreTrainedTokenizerFast, chats: list[list[dict[str, str]]]) -> list[post_training.TokenRow]:
-    """Return the tokens of chats, with weight 1 for those of answers."""
+    """Return the tokens of chats, with weight 1 for tokens of answers."""
     rows: list[post_training.TokenRow] = []
     for chat in chats:
         found: Any = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)

@@ -19,9 +19,9 @@ MOST_FILES = {
     "prepare": 16,
     "a loop's pass": 24,
     "save a layer": 17,
-    "load a layer": 18,
-    "save a run": 29,  # a run is a model, AdamW, a scheduler, a TrainState and a loader
-    "load a run": 29,
+    "load a layer": 17,
+    "save a run": 28,  # a run is a model, AdamW, a scheduler, a TrainState and a loader
+    "load a run": 27,
 }
 MOST_OF_A_LAUNCH = 26  # two of them the doors to files of others and to signals and helper programs
 MOST_OF_A_DISPATCH = 28

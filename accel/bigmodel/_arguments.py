@@ -33,22 +33,13 @@ def available_memory(device: int | str | torch.device, *, reserve: int | str) ->
         ConfigError: no size, or one that leaves nothing.
     """
     kept = 0 if type(reserve) is int and reserve == 0 else parse_size(reserve, "reserve=")
-    place = _device(device)
+    place = device_of(device, where="available_memory")
     free = _host_bytes() if place.type == "cpu" else _device_bytes(place)
     if free <= kept:
         raise ConfigError(
             "the reserve takes all of the memory", expected=f"below {free}", got=f"{kept}", where="reserve="
         )
     return free - kept
-
-
-def _device(device: int | str | torch.device) -> torch.device:
-    try:
-        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    except RuntimeError as error:
-        raise DeviceError(
-            "no such device", got=repr(device), where="available_memory", fix=f"torch: {error}"
-        ) from error
 
 
 def _device_bytes(device: torch.device) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The skeleton of a model: its blocks in the order of their calls, the modules beside them, and ties by identity."""
+"""The skeleton of a model: its blocks in the order of their calls, the other modules, and ties by identity."""
 
 from __future__ import annotations
 
@@ -56,39 +56,23 @@ SMALL_BYTES = 2**20  # buffers, and modules without submodules, that do not stre
 
 
 class _ModelPart(NamedTuple):
-    """A part of the model that becomes a segment.
+    """A part of the model that becomes a segment."""
 
-    Attributes:
-        name: its path.
-        module: the module.
-        whole: whether submodules belong to it, too.
-        aliases: further paths of the module.
-    """
-
-    name: str
-    module: nn.Module
-    whole: bool
-    aliases: list[str]
+    name: str  # its path
+    module: nn.Module  # the module
+    whole: bool  # whether submodules belong to it, too
+    aliases: list[str]  # further paths of the module
 
 
 class _FoundTensor(NamedTuple):
-    """A parameter, a buffer, or a part of a quantizer's parameter at one of its paths.
+    """A parameter, a buffer, or a part of a quantizer's parameter at one of its paths."""
 
-    Attributes:
-        path: the path.
-        segment: name of its segment.
-        tensor: the tensor.
-        stored: whether checkpoints hold it.
-        key: the same for each path of a tied one.
-        is_small: whether it stays on the segment's device, as small ones do and those that forward writes to.
-    """
-
-    path: str
-    segment: str
-    tensor: torch.Tensor
-    stored: bool
-    key: tuple[int, str]
-    is_small: bool
+    path: str  # the path
+    segment: str  # name of its segment
+    tensor: torch.Tensor  # the tensor
+    stored: bool  # whether checkpoints hold it
+    key: tuple[int, str]  # the same for each path of a tied one
+    is_small: bool  # whether it stays on the segment's device, as small ones do and those that forward writes to
 
 
 def describe(

@@ -37,7 +37,7 @@ _PLAIN = frozenset((int, float, bool, type(None), torch.dtype, torch.device))  #
 
 
 def init_empty_weights(make: Callable[[], M]) -> M:
-    """Build a model whose parameters and persistent buffers have no memory.
+    """Build a model without memory for parameters and persistent buffers.
 
     They are on the meta device. Buffers that no checkpoint holds, and tensors that modules keep as attributes, have
     their values, on the device that the constructor names. A constructor may look at values, as by `.item()`.
@@ -121,20 +121,13 @@ class _Number(NamedTuple):
 
 
 class _NotedStep(NamedTuple):
-    """A noted operation.
+    """A noted operation."""
 
-    Attributes:
-        operation: the operator.
-        args, kwargs: its arguments, tensors by number.
-        outputs: numbers of its results.
-        changed: numbers of the tensors whose memory it writes.
-    """
-
-    operation: Any
-    args: Any
-    kwargs: Any
-    outputs: Sequence[int]
-    changed: Sequence[int]
+    operation: Any  # the operator
+    args: Any  # its positional arguments, tensors by number
+    kwargs: Any  # its keyword arguments, likewise
+    outputs: Sequence[int]  # numbers of its results
+    changed: Sequence[int]  # numbers of the tensors that it writes to
 
 
 class _Facts(NamedTuple):
@@ -155,7 +148,7 @@ class _Tape(TorchDispatchMode):
         self._facts: dict[Any, _Facts] = {}
         self._values: dict[int, torch.Tensor] = {}
         self._count = 0
-        self._bases: dict[int, int] = {}  # of a view, the tensor whose memory it shares
+        self._bases: dict[int, int] = {}  # tensor that shares its memory, by number of the view
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options: dict[str, Any] = dict(kwargs or {})
@@ -272,7 +265,7 @@ def _gives_facts(func: Any) -> bool:
 
 
 def _mapped(value: Any, kind: type[T], change: Callable[[T], object]) -> Any:
-    """Return an operator's arguments with those of a kind changed; faster than pytree, which knows more containers."""
+    """Return an operator's arguments, arguments of a kind changed; faster than pytree, which knows more containers."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, kind):
@@ -321,7 +314,7 @@ def initialize_weights(
         ctx: the context.
         model: from `prepare` or `prepare_model`, built on the meta device; perhaps filled in part by a load.
         key: the source of random numbers; equal on every rank.
-        init: fills the parameters and buffers of the module that it is given, and not those of modules below it, such
+        init: fills the parameters and buffers of the module that it is given, not of modules below it, such
             as `_init_weights` of a model of transformers. None for the module's own `reset_parameters`.
 
     Returns:
@@ -402,7 +395,7 @@ def _check_initialisers(modules: Mapping[str, nn.Module]) -> None:
 
 
 def _stand_in(module: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy of a module, of its own class, with whole plain tensors, NaN, in the place of its parameters."""
+    """Return a copy of a module, of its class, with full plain tensors of NaN instead of its parameters."""
     kind = _bare(type(module))
     made = object.__new__(kind)
     own = vars(made)

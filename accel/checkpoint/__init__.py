@@ -3,7 +3,7 @@
 
 Begin with `_save.py`. Ranks' statements (`_snapshot.py`, from `_live_tensors.py`, values by `_encoding.py`) become a
 plan (`_boxes.py`) and the manifest (`_manifest.py`); each rank writes its share, rank 0 commits, and `_retention.py`
-deletes. `_newest.py` finds the checkpoint to load, `_read.py` reads its boxes, by `_recipes.py` under other names.
+deletes. `_read.py` finds the checkpoint to load, and reads boxes of its tensors, by `_recipes.py` under other names.
 `_background.py` saves in a thread; `_hosts.py` has what a save asks of its folder, of all ranks or of each
 host. Names for listing and checking load without torch.
 """

@@ -20,15 +20,10 @@ _MOST_ELEMENTS = 2**59  # of the widest dtype, 16 bytes, these are as many bytes
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """A part of a tensor without holes.
+    """A part of a tensor without holes."""
 
-    Attributes:
-        offset: its first element in the whole tensor, one index a dimension.
-        shape: its extent.
-    """
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    offset: tuple[int, ...]  # its first element in the whole tensor, one index a dimension
+    shape: tuple[int, ...]  # its extent
 
     @property
     def size(self) -> int:

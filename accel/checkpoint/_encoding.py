@@ -39,7 +39,7 @@ from accel.storage import stored_dtype
 
 _PURE = {"PurePosixPath": PurePosixPath, "PureWindowsPath": PureWindowsPath}
 _TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)  # each is written as its text
-_KINDS = "biufcSUMm"  # numpy's letters of dtypes whose bytes are their values
+_KINDS = "biufcSUMm"  # numpy's letters of dtypes that are stored as their bytes
 
 
 def is_special(value: Any) -> bool:
@@ -146,7 +146,7 @@ def _numpy() -> Any:
 _PLAIN_STEP = re.compile(r"[A-Za-z0-9_\-]+", re.ASCII)
 _WORD = 2**63
 
-Kept = dict[str, object]  # by path: records and members of enums, each with a class of its own
+Kept = dict[str, object]  # by path: records and members of enums, of any class
 
 
 def encode(value: object, path: str, tensors: dict[str, torch.Tensor], kept: Kept | None = None) -> Any:
@@ -293,19 +293,13 @@ def _unsaveable(value: object, path: str) -> CheckpointError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Making:
-    """Makes records of stored fields.
+    """Makes records of stored fields."""
 
-    Attributes:
-        kept: live records by path: a record at the same path has the class of that one.
-        classes: else its class by name.
-        own: maps path and record to the final record.
-        exact: whether records inside values have the names of their classes, as since format 4; else a dict in the
-            place of a live record is one.
-    """
-
-    kept: Mapping[str, object]
-    classes: Classes
-    own: Callable[[str, object], object]
+    kept: Mapping[str, object]  # live records by path: a record at the same path has the class of that one
+    classes: Classes  # else its class by name
+    own: Callable[[str, object], object]  # maps path and record to the final record
+    # Whether records inside values have the names of their classes, as since format 4; else a dict in the place
+    # of a live record is one.
     exact: bool
 
     def record(self, name: str, fields: dict[str, Any], path: str) -> object:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints in a folder of each host: the functions of a save, and the checkpoint of all hosts that a load holds.
 
-Each host gets, as a checkpoint of its own, every box that a rank of it reads again at the same layout: so it writes its
+Each host gets, as a separate checkpoint, every box that a rank of it reads again at the same layout: so it writes its
 own copy of what all ranks hold, and receives what only other hosts have. Its manifest names the files of other hosts
 where a tensor continues, so that the folders of all hosts, copied together, are a whole checkpoint.
 """
@@ -23,8 +23,14 @@ import torch
 
 from accel.checkpoint._boxes import NamedBox, plan_writes
 from accel.checkpoint._manifest import HostPart, Item, candidates, committed, step_name
-from accel.checkpoint._newest import Held, SkippedCheckpoints, all_damaged, is_checkpoint, open_same
-from accel.checkpoint._read import open_checkpoint
+from accel.checkpoint._read import (
+    Held,
+    SkippedCheckpoints,
+    all_damaged,
+    is_checkpoint,
+    open_checkpoint,
+    open_same,
+)
 from accel.checkpoint._retention import sweep
 from accel.checkpoint._snapshot import (
     Agreement,
@@ -42,23 +48,14 @@ from accel.storage import Place, as_place, host_name
 
 
 class HostNote(msgspec.Struct, frozen=True):
-    """A rank's message about its host's folder.
+    """A rank's message about its host's folder."""
 
-    Attributes:
-        node: rank of the host.
-        name: its name.
-        commits: names of the folder's checkpoints, newest first, each with the number of its save.
-        leads: whether this rank commits for its host.
-        save: number of the save that begins; rank 0's is used.
-        main: digest of names and shapes of what rank 0 alone would write.
-    """
-
-    node: int
-    name: str
-    commits: list[tuple[str, str]]
-    leads: bool = False
-    save: str = ""
-    main: str = ""
+    node: int  # rank of the host
+    name: str  # its name
+    commits: list[tuple[str, str]]  # names of the folder's checkpoints, newest first, each with the number of its save
+    leads: bool = False  # whether this rank commits for its host
+    save: str = ""  # number of the save that begins; rank 0's is used
+    main: str = ""  # digest of names and shapes of what rank 0 alone would write
 
     @property
     def label(self) -> str:
@@ -67,15 +64,10 @@ class HostNote(msgspec.Struct, frozen=True):
 
 
 class HostWrites(NamedTuple):
-    """The writing, where each host has a separate folder.
+    """The writing, where each host has a separate folder."""
 
-    Attributes:
-        ranks: boxes that each rank writes, on its host.
-        sent: boxes that some host needs and does not have, each with the rank that sends it.
-    """
-
-    ranks: list[tuple[NamedBox, ...]]
-    sent: dict[NamedBox, int]
+    ranks: list[tuple[NamedBox, ...]]  # boxes that each rank writes, on its host
+    sent: dict[NamedBox, int]  # boxes that some host needs and does not have, each with the rank that sends it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +115,7 @@ def _agree(
     notes = [msgspec.msgpack.decode(each, type=HostNote) for each in statements]
     check_notes(notes)
     leader = [note.node if note.leads else None for note in notes].index(ctx.node_rank)
-    # each host writes a manifest of its own, and all must hold the same values
+    # each host writes a manifest, and all must hold the same values
     stored = broadcast_value(ctx.comm, call, stored, tuple[dict[str, Item], dict[str, float]])
     older = None
     common = on_all_hosts(notes)
@@ -342,8 +334,8 @@ def plan_host_writes(
 
 
 def places_seen_from(node: int, writes: HostWrites, nodes: Sequence[int]) -> dict[NamedBox, int]:
-    """Return the rank whose file holds each box, for a host's manifest: one of its own, else the lowest."""
-    # own files first: a load on this host finds what it reads beside the manifest
+    """Return the rank with the file of each box, for a host's manifest: one of the host, else the lowest."""
+    # own files first: a load on this host finds what it reads next to the manifest
     order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank] != node, rank))
     found: dict[NamedBox, int] = {}
     for rank in order:

@@ -59,7 +59,7 @@ def check_tensor(tensor: torch.Tensor, path: str) -> None:
     if is_dtensor(tensor):
         _ = held_box(tensor, path)
         tensor = local_part(tensor)
-    # a class that rewrites operations has no bytes of its own that a file could hold
+    # a class that rewrites operations has no bytes that a file could hold
     if not is_absent(tensor) and _dispatch(type(tensor)) is not _dispatch(torch.Tensor):
         problem, fix = (
             f"{with_article(type(tensor).__name__)}",

@@ -34,17 +34,11 @@ _STEP = re.compile(r"step-([0-9]{8,18})", re.ASCII)
 
 
 class StoredPiece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A box of a tensor, stored in a file under the tensor's name.
+    """A box of a tensor, stored in a file under the tensor's name."""
 
-    Attributes:
-        file: the safetensors file.
-        offset: first element of the box in the whole tensor, one index a dimension.
-        shape: the box's extent.
-    """
-
-    file: str
-    offset: tuple[Size, ...]
-    shape: tuple[Size, ...]
+    file: str  # the safetensors file
+    offset: tuple[Size, ...]  # first element of the box in the whole tensor, one index a dimension
+    shape: tuple[Size, ...]  # the box's extent
 
     @property
     def box(self) -> Box:
@@ -53,31 +47,20 @@ class StoredPiece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor.
+    """A tensor."""
 
-    Attributes:
-        dtype: torch's name, such as "float32".
-        shape: shape of the whole tensor.
-        pieces: boxes that together hold each element once, each in another file; in format 1 a single one.
-    """
-
-    dtype: str
-    shape: tuple[Size, ...]
+    dtype: str  # torch's name, such as "float32"
+    shape: tuple[Size, ...]  # shape of the whole tensor
+    # Boxes that together hold each element once, each in another file; in format 1 a single one.
     pieces: tuple[StoredPiece, ...]
 
 
 class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The contents that were saved under one name.
+    """The contents that were saved under one name."""
 
-    Attributes:
-        kind: kind of the item, which decides how it is loaded.
-        type: the class's name.
-        value: its non-tensor state, encoded.
-    """
-
-    kind: ItemKind
-    type: str
-    value: Any
+    kind: ItemKind  # kind of the item, which decides how it is loaded
+    type: str  # the class's name
+    value: Any  # its non-tensor state, encoded
 
 
 class HostPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -93,31 +76,19 @@ class HostPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A checkpoint's contents.
+    """A checkpoint's contents."""
 
-    Attributes:
-        format: version of this format.
-        accel, torch: versions that wrote it.
-        step, world_size: step and world size of the run that wrote it.
-        files: contents of the folder beside the manifest, by name.
-        tensors: tensors by full name.
-        aliases: other names of tensors.
-        items: items by name.
-        metrics: metrics of the checkpoint, for `Keep`.
-        host: the part in this folder; unset for all of the checkpoint.
-    """
-
-    format: int
-    accel: str
-    torch: str
-    step: Size
-    world_size: Annotated[int, msgspec.Meta(ge=1)]
-    files: dict[str, FileEntry]
-    tensors: dict[str, TensorEntry]
-    aliases: dict[str, str]
-    items: dict[str, Item]
-    metrics: dict[str, float] = {}
-    host: HostPart | msgspec.UnsetType = msgspec.UNSET
+    format: int  # version of this format
+    accel: str  # version of accel that wrote it
+    torch: str  # version of torch that wrote it
+    step: Size  # step of the run that wrote it
+    world_size: Annotated[int, msgspec.Meta(ge=1)]  # world size of that run
+    files: dict[str, FileEntry]  # files of the folder besides the manifest, by name
+    tensors: dict[str, TensorEntry]  # tensors by full name
+    aliases: dict[str, str]  # other names of tensors
+    items: dict[str, Item]  # items by name
+    metrics: dict[str, float] = {}  # metrics of the checkpoint, for `Keep`
+    host: HostPart | msgspec.UnsetType = msgspec.UNSET  # the part in this folder; unset for all of the checkpoint
 
     @property
     def elsewhere(self) -> dict[str, str]:
@@ -126,7 +97,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files beside the manifest."""
+        """Bytes of all files but the manifest."""
         return sum(entry.size for entry in self.files.values())
 
 
@@ -136,7 +107,7 @@ class _Version(msgspec.Struct, frozen=True):
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest as JSON, whose first field is the digest of the rest; at most as large as readers accept."""
+    """Return the manifest as JSON. The first field is the digest of the rest; readers accept the size."""
     # its digest goes in front, so that a cut or changed file is found before it is parsed
     body = msgspec.json.encode(manifest)[1:]
     if len(body) + _SEAL_BYTES > LARGEST_MANIFEST:
@@ -222,7 +193,7 @@ def check_sizes(folder: OpenDirectory, files: Mapping[str, FileEntry]) -> None:
 
 
 def files_here(folder: OpenDirectory, manifest: Manifest) -> dict[str, FileEntry]:
-    """Return the files that an open folder must hold: not those of other hosts, unless they have been copied here."""
+    """Return the files that an open folder must hold: not other hosts' files, unless they have been copied here."""
     if not manifest.elsewhere:
         return manifest.files
     # a file that was copied here from another host is checked as the own ones

@@ -23,13 +23,10 @@ from accel.storage import (
     encode_index,
     file_names,
     local_target,
-    make_folder,
     parse_size,
     plan_shards,
     publish_weights,
-    remove_flat,
-    stage_files,
-    take_lock,
+    staged,
     write_tensors,
 )
 
@@ -73,28 +70,12 @@ def merge(
         shards = plan_shards(sizes, limit)
         files = file_names(len(shards))
         # the files appear in the folder together, once all are flushed
-        with _stage(target) as stage:
+        with staged(target / "model") as stage:
             for file, shard in zip(files, shards, strict=True):
                 # the tensors of one file at a time bound the memory
                 write_tensors(stage, file, {name: saved.read(names[name]) for name in shard}, {"format": "pt"})
             publish_weights(stage, files, encode_index(shards, sizes) if len(shards) > 1 else None)
     return target
-
-
-@contextlib.contextmanager
-def _stage(target: Path) -> Generator[Path]:
-    """Hold the lock of a folder, and a stage in it that is removed after the block."""
-    make_folder(target)
-    with contextlib.ExitStack() as held:
-        # a second writer into the folder gets an error that names this one
-        held.callback(take_lock(target).release)
-        stage = stage_files(target / "model")
-        try:
-            yield stage
-        except BaseException:
-            with contextlib.suppress(CheckpointError):  # a disk that fails: the first error is the one to raise
-                remove_flat(stage)
-            raise
 
 
 @contextlib.contextmanager

@@ -18,49 +18,29 @@ _GAP = 32 << 10  # unwanted bytes between two rows that cost less than another r
 
 
 class StridedPart(msgspec.Struct, frozen=True):
-    """A box of a tensor in a file.
+    """A box of a tensor in a file."""
 
-    Attributes:
-        file: name of the file, or of the tensor whose memory is meant.
-        start: byte of the box's first element.
-        box: place in the tensor.
-        strides: bytes from an element to the next, one a dimension.
-    """
-
-    file: str
-    start: int
-    box: Box
-    strides: tuple[int, ...]
+    file: str  # name of the file, or of a tensor in memory
+    start: int  # byte of the box's first element
+    box: Box  # place in the tensor
+    strides: tuple[int, ...]  # bytes from an element to the next, one a dimension
 
 
 class Strided(msgspec.Struct, frozen=True):
-    """A tensor in files.
+    """A tensor in files."""
 
-    Attributes:
-        dtype: safetensors' name of its dtype, such as "BF16".
-        shape: its sizes.
-        parts: boxes that together hold each element once.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    parts: tuple[StridedPart, ...]
+    dtype: str  # safetensors' name of its dtype, such as "BF16"
+    shape: tuple[int, ...]  # its sizes
+    parts: tuple[StridedPart, ...]  # boxes that together hold each element once
 
 
 class ElementRun(msgspec.Struct, frozen=True):
-    """Elements of a part that one read brings, with the elements between them.
+    """Elements of a part that one read brings, with the elements between them."""
 
-    Attributes:
-        start: first byte in the file.
-        nbytes: bytes from there to the end of the last element.
-        box: place in the part.
-        strides: bytes from an element to the next, one a dimension.
-    """
-
-    start: int
-    nbytes: int
-    box: Box
-    strides: tuple[int, ...]
+    start: int  # first byte in the file
+    nbytes: int  # bytes from there to the end of the last element
+    box: Box  # place in the part
+    strides: tuple[int, ...]  # bytes from an element to the next, one a dimension
 
 
 def row_major(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
@@ -112,12 +92,17 @@ def split(tensor: Strided, sizes: Sequence[int], dim: int) -> list[Strided]:
 
 def stack(tensors: Sequence[Strided], dim: int) -> Strided:
     """Join tensors of one shape along a new dimension."""
-    return concat([_with_dim(tensor, dim) for tensor in tensors], dim)
+
+    def widened(tensor: Strided) -> Strided:
+        return _reshaped(tensor, lambda values, added: (*values[:dim], added, *values[dim:]))
+
+    return concat([widened(tensor) for tensor in tensors], dim)
 
 
 def unstack(tensor: Strided, dim: int) -> list[Strided]:
     """Cut a tensor into those along a dimension, which falls away."""
-    return [_without_dim(each, dim) for each in split(tensor, [1] * tensor.shape[dim], dim)]
+    pieces = split(tensor, [1] * tensor.shape[dim], dim)
+    return [_reshaped(piece, lambda values, _: (*values[:dim], *values[dim + 1 :])) for piece in pieces]
 
 
 def transpose(tensor: Strided, one: int, other: int) -> Strided:
@@ -125,7 +110,7 @@ def transpose(tensor: Strided, one: int, other: int) -> Strided:
     order = list(range(len(tensor.shape)))
     order[one] = other
     order[other] = one
-    return _permuted(tensor, order)
+    return _reshaped(tensor, lambda values, _: tuple(values[at] for at in order))
 
 
 def file_order(part: StridedPart) -> list[int]:
@@ -169,18 +154,6 @@ def runs(
 
 def _moved(box: Box, shift: Sequence[int], sign: int) -> Box:
     return Box(tuple(at + sign * by for at, by in zip(box.offset, shift, strict=True)), box.shape)
-
-
-def _permuted(tensor: Strided, order: Sequence[int]) -> Strided:
-    return _reshaped(tensor, lambda values, _: tuple(values[at] for at in order))
-
-
-def _with_dim(tensor: Strided, dim: int) -> Strided:
-    return _reshaped(tensor, lambda values, added: (*values[:dim], added, *values[dim:]))
-
-
-def _without_dim(tensor: Strided, dim: int) -> Strided:
-    return _reshaped(tensor, lambda values, _: (*values[:dim], *values[dim + 1 :]))
 
 
 def _reshaped(tensor: Strided, change: Callable[[Sequence[int], int], tuple[int, ...]]) -> Strided:

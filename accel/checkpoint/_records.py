@@ -109,7 +109,7 @@ def fields_of(record: object, path: str) -> dict[str, object]:
 
 def make_record(kind: type[Any], fields: Mapping[str, Any], path: str, *, exact: bool = True) -> Any:
     """Make a record of its stored fields; raises `MisfitError` if the class has others, or refuses the values. `exact`:
-    fields hold values of their own types; else nested records may be dicts, as before format 4."""
+    fields hold values of the annotated types; else nested records may be dicts, as before format 4."""
     names = stored_names(kind)
     gone = {name for name, value in fields.items() if value is None}
     missing = [name for name in names if name not in fields]
@@ -158,7 +158,7 @@ def is_record_class(kind: type[Any]) -> bool:
 
 
 def _is_ours(kind: type) -> bool:
-    """Return whether a class is accel's; attributes of its records beside the fields serve the running process only."""
+    """Return whether a class is accel's; attributes of its records besides fields serve only the running process."""
     return kind.__module__.partition(".")[0] == "accel"
 
 
@@ -221,7 +221,7 @@ def _plain(value: Any) -> Any:
 
 
 def _add_classes(hint: object, seen: dict[type, None]) -> None:
-    """Add the records and enums in an annotation, and those of their fields' annotations."""
+    """Add the records and enums in an annotation, and in their fields' annotations."""
     for part in typing.get_args(hint):
         _add_classes(part, seen)
     if not _has_own_class(hint) or hint in seen:

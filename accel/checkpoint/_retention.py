@@ -45,7 +45,7 @@ _STAYS = "%s stays: it holds what accel did not write, or is no valid checkpoint
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
-    """A rule for the checkpoints to keep after a save: those of any field. The others are deleted.
+    """A rule for the checkpoints to keep after a save: each field keeps some. The others are deleted.
 
     Attributes:
         newest: number of newest checkpoints, the one just saved included; 1 or above.
@@ -325,23 +325,14 @@ def warn(text: str, *values: object) -> None:
 
 
 class FoundCheckpoint(msgspec.Struct, frozen=True):
-    """A folder that has, or had, the name of a checkpoint.
+    """A folder that has, or had, the name of a checkpoint."""
 
-    Attributes:
-        path: the folder.
-        size: bytes of its files.
-        changed: time of the last write, in seconds since 1970.
-        manifest: manifest of a committed checkpoint; None otherwise.
-        problem: reason why the folder is no checkpoint; "" for one.
-        is_busy: whether a process writes, moves or deletes it; on another host, it may have ended.
-    """
-
-    path: Place
-    size: int
-    changed: float
-    manifest: Manifest | None
-    problem: str
-    is_busy: bool = False
+    path: Place  # the folder
+    size: int  # bytes of its files
+    changed: float  # time of the last write, in seconds since 1970
+    manifest: Manifest | None  # manifest of a committed checkpoint; None otherwise
+    problem: str  # reason why the folder is no checkpoint; "" for one
+    is_busy: bool = False  # whether a process writes, moves or deletes it; on another host, it may have ended
 
 
 def survey(out: Place) -> list[FoundCheckpoint]:

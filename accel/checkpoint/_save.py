@@ -53,20 +53,13 @@ class WrittenFile(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A checkpoint under construction.
+    """A checkpoint under construction."""
 
-    Attributes:
-        place: folder of the stage, the same on every rank; in a store, the checkpoint's own.
-        lock: lock of the run's folder, on the rank that commits: rank 0, or one of each host; None elsewhere.
-        mark: part of the names of all files of this save.
-        is_first: whether that rank made the run's folder for this stage.
-        older: names of the older checkpoints that count for `keep`, where others go; None for all.
-    """
-
-    place: Place
-    lock: Lock | None
-    mark: str
-    is_first: bool = False
+    place: Place  # folder of the stage, the same on every rank; in a store, the checkpoint's own
+    lock: Lock | None  # lock of the run's folder, on the rank that commits: rank 0, or one of each host; None elsewhere
+    mark: str  # part of the names of all files of this save
+    is_first: bool = False  # whether that rank made the run's folder for this stage
+    # Names of the older checkpoints that count for `keep`, where others go; None for all.
     older: frozenset[str] | None = None
 
     def abandon(self) -> None:
@@ -179,7 +172,7 @@ def save(
     per_host: bool = False,
 ) -> Path | RemotePath:
     """Write a checkpoint and commit it; return its folder, on every rank. A collective, with the same error on all.
-    `content` is this rank's share; `per_host`: each host has such a folder of its own."""
+    `content` is this rank's share; `per_host`: each host has such a folder."""
     target = out / step_name(step)
     site = call_site()
     folders = HOST_FOLDERS if per_host else ONE_FOLDER

@@ -33,27 +33,16 @@ from accel.tensors import is_dtensor, local_part
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Content:
-    """One rank's contents of a checkpoint.
+    """One rank's contents of a checkpoint."""
 
-    Attributes:
-        shared: tensors that are equal on all ranks; any rank may write them.
-        main: tensors that may differ between ranks; rank 0's are saved.
-        own: tensors of this rank that others need not have; copies are equal.
-        loose: likewise, but copies may differ; the lowest rank's are saved.
-        items: everything else by item; rank 0's are saved.
-        row: bytes saved for this rank alone.
-        divided: bytes of items that ranks divide, for `join`.
-        join: maps this rank's items, and the `divided` of all ranks, to the checkpoint's items; None for rank 0's
-            items.
-    """
-
-    shared: Mapping[str, torch.Tensor]
-    main: Mapping[str, torch.Tensor]
-    own: Mapping[str, torch.Tensor]
-    loose: Mapping[str, torch.Tensor]
-    items: Mapping[str, Item]
-    row: bytes
-    divided: bytes = b""
+    shared: Mapping[str, torch.Tensor]  # tensors that are equal on all ranks; any rank may write them
+    main: Mapping[str, torch.Tensor]  # tensors that may differ between ranks; rank 0's are saved
+    own: Mapping[str, torch.Tensor]  # tensors of this rank that others need not have; copies are equal
+    loose: Mapping[str, torch.Tensor]  # likewise, but copies may differ; the lowest rank's are saved
+    items: Mapping[str, Item]  # everything else by item; rank 0's are saved
+    row: bytes  # bytes saved for this rank alone
+    divided: bytes = b""  # bytes of items that ranks divide, for `join`
+    # Maps this rank's items, and the `divided` of all ranks, to the checkpoint's items; None for rank 0's items.
     join: Callable[[Mapping[str, Item], Sequence[bytes]], Mapping[str, Item]] | None = None
 
 
@@ -75,52 +64,30 @@ class OwnTensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Statement(msgspec.Struct, frozen=True):
-    """A rank's message to all others before a save.
+    """A rank's message to all others before a save."""
 
-    Attributes:
-        row_bytes: size of the row of its `Content`.
-        divided: as in `Content`.
-        checksum: sum of the tensors that are equal on all ranks.
-        held: parts of the sharded tensors on this rank, in order of names; None for none.
-        own: tensors that other ranks need not have.
-        stage: name of the stage; rank 0's is used.
-        mark: part of the names of all files of this save; rank 0's is used.
-        facts: digest of the facts that must be equal on all ranks.
-        note: note of `Folders`.
-    """
-
-    row_bytes: int
-    divided: bytes
-    facts: bytes
-    checksum: int
-    held: list[HeldBox | None]
-    own: list[OwnTensor]
-    stage: str = ""
-    mark: str = ""
-    note: bytes = b""
+    row_bytes: int  # size of the row of its `Content`
+    divided: bytes  # as in `Content`
+    facts: bytes  # digest of the facts that must be equal on all ranks
+    checksum: int  # sum of the tensors that are equal on all ranks
+    held: list[HeldBox | None]  # parts of the sharded tensors on this rank, in order of names; None for none
+    own: list[OwnTensor]  # tensors that other ranks need not have
+    stage: str = ""  # name of the stage; rank 0's is used
+    mark: str = ""  # part of the names of all files of this save; rank 0's is used
+    note: bytes = b""  # note of `Folders`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """The tensors that this rank can write, before the exchange with the others.
+    """The tensors that this rank can write, before the exchange with the others."""
 
-    Attributes:
-        content: contents of the offer.
-        tensors: tensors that all ranks have, without aliases.
-        aliases: other names of the same memory.
-        shared: names of tensors that are equal on all ranks.
-        sharded: names of sharded tensors, sorted.
-        facts: lines that must be equal on all ranks.
-        statement: message to the other ranks.
-    """
-
-    content: Content
-    tensors: Mapping[str, torch.Tensor]
-    aliases: Mapping[str, str]
-    shared: Set[str]
-    sharded: Sequence[str]
-    facts: str
-    statement: Statement
+    content: Content  # contents of the offer
+    tensors: Mapping[str, torch.Tensor]  # tensors that all ranks have, without aliases
+    aliases: Mapping[str, str]  # other names of the same memory
+    shared: Set[str]  # names of tensors that are equal on all ranks
+    sharded: Sequence[str]  # names of sharded tensors, sorted
+    facts: str  # lines that must be equal on all ranks
+    statement: Statement  # message to the other ranks
 
 
 def make_offer(content: Content, world_size: int) -> Offer:
@@ -173,55 +140,34 @@ def tensor_facts(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """This rank's file of a checkpoint, after all ranks have agreed on the contents.
+    """This rank's file of a checkpoint, after all ranks have agreed on the contents."""
 
-    Attributes:
-        file: name of this rank's file.
-        tensors: its live tensors by name, not copied; empty if this rank writes none.
-        manifest: manifest of the whole checkpoint, or of this host's part, without the files, not yet written.
-        sent: boxes that a rank writes without holding them, each with the rank that sends it.
-        outgoing: those that this rank sends.
-        missing: those that this rank writes once it has received them.
-    """
-
-    file: str
-    tensors: Mapping[str, torch.Tensor]
-    manifest: Manifest
-    sent: Mapping[NamedBox, int]
-    outgoing: Mapping[NamedBox, torch.Tensor]
-    missing: Set[NamedBox]
+    file: str  # name of this rank's file
+    tensors: Mapping[str, torch.Tensor]  # its live tensors by name, not copied; empty if this rank writes none
+    manifest: Manifest  # manifest of the whole checkpoint, or of this host's part, without the files, not yet written
+    sent: Mapping[NamedBox, int]  # boxes that a rank writes without holding them, each with the rank that sends it
+    outgoing: Mapping[NamedBox, torch.Tensor]  # those that this rank sends
+    missing: Set[NamedBox]  # those that this rank writes once it has received them
 
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
-    """The boxes of a checkpoint.
+    """The boxes of a checkpoint."""
 
-    Attributes:
-        sizes: bytes of each box to write.
-        holders: ranks that hold a box; all ranks for boxes without an entry.
-        readers: returns the ranks that read a box again at the same layout; all ranks for boxes without an entry.
-    """
-
-    sizes: Mapping[NamedBox, int]
-    holders: Mapping[NamedBox, Sequence[int]]
+    sizes: Mapping[NamedBox, int]  # bytes of each box to write
+    holders: Mapping[NamedBox, Sequence[int]]  # ranks that hold a box; all ranks for boxes without an entry
+    # Returns the ranks that read a box again at the same layout; all ranks for boxes without an entry.
     readers: Callable[[], Mapping[NamedBox, Sequence[int]]]
 
 
 class WritePlan(NamedTuple):
-    """The writing of a checkpoint.
+    """The writing of a checkpoint."""
 
-    Attributes:
-        ranks: boxes that each rank writes.
-        places: rank whose file holds each box, for the manifest in this rank's folder.
-        sent: boxes that a rank writes without holding them, each with the rank that sends it.
-        missing: those that this rank receives.
-        host: the part of the checkpoint in this rank's folder; unset for all of it.
-    """
-
-    ranks: Sequence[Sequence[NamedBox]]
-    places: Mapping[NamedBox, int]
-    sent: Mapping[NamedBox, int] = {}
-    missing: Set[NamedBox] = frozenset()
+    ranks: Sequence[Sequence[NamedBox]]  # boxes that each rank writes
+    places: Mapping[NamedBox, int]  # rank whose file holds each box, for the manifest in this rank's folder
+    sent: Mapping[NamedBox, int] = {}  # boxes that a rank writes without holding them, each with the rank that sends it
+    missing: Set[NamedBox] = frozenset()  # those that this rank receives
+    # The part of the checkpoint in this rank's folder; unset for all of it.
     host: HostPart | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -230,18 +176,12 @@ Divide = Callable[[Boxes, Sequence[str]], WritePlan]  # the boxes, and the names
 
 
 class Agreement(NamedTuple):
-    """Agreement of all ranks on a save.
+    """Agreement of all ranks on a save."""
 
-    Attributes:
-        leader: rank that has opened the stage of this rank's folder.
-        stored: items and metrics to store.
-        divide: divides the writing.
-        older: names of the older checkpoints that count for `keep`, where others go; None for all.
-    """
-
-    leader: int
-    stored: ItemsAndMetrics
-    divide: Divide
+    leader: int  # rank that has opened the stage of this rank's folder
+    stored: ItemsAndMetrics  # items and metrics to store
+    divide: Divide  # divides the writing
+    # Names of the older checkpoints that count for `keep`, where others go; None for all.
     older: frozenset[str] | None = None
 
 
@@ -363,7 +303,7 @@ def _holders(
                 continue
             part = name, mine.box
             sizes[part] = mine.box.size * tensors[name].element_size()
-            # a rank whose copy has drifted from the lowest rank's may not write it
+            # a rank may not write a copy that has drifted from the lowest rank's
             if first.setdefault(mine.box, mine.checksum) == mine.checksum:
                 holders.setdefault(part, []).append(rank)
         # a hole would come out at the load, when the values are gone

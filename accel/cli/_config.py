@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -40,9 +41,10 @@ def update(path: str) -> None:
 
 
 def _replace(path: Path, text: str) -> Path:
-    """Replace a file by one rename; return the copy of the old one, beside it."""
+    """Replace a file by one rename; return the copy of the old one, next to it."""
     target = Path(os.path.realpath(path))  # a link stays a link
-    kept = next(each for each in _names(path) if not os.path.lexists(each))
+    names = (path.with_name(f"{path.name}.old{number or ''}") for number in itertools.count())
+    kept = next(each for each in names if not os.path.lexists(each))
     partial = target.with_name(f"{target.name}.partial")
     try:
         _ = shutil.copy2(target, kept)
@@ -53,10 +55,6 @@ def _replace(path: Path, text: str) -> Path:
         partial.unlink(missing_ok=True)
         raise ConfigError("the file cannot be written", got=str(error.strerror), where=str(path)) from None
     return kept
-
-
-def _names(path: Path) -> list[Path]:
-    return [path.with_name(f"{path.name}.old{number or ''}") for number in range(1000)]
 
 
 class _Subcommand(NamedTuple):
@@ -145,7 +143,7 @@ def _show(words: Sequence[str], environ: Mapping[str, str]) -> int:
 
 def _import(words: Sequence[str], _environ: Mapping[str, str]) -> int:
     parser = _writer("import")
-    _ = parser.add_argument("file", help="a file of Accelerate, YAML or JSON")
+    parser.value("file", "FILE", "a file of Accelerate, YAML or JSON")
     known = parser.read(words)
     imported = import_accelerate(known.file)
     text = encode(imported.config, known.output, only=imported.fields)
@@ -178,14 +176,12 @@ def _writer(name: str) -> Parser:
     """Return the parser of a subcommand that writes a file, and replaces none unless asked to."""
     parser = _parser(name)
     _add_output(parser)
-    _ = parser.add_argument("--force", action="store_true", help="replace an existing file")
+    parser.switch("--force", "replace an existing file")
     return parser
 
 
 def _add_output(parser: Parser) -> None:
-    _ = parser.add_argument(
-        "--output", metavar="FILE", default=DEFAULT_FILE, help=f"file to write, TOML or .json (default: {DEFAULT_FILE})"
-    )
+    parser.value("--output", "FILE", f"file to write, TOML or .json (default: {DEFAULT_FILE})", default=DEFAULT_FILE)
 
 
 def _write(path: str, text: str, *, force: bool) -> None:

@@ -76,8 +76,8 @@ def run(words: Sequence[str], _environ: Mapping[str, str]) -> int:
 def parser() -> Parser:
     """Return the parser of the command's flags."""
     built = Parser("accel docs", usage=_USAGE, description=_ABOUT)
-    _ = built.add_argument("name", nargs="+", metavar="NAME", help="a name, an error, a command or a page")
-    _ = built.add_argument("--web", action="store_true", help="open the entry on the site, in a browser")
+    built.value("name", "NAME", "a name, an error, a command or a page", nargs="+")
+    built.switch("--web", "open the entry on the site, in a browser")
     return built
 
 
@@ -91,7 +91,7 @@ def _pages() -> Path:
 
 
 def shipped_folder(name: str, here: str, known: str) -> Path:
-    """Return a folder of the package, or the one of the repository whose copy it is; both have the file `known`."""
+    """Return a folder of the package, or its original in the repository; both have the file `known`."""
     package = Path(accel.__path__[0])
     for folder in (package / name, package.parent / here):
         if (folder / known).is_file():
@@ -114,12 +114,12 @@ def _entries(folder: Path) -> Iterator[DocsEntry]:
 
 
 def _page_files(folder: Path) -> list[Path]:
-    """Return the pages, without those of the reference."""
+    """Return the pages, without the reference."""
     return sorted([*folder.glob("*.md"), *folder.glob("concepts/*.md"), *folder.glob("recipes/*.md")])
 
 
 def _place(folder: Path, entry: DocsEntry) -> str:
-    """Return an entry's place on the site; that of a command is a page that mentions it."""
+    """Return an entry's place on the site; the place of a command is a page that mentions it."""
     if entry.page:
         return f"api/{entry.page}/" + (f"#{entry.name}" if entry.name != entry.page else "")
     if entry.name.endswith(".md"):

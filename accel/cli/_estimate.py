@@ -112,30 +112,21 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
 def parser() -> Parser:
     """Return the parser of the command's words."""
     built = Parser("accel estimate", usage=_USAGE, description=_ABOUT)
-    add = built.add_argument
-    _ = add("source", metavar="SOURCE", help=argparse.SUPPRESS)
-    _ = add(
+    built.value("source", "SOURCE", argparse.SUPPRESS)
+    built.value(
         "--input",
-        action="append",
-        metavar="SHAPE",
-        help="shape of an input tensor of one rank, such as 16x3x224x224 or 8x512:int64; once for each"
+        "SHAPE",
+        "shape of an input tensor of one rank, such as 16x3x224x224 or 8x512:int64; once for each"
         " (default: :float32; for a config.json :int64)",
+        action="append",
     )
-    _ = add("--nproc", type=int, default=1, metavar="N", help="ranks that share the work (default: 1)")
-    _ = add(
-        "--memory",
-        metavar="SIZE",
-        help="memory of one GPU, such as 24GB; the table then shows what fits",
-    )
-    _ = add("--reserve", default=RESERVED, metavar="SIZE", help=f"memory kept for {RESERVED_FOR} (default: {RESERVED})")
-    _ = add("--optimizer", default="adamw", metavar="NAME", help=f"{', '.join(OPTIMIZERS)} (default: adamw)")
-    _ = add(
-        "--precision", action="append", metavar="NAME", help=f"precisions to show (default: {', '.join(_PRECISIONS)})"
-    )
-    _ = add(
-        "--strategy", action="append", metavar="NAME", help=f"strategies to show (default: {', '.join(STRATEGIES)})"
-    )
-    _ = add("--json", action="store_true", help="print JSON")
+    built.value("--nproc", "N", "ranks that share the work (default: 1)", type=int, default=1)
+    built.value("--memory", "SIZE", "memory of one GPU, such as 24GB; the table then shows what fits")
+    built.value("--reserve", "SIZE", f"memory kept for {RESERVED_FOR} (default: {RESERVED})", default=RESERVED)
+    built.value("--optimizer", "NAME", f"{', '.join(OPTIMIZERS)} (default: adamw)", default="adamw")
+    built.value("--precision", "NAME", f"precisions to show (default: {', '.join(_PRECISIONS)})", action="append")
+    built.value("--strategy", "NAME", f"strategies to show (default: {', '.join(STRATEGIES)})", action="append")
+    built.switch("--json", "print JSON")
     add_mesh_flags(built)
     add_device_map_flags(built)
     return built

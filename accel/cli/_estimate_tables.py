@@ -27,7 +27,7 @@ from accel.bigmodel.plan import (
     infer_device_map,
     torch_name,
 )
-from accel.cli._parser import add_saving_flags, saving_plan
+from accel.cli._parser import Parser, add_saving_flags, given_flags, saving_plan
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice
 from accel.estimate import (
@@ -82,46 +82,31 @@ class _FoundModel(NamedTuple):
     dtype: str | None
 
 
-def add_device_map_flags(built_parser: argparse.ArgumentParser) -> None:
+def add_device_map_flags(built: Parser) -> None:
     """Give a parser the flags of a device map."""
-    group = built_parser.add_argument_group("inference within limits, without --input")
-    add = group.add_argument
-    _ = add(
+    group = built.group("inference within limits, without --input")
+    group.value(
         "--device-map",
-        metavar="TEXT",
-        help="memory limit of each place, such as 0=20GB,cpu=60GB,disk, as for accel.infer_device_map",
+        "TEXT",
+        "memory limit of each place, such as 0=20GB,cpu=60GB,disk, as for accel.infer_device_map",
     )
-    _ = add("--dtype", metavar="NAME", help="dtype of weights, such as bfloat16 (default: that of the file)")
-    _ = add(
-        "--storage-dtype",
-        metavar="NAME",
-        help="dtype in which matrices are stored between calls, such as float8_e4m3fn",
+    group.value("--dtype", "NAME", "dtype of weights, such as bfloat16 (default: as in the file)")
+    group.value("--storage-dtype", "NAME", "dtype in which matrices are stored between calls, such as float8_e4m3fn")
+    group.value("--storage-skip", "NAMES", "weights that keep --dtype, by name or pattern: *.router.*,head.weight")
+    group.value(
+        "--slots", "N", "number of streamed blocks on a device at a time (default: 2, or 1)", type=int, default=None
     )
-    _ = add(
-        "--storage-skip", metavar="NAMES", help="weights that keep --dtype, by name or pattern: *.router.*,head.weight"
-    )
-    _ = add(
-        "--slots",
-        type=int,
-        default=None,
-        metavar="N",
-        help="number of streamed blocks on a device at a time (default: 2, or 1)",
-    )
-    _ = add(
-        "--placement", metavar="NAME", help=f"placement of streamed blocks: {', '.join(PLACEMENTS)} (default: spread)"
-    )
-    _ = add("--fill", metavar="NAME", help=f"order in which devices are filled: {', '.join(FILLS)} (default: the best)")
-    _ = add(
-        "--bandwidth",
-        metavar="SIZE",
-        help="bytes per second into a device, such as 20GB; adds the seconds of a forward pass",
+    group.value("--placement", "NAME", f"placement of streamed blocks: {', '.join(PLACEMENTS)} (default: spread)")
+    group.value("--fill", "NAME", f"order in which devices are filled: {', '.join(FILLS)} (default: the best)")
+    group.value(
+        "--bandwidth", "SIZE", "bytes per second into a device, such as 20GB; adds the seconds of a forward pass"
     )
 
 
 def check_without_device_map(known: argparse.Namespace) -> None:
     """Raise `ConfigError` for flags of a device map without one."""
     names = ("dtype", "storage_dtype", "storage_skip", "slots", "placement", "fill", "bandwidth")
-    if named := [f"--{name.replace('_', '-')}" for name in names if getattr(known, name) is not None]:
+    if named := given_flags(known, names):
         raise ConfigError(
             "flags of a device map have no effect without one",
             got=", ".join(named),
@@ -153,8 +138,7 @@ def run_device_map(known: argparse.Namespace) -> int:
 
 def _check_without_step(known: argparse.Namespace) -> None:
     names = ("input", "memory", "mesh", "precision", "strategy")
-    given = [f"--{name}" for name in names if getattr(known, name) is not None]
-    if named := [*given, *(["--nproc"] if known.nproc != 1 else [])]:
+    if named := [*given_flags(known, names), *(["--nproc"] if known.nproc != 1 else [])]:
         raise ConfigError(
             "flags of a training step together with a device map",
             got=", ".join(named),
@@ -248,39 +232,28 @@ class MeshReport(msgspec.Struct, frozen=True, kw_only=True):
     fits: bool | None
 
 
-def add_mesh_flags(built: argparse.ArgumentParser) -> None:
+def add_mesh_flags(built: Parser) -> None:
     """Give a parser the flags of a step on a mesh."""
-    group = built.add_argument_group("a step on a mesh, for a config.json only; --input is then ROWSxTOKENS")
-    add = group.add_argument
-    _ = add("--mesh", metavar="TEXT", help="sizes by axis, such as dp=16,tp=4; -1 takes the ranks that --nproc leaves")
-    _ = add("--micro-batches", type=int, default=None, metavar="N", help="micro-batches of a step (default: 1)")
-    _ = add("--recompute", action="store_true", help="recompute blocks in backward, as accel.checkpoint_activations")
-    _ = add("--keep", metavar="NAME", help="with --recompute: products keeps the outputs of matmuls and attention")
-    _ = add("--sequence", action="store_true", help="sequence parallelism along tp, as Plan(sequence=True)")
-    _ = add("--context", metavar="NAME", help=f"method along cp: {', '.join(CONTEXT_METHODS)} (default: gather)")
-    add_saving_flags(add)
-    _ = add(
+    group = built.group("a step on a mesh, for a config.json only; --input is then ROWSxTOKENS")
+    group.value("--mesh", "TEXT", "sizes by axis, such as dp=16,tp=4; -1 takes the ranks that --nproc leaves")
+    group.value("--micro-batches", "N", "micro-batches of a step (default: 1)", type=int, default=None)
+    group.switch("--recompute", "recompute blocks in backward, as accel.checkpoint_activations")
+    group.value("--keep", "NAME", "with --recompute: products keeps the outputs of matmuls and attention")
+    group.switch("--sequence", "sequence parallelism along tp, as Plan(sequence=True)")
+    group.value("--context", "NAME", f"method along cp: {', '.join(CONTEXT_METHODS)} (default: gather)")
+    add_saving_flags(group)
+    group.value(
         "--balance",
-        metavar="NAME",
-        help=f"quantity that balances the stages along pp: {', '.join(get_args(Balance))} (default: time)",
+        "NAME",
+        f"quantity that balances the stages along pp: {', '.join(get_args(Balance))} (default: time)",
     )
 
 
 def check_without_mesh(known: argparse.Namespace) -> None:
     """Raise `ConfigError` for flags of a mesh without one."""
-    given = {
-        "--micro-batches": known.micro_batches is not None,
-        "--recompute": known.recompute,
-        "--keep": known.keep is not None,
-        "--sequence": known.sequence,
-        "--context": known.context is not None,
-        "--balance": known.balance is not None,
-        "--logits": known.logits is not None,
-        "--offload": known.offload is not None,
-        "--offload-activations": known.offload_activations,
-        "--chunks": known.chunks is not None,
-    }
-    if named := [flag for flag, is_given in given.items() if is_given]:
+    names = ("micro_batches", "recompute", "keep", "sequence", "context", "balance")
+    names += ("logits", "offload", "offload_activations", "chunks")
+    if named := given_flags(known, names):
         raise ConfigError(
             "flags of a step on a mesh have no effect without one",
             got=", ".join(named),
@@ -293,7 +266,7 @@ def with_recorded_calls(model: Transformer, file: Path) -> Transformer:
     """Return a model's sizes with the calls that `prepare` cuts into stages: transformers builds the model without
     memory, and its forward is recorded.
 
-    Without transformers, for a model with an encoder of images, whose inputs are not known, and for a file that
+    Without transformers, for a model with an encoder of images, which has unknown inputs, and for a file that
     transformers does not build, stages follow from the sizes.
     """
     if model.tower is not None or find_spec("transformers") is None:

@@ -53,8 +53,8 @@ def run(words: Sequence[str], _environ: Mapping[str, str]) -> int:
 def parser() -> Parser:
     """Return the parser of the command's flags."""
     built = Parser("accel examples", usage=_USAGE, description=_ABOUT)
-    _ = built.add_argument("name", nargs="?", metavar="NAME", help="the example to copy, such as lora")
-    _ = built.add_argument("--to", type=Path, metavar="DIR", help="folder for the copy, created if it is missing")
+    built.value("name", "NAME", "the example to copy, such as lora", nargs="?")
+    built.value("--to", "DIR", "folder for the copy, created if it is missing", type=Path)
     return built
 
 

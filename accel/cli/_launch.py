@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
-from accel.cli._parser import HOSTS, Parser, add_fields, print_settings_file, resolve_flags, value_flags
+from accel.cli._parser import HOSTS, Parser, add_fields, given_flags, print_settings_file, resolve_flags, value_flags
 from accel.config._resolve import Resolved
 from accel.errors import ConfigError, LaunchError
 from accel.launching import run_launch
@@ -54,8 +54,8 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         write_error(f"accel: {late[0]} goes to the script: flags of accel launch come before it\n")
     if known.hostfile:
         return _run_on_hosts(known, target, resolved, environ)
-    if idle := [flag for flag in _HOST_FLAGS[1:] if getattr(known, flag)]:
-        raise ConfigError("no effect without --hostfile", got=", ".join(f"--{flag}" for flag in idle))
+    if idle := given_flags(known, _HOST_FLAGS[1:]):
+        raise ConfigError("no effect without --hostfile", got=", ".join(idle))
     if known.slurm:
         print(_submit(target, resolved, environ, dry_run=known.dry_run), end="")
         return 0
@@ -78,24 +78,16 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
 def parser() -> Parser:
     """Return the parser of the launcher's own flags."""
     built = Parser("accel launch", usage=_USAGE, description=_ABOUT, script="script.py")
-    add_host_flag = add_fields(built)[HOSTS]
+    hosts = add_fields(built)[HOSTS]
     _ = built.add_argument("-m", "--module", action="store_true", help="run a module, as `python -m` does")
-    _ = built.add_argument("--no-python", action="store_true", help="run a program that is not Python")
-    _ = built.add_argument(
-        "--dry-run", action="store_true", help="print each process's command and environment, and start nothing"
-    )
-    _ = add_host_flag(
-        "--hostfile", metavar="FILE", help="start ranks on the hosts in FILE, with lines such as `node0 slots=8`"
-    )
-    _ = add_host_flag("--include", metavar="HOSTS", help="hosts and slots of FILE to use, such as node0@node1:0,2")
-    _ = add_host_flag("--exclude", metavar="HOSTS", help="hosts and slots of FILE to leave out")
-    _ = add_host_flag("--shell", metavar="WORDS", help="remote shell for --hostfile (default: ssh)")
-    _ = add_host_flag(
-        "--export", metavar="NAMES", help="variables to send to the hosts, in addition to NCCL_*, GLOO_* and UCX_*"
-    )
-    _ = add_host_flag(
-        "--slurm", action="store_true", help="submit the launch to Slurm; with --dry-run, print the batch script"
-    )
+    built.switch("--no-python", "run a program that is not Python")
+    built.switch("--dry-run", "print each process's command and environment, and start nothing")
+    hosts.value("--hostfile", "FILE", "start ranks on the hosts in FILE, with lines such as `node0 slots=8`")
+    hosts.value("--include", "HOSTS", "hosts and slots of FILE to use, such as node0@node1:0,2")
+    hosts.value("--exclude", "HOSTS", "hosts and slots of FILE to leave out")
+    hosts.value("--shell", "WORDS", "remote shell for --hostfile (default: ssh)")
+    hosts.value("--export", "NAMES", "variables to send to the hosts, in addition to NCCL_*, GLOO_* and UCX_*")
+    hosts.switch("--slurm", "submit the launch to Slurm; with --dry-run, print the batch script")
     return built
 
 

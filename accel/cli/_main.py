@@ -45,8 +45,8 @@ COMMANDS = (
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command that the words name, by default those of the command line; return the exit status, 2 for invalid
-    words."""
+    """Run the command that the words name; by default they come from the command line. Return the exit status, 2 for
+    invalid words."""
     words = sys.argv[1:] if words is None else words
     open_streams()
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - Python has none if it was closed at the start

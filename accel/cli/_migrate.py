@@ -82,7 +82,7 @@ def _summary(results: Sequence[FileResult], paths: Sequence[str], *, wrote: bool
 def parser() -> Parser:
     """Return the parser of the command's words."""
     built = Parser("accel migrate", usage=_USAGE, description=_ABOUT)
-    _ = built.add_argument("paths", nargs="+", metavar="PATH", help="a script, a notebook, or a folder of them")
-    _ = built.add_argument("--write", action="store_true", help="replace the files, and keep each as FILE.orig")
-    _ = built.add_argument("--check", action="store_true", help="name the files that would be rewritten")
+    built.value("paths", "PATH", "a script, a notebook, or a folder of them", nargs="+")
+    built.switch("--write", "replace the files, and keep each as FILE.orig")
+    built.switch("--check", "name the files that would be rewritten")
     return built

@@ -8,7 +8,7 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple, NoReturn, cast
+from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 from accel.config import ConfigFile, resolve
 from accel.config._files import DEFAULT_FILE
@@ -40,13 +40,13 @@ _GROUPS = {
 }
 
 
-def add_fields(parser: argparse.ArgumentParser) -> Mapping[str, Callable[..., argparse.Action]]:
-    """Give a parser a flag for each field, and the one that names a file; return `add_argument` of each group."""
-    groups = {title: parser.add_argument_group(title).add_argument for title in _GROUPS}
+def add_fields(parser: Parser) -> Mapping[str, Flags]:
+    """Give a parser a flag for each field, and the one that names a file; return the groups of its help by title."""
+    groups = {title: parser.group(title) for title in _GROUPS}
     places = {name: groups[title] for title, names in _GROUPS.items() for name in names}
     rank = {name: at for at, name in enumerate(places)}
     for field in sorted(FIELDS, key=lambda field: rank.get(field.name, -1)):
-        add = places.get(field.name, parser.add_argument)
+        add = places[field.name].add if field.name in places else parser.add_argument
         if field.metavar:
             _ = add(field.flag, dest=field.name, action="append", metavar=field.metavar, help=_help(field))
         else:
@@ -65,7 +65,7 @@ def add_fields(parser: argparse.ArgumentParser) -> Mapping[str, Callable[..., ar
 
 
 def value_flags() -> set[str]:
-    """Return the flags whose value may be the next word."""
+    """Return the flags that may have the next word as their value."""
     return {CONFIG_FLAG, *(field.flag for field in FIELDS if field.metavar)}
 
 
@@ -200,6 +200,12 @@ def _translated(flag: str, value: str) -> str:
     return fix.split('"')[1] if fix else value
 
 
+def given_flags(known: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """Return the flags that a command line has, of those that set some names."""
+    values = {name: getattr(known, name) for name in names}
+    return [f"--{name.replace('_', '-')}" for name, value in values.items() if value is not None and value is not False]
+
+
 def memory_limit(memory: str, reserve: str) -> int:
     """Return the bytes of a GPU that a step may take, of the values of `--memory` and `--reserve`."""
     from accel.storage import parse_size  # `accel launch` has no use for it
@@ -225,6 +231,25 @@ def _joined(words: Sequence[str]) -> list[str]:
     return joined
 
 
+class Flags:
+    """The flags of a command, or of a group in its help.
+
+    Attributes:
+        add: argparse's `add_argument` of it.
+    """
+
+    def __init__(self, add: Callable[..., object]) -> None:
+        self.add = add
+
+    def switch(self, flag: str, meaning: str) -> None:
+        """Add a flag without a value."""
+        _ = self.add(flag, action="store_true", help=meaning)
+
+    def value(self, name: str, metavar: str, meaning: str, **options: Any) -> None:
+        """Add a flag with a value, or a word that its place identifies; `options` are argparse's."""
+        _ = self.add(name, metavar=metavar, help=meaning, **options)
+
+
 _CLOSE = 0.8  # likeness of a misspelt flag; one of a script may be as like as 0.75
 
 
@@ -241,8 +266,14 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, *, usage: str, description: str, script: str = "") -> None:
         super().__init__(prog=prog, usage=usage, description=description, allow_abbrev=False)
         self._script = script
+        own = Flags(self.add_argument)
+        self.switch, self.value = own.switch, own.value
         if "\n" in description:
             self.formatter_class = argparse.RawDescriptionHelpFormatter
+
+    def group(self, title: str) -> Flags:
+        """Return a group of flags with a title in the help."""
+        return Flags(self.add_argument_group(title).add_argument)
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse all words; raise `ConfigError` for an unknown flag, or one without a valid value."""
@@ -268,14 +299,12 @@ class Parser(argparse.ArgumentParser):
         return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
 
 
-def add_saving_flags(add: Callable[..., object]) -> None:
-    """Give a parser the flags of what saves memory beside sharding and recomputation."""
-    _ = add("--logits", metavar="NAME", help="full, or deferred, as Plan(logits='deferred') (default: full)")
-    _ = add("--offload", metavar="NAME", help="state that is kept on the host: optimizer, or all, as Plan(offload=)")
-    _ = add(
-        "--offload-activations", action="store_true", help="keep activations on the host, as accel.offload_activations"
-    )
-    _ = add("--chunks", type=int, metavar="N", help="run MLPs on N parts of the sequence, as accel.chunk_sequence")
+def add_saving_flags(add: Parser | Flags) -> None:
+    """Give a parser the flags that save memory, other than sharding and recomputation."""
+    add.value("--logits", "NAME", "full, or deferred, as Plan(logits='deferred') (default: full)")
+    add.value("--offload", "NAME", "state that is kept on the host: optimizer, or all, as Plan(offload=)")
+    add.switch("--offload-activations", "keep activations on the host, as accel.offload_activations")
+    add.value("--chunks", "N", "run MLPs on N parts of the sequence, as accel.chunk_sequence", type=int)
 
 
 def saving_plan(known: argparse.Namespace) -> Plan:

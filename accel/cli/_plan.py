@@ -77,7 +77,7 @@ def options_of(choice: Choice) -> list[str]:
 
 
 def _table(choices: Sequence[Choice], titles: Sequence[str], cells: Callable[[Choice], Sequence[str]]) -> str:
-    """Meshes with their figures; options follow, on a line of their own where there is no room."""
+    """Meshes with their figures; options follow, on a separate line if there is no room."""
     rows = [titles, *map(cells, choices)]
     first, *others = show_table(rows).split("\n")
     width = max(map(len, (first, *others)))
@@ -327,7 +327,7 @@ def _calibrate(words: Sequence[str], environ: Mapping[str, str]) -> int:
     from accel.estimate._efficiencies import measure_efficiencies
 
     built = Parser("accel plan --calibrate", usage="accel plan --calibrate FILE", description=_CALIBRATE)
-    _ = built.add_argument("--calibrate", metavar="FILE", required=True, help="file to write")
+    built.value("--calibrate", "FILE", "file to write", required=True)
     path = Path(built.read(words).calibrate)
     if path.is_dir() or not path.parent.is_dir():
         expected = "a file in a folder that exists"
@@ -369,44 +369,43 @@ def parser() -> Parser:
     """Return the parser of the command's words."""
     hosts = Hosts()
     built = Parser("accel plan", usage=_USAGE, description=_ABOUT)
-    add = built.add_argument
-    _ = add("config", metavar="CONFIG", help=argparse.SUPPRESS)
-    _ = add("--ranks", type=int, required=True, metavar="N", help="number of GPUs")
-    _ = add("--memory", required=True, metavar="SIZE", help="memory of one GPU, such as 80GB")
-    _ = add("--reserve", default=RESERVED, metavar="SIZE", help=f"memory kept for {RESERVED_FOR} (default: {RESERVED})")
-    _ = add("--tokens", type=int, default=4096, metavar="N", help="tokens per sequence (default: 4096)")
-    _ = add("--batch", type=int, metavar="N", help="sequences per step over all ranks (default: one per rank)")
-    _ = add("--rows", type=int, default=1, metavar="N", help="sequences per micro-batch (default: 1)")
-    _ = add("--precision", default="bf16", metavar="NAME", help=f"{', '.join(NAMES['--precision'])} (default: bf16)")
-    _ = add("--optimizer", default="adamw", metavar="NAME", help=f"{', '.join(OPTIMIZERS)} (default: adamw)")
-    _ = add(
-        "--host", type=int, default=hosts.ranks, metavar="N", help=f"number of GPUs on a host (default: {hosts.ranks})"
-    )
-    _ = add(
+    built.value("config", "CONFIG", argparse.SUPPRESS)
+    built.value("--ranks", "N", "number of GPUs", type=int, required=True)
+    built.value("--memory", "SIZE", "memory of one GPU, such as 80GB", required=True)
+    built.value("--reserve", "SIZE", f"memory kept for {RESERVED_FOR} (default: {RESERVED})", default=RESERVED)
+    built.value("--tokens", "N", "tokens per sequence (default: 4096)", type=int, default=4096)
+    built.value("--batch", "N", "sequences per step over all ranks (default: one per rank)", type=int)
+    built.value("--rows", "N", "sequences per micro-batch (default: 1)", type=int, default=1)
+    built.value("--precision", "NAME", f"{', '.join(NAMES['--precision'])} (default: bf16)", default="bf16")
+    built.value("--optimizer", "NAME", f"{', '.join(OPTIMIZERS)} (default: adamw)", default="adamw")
+    built.value("--host", "N", f"number of GPUs on a host (default: {hosts.ranks})", type=int, default=hosts.ranks)
+    built.value(
         "--link",
-        metavar="SIZE,SIZE",
-        help=f"bytes per second of a GPU inside its host, and to other hosts (default: {_LINK}, or the table's)",
+        "SIZE,SIZE",
+        f"bytes per second of a GPU inside its host, and to other hosts (default: {_LINK}, or the table's)",
     )
-    _ = add(
+    built.value(
         "--tflops",
+        "N",
+        "10^12 operations per second of a GPU, for all shapes, instead of the table of speeds",
         type=float,
-        metavar="N",
-        help="10^12 operations per second of a GPU, for all shapes, instead of the table of speeds",
     )
-    _ = add("--efficiencies", metavar="FILE", help="table of speeds by shape (default: published ones of H100)")
-    _ = add("--power", type=float, metavar="W", help="power limit of a GPU in watts (default: that of the table)")
-    _ = add("--calibrate", metavar="FILE", help="measure this machine's speeds and write such a table; takes no CONFIG")
-    _ = add(
-        "--images", type=int, default=1, metavar="N", help="images per sequence, for models with vision (default: 1)"
+    built.value("--efficiencies", "FILE", "table of speeds by shape (default: published ones of H100)")
+    built.value("--power", "W", "power limit of a GPU in watts (default: as in the table)", type=float)
+    built.value("--calibrate", "FILE", "measure this machine's speeds and write such a table; takes no CONFIG")
+    built.value("--images", "N", "images per sequence, for models with vision (default: 1)", type=int, default=1)
+    built.value(
+        "--image-size",
+        "N",
+        "side of an image in pixels, if the model accepts any size (default: 448)",
+        type=int,
+        default=448,
+        dest="side",
     )
-    _ = add(
-        "--image-size", type=int, default=448, metavar="N", dest="side",
-        help="side of an image in pixels, if the model accepts any size (default: 448)",
-    )  # fmt: skip
-    add_saving_flags(add)
-    _ = add("--compiled", action="store_true", help="assume that torch.compile fuses the operators between matmuls")
-    _ = add("--top", type=int, default=10, metavar="N", help="number of meshes to show (default: 10)")
-    _ = add("--json", action="store_true", help="print all meshes as JSON")
+    add_saving_flags(built)
+    built.switch("--compiled", "assume that torch.compile fuses the operators between matmuls")
+    built.value("--top", "N", "number of meshes to show (default: 10)", type=int, default=10)
+    built.switch("--json", "print all meshes as JSON")
     return built
 
 
@@ -464,7 +463,7 @@ def _hosts(known: argparse.Namespace) -> Hosts:
 
 
 def link_speeds(table: Efficiencies) -> dict[str, float]:
-    """Return what the collectives of a table say of links, as fields of `Hosts`: those of the longest messages.
+    """Return the speeds of links as fields of `Hosts`, from the longest messages in a table.
 
     A collective goes round a ring. Ranks of one host measure `inside`; of several hosts `between`, where as many ranks
     on each host share the message out among its links.

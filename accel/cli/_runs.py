@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from accel.checkpoint._retention import survey
-from accel.cli._parser import Parser
+from accel.cli._parser import Parser, given_flags
 from accel.errors import ConfigError
 from accel.errors._checks import did_you_mean, import_extra
 from accel.opening import read_named
@@ -39,7 +39,7 @@ from accel.report import (
     status_line,
 )
 from accel.report.traces import describe_profile, read_traces
-from accel.run_folder import PROFILE, RUN
+from accel.run_folder import PROFILE, RUN, replace_file
 from accel.storage import as_place
 from accel.terminal import show_size, show_text
 
@@ -71,11 +71,11 @@ def read_run_folder(name: str, folder: Path, *, may_be_empty: bool = False) -> R
 
 
 def check_folder(folder: Path, *, fix: str) -> None:
-    """Check that a folder exists; `fix` is the advice where no folder beside it has nearly its name."""
+    """Check that a folder exists; `fix` is the advice if no folder next to it has a similar name."""
     if not folder.is_dir():
         problem = "the path is not a folder" if folder.exists() else "there is no such folder"
-        beside = [each.name for each in folder.parent.glob("*") if each.is_dir()]
-        raise ConfigError(problem, got=repr(str(folder)), fix=did_you_mean(folder.name, beside, fix))
+        others = [each.name for each in folder.parent.glob("*") if each.is_dir()]
+        raise ConfigError(problem, got=repr(str(folder)), fix=did_you_mean(folder.name, others, fix))
 
 
 def _profile(folder: Path) -> str:
@@ -130,9 +130,8 @@ def run_report(words: Sequence[str], environ: Mapping[str, str]) -> int:
     asked: list[Path] = known.folders
     if known.serve:
         return _serve(known)
-    for flag, is_given in (("--host", known.host), ("--port", known.port), ("--token-file", known.token_file)):
-        if is_given:
-            raise ConfigError("the flag needs --serve", got=flag, fix=f"Pass --serve too, or drop {flag}.")
+    for flag in given_flags(known, ("host", "port", "token_file")):
+        raise ConfigError("the flag needs --serve", got=flag, fix=f"Pass --serve too, or drop {flag}.")
     output = Path(known.output) if known.output else asked[0] / _OUTPUT
     if os.path.isdir(output):
         fix = f"Name a file, such as {output / _OUTPUT}."
@@ -151,9 +150,7 @@ def run_report(words: Sequence[str], environ: Mapping[str, str]) -> int:
         )
     page = report_page(runs, known.media, unreadable).encode(errors="replace")
     try:
-        partial = output.with_name(f"{output.name}.partial")
-        _ = partial.write_bytes(page)
-        os.replace(partial, output)
+        replace_file(output, page)
     except OSError as error:
         raise ConfigError(
             "the page cannot be written", got=str(error.strerror), where=str(output), fix="Name another --output."
@@ -182,27 +179,19 @@ def _warn_unreadable(lines: Sequence[str]) -> None:
 def report_parser() -> Parser:
     """Return the parser of the command's words."""
     built = Parser("accel report", usage=_REPORT_USAGE, description=_REPORT_ABOUT)
-    _ = built.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folder of a run, or of runs")
-    _ = built.add_argument(
-        "--output", default="", metavar="FILE", help=f"file to write (default: {_OUTPUT} in the first DIR)"
-    )
-    _ = built.add_argument(
+    built.value("folders", "DIR", "folder of a run, or of runs", nargs="+", type=Path)
+    built.value("--output", "FILE", f"file to write (default: {_OUTPUT} in the first DIR)", default="")
+    built.value(
         "--media",
+        "MB",
+        f"limit for images, tables and other media on the page, in MB (default: {MEDIA_ROOM / 1e6:g})",
         type=_megabytes,
         default=MEDIA_ROOM,
-        metavar="MB",
-        help=f"limit for images, tables and other media on the page, in MB (default: {MEDIA_ROOM / 1e6:g})",
     )
-    _ = built.add_argument("--serve", action="store_true", help="serve the page and update it, until Ctrl-C")
-    _ = built.add_argument(
-        "--host", default="", metavar="HOST", help=f"name or address to serve at (default: {_LOOPBACK}, this machine)"
-    )
-    _ = built.add_argument(
-        "--port", type=_port, default=0, metavar="PORT", help="port to serve at (default: a free one)"
-    )
-    _ = built.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="file with the token, created if missing (default: a new token)"
-    )
+    built.switch("--serve", "serve the page and update it, until Ctrl-C")
+    built.value("--host", "HOST", f"name or address to serve at (default: {_LOOPBACK}, this machine)")
+    built.value("--port", "PORT", "port to serve at (default: a free one)", type=_port)
+    built.value("--token-file", "FILE", "file with the token, created if missing (default: a new token)", type=Path)
     return built
 
 
@@ -245,9 +234,9 @@ def _serve(known: argparse.Namespace) -> int:
     report = LiveReport(lambda: _find_asked(asked), follow, room=known.media)
     token = _token(known.token_file) if known.token_file else secrets.token_urlsafe(24)
     try:
-        server = ReportServer(report, token, host, known.port)
+        server = ReportServer(report, token, host, known.port or 0)
     except OSError as error:
-        got = f"{host}, port {known.port}: {error.strerror or error}"
+        got = f"{host}, port {known.port or 0}: {error.strerror or error}"
         raise ConfigError("the page cannot be served", got=got, fix="Name another --host or --port.") from error
     print(f"{server.url}\nCtrl-C ends the server.", flush=True)
     for each in asked:
@@ -308,16 +297,16 @@ def run_compare(words: Sequence[str], environ: Mapping[str, str]) -> int:
 def compare_parser() -> Parser:
     """Return the parser of the command's words."""
     built = Parser("accel compare", usage=_COMPARE_USAGE, description=_COMPARE_ABOUT)
-    _ = built.add_argument("first", type=Path, metavar="DIR", help="folder of run A")
-    _ = built.add_argument("second", type=Path, metavar="DIR", help="folder of run B")
-    _ = built.add_argument(
+    built.value("first", "DIR", "folder of run A", type=Path)
+    built.value("second", "DIR", "folder of run B", type=Path)
+    built.value(
         "--rtol",
+        "R",
+        "relative tolerance: values are equal if they differ by at most R times the larger one (default: 0)",
         type=float,
         default=0.0,
-        metavar="R",
-        help="relative tolerance: values are equal if they differ by at most R times the larger one (default: 0)",
     )
-    _ = built.add_argument("--json", action="store_true", help="print JSON")
+    built.switch("--json", "print JSON")
     return built
 
 
@@ -361,12 +350,10 @@ def run_watch(words: Sequence[str], environ: Mapping[str, str]) -> int:
 def watch_parser() -> Parser:
     """Return the parser of the command's words."""
     built = Parser("accel watch", usage=_WATCH_USAGE, description=_WATCH_ABOUT)
-    _ = built.add_argument("folder", type=Path, metavar="DIR", help="folder of a run")
-    _ = built.add_argument(
-        "--every-s", type=_seconds, default=1.0, metavar="SECONDS", help="seconds between updates (default: 1)"
-    )
-    _ = built.add_argument("--plain", action="store_true", help="print lines, also in a terminal")
-    _ = built.add_argument("--once", action="store_true", help="print one line and exit")
+    built.value("folder", "DIR", "folder of a run", type=Path)
+    built.value("--every-s", "SECONDS", "seconds between updates (default: 1)", type=_seconds, default=1.0)
+    built.switch("--plain", "print lines, also in a terminal")
+    built.switch("--once", "print one line and exit")
     return built
 
 
@@ -422,8 +409,6 @@ def run_profile(words: Sequence[str], environ: Mapping[str, str]) -> int:
 def profile_parser() -> Parser:
     """Return the parser of the command's words."""
     built = Parser("accel profile", usage=_PROFILE_USAGE, description=_PROFILE_ABOUT)
-    _ = built.add_argument("folder", type=Path, metavar="DIR", help="folder of a run, or of traces")
-    _ = built.add_argument(
-        "--operators", type=int, default=10, metavar="N", help="number of the longest operators to list (default: 10)"
-    )
+    built.value("folder", "DIR", "folder of a run, or of traces", type=Path)
+    built.value("--operators", "N", "number of the longest operators to list (default: 10)", type=int, default=10)
     return built

@@ -130,9 +130,7 @@ def run_test(words: Sequence[str], environ: Mapping[str, str]) -> int:
 def test_parser() -> Parser:
     """Return the parser of the flags of `accel test`."""
     built = Parser("accel test", usage=_TEST_USAGE, description=_TEST_ABOUT)
-    _ = built.add_argument(
-        "--folder", metavar="DIR", help="folder for trial checkpoints; several hosts must share it (default: temporary)"
-    )
+    built.value("--folder", "DIR", "folder for trial checkpoints; several hosts must share it (default: temporary)")
     _ = add_fields(built)
     return built
 
@@ -162,7 +160,7 @@ def env_parser() -> Parser:
     """Return the parser of the flags of `accel env`."""
     built = Parser("accel env", usage=_ENV_USAGE, description=_ENV_ABOUT)
     _ = built.add_argument(CONFIG_FLAG, metavar="FILE", help="file of settings, as for `accel launch`")
-    _ = built.add_argument("--json", action="store_true", help="print JSON")
+    built.switch("--json", "print JSON")
     return built
 
 
@@ -281,11 +279,9 @@ def _candidates(done: Sequence[str], part: str) -> list[str]:
         return ["--web"] if part.startswith("-") else import_module("accel.cli._docs").names()
     if done[0] in ("report", "compare", "watch", "profile"):
         return _flags(getattr(import_module("accel.cli._runs"), f"{done[0]}_parser")(), done[1:], part)
-    if done[0] == "migrate":
-        return _flags(import_module("accel.cli._migrate").parser(), [], part)
-    if done[0] in ("estimate", "plan"):
+    if done[0] in ("migrate", "estimate", "plan"):
         command = import_module(f"accel.cli._{done[0]}")
-        return list(command.NAMES.get(done[-1], ())) or _flags(command.parser(), [], part)
+        return list(getattr(command, "NAMES", {}).get(done[-1], ())) or _flags(command.parser(), [], part)
     return _flags(parser(), done[2:], part) if list(done[:2]) == ["config", "show"] else []
 
 

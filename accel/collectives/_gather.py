@@ -81,7 +81,7 @@ def gather(
             tensor of shape [] counts as one row.
         dst: the only rank that gets the result, so that the others need no memory for it; None for all.
         to: "cpu" to get the result on the CPU; None to get it where the tensors are.
-        tag: name of the call, compared between ranks. It distinguishes calls of one kind and shape, whose order could
+        tag: name of the call, compared between ranks. It distinguishes calls of one kind and shape if their order could
             differ between ranks by mistake, as in a loop over keys.
 
     Returns:
@@ -137,8 +137,7 @@ class _Bucket(NamedTuple):
 
 
 def _gather_rows(ctx: DistContext, leaves: TreeTensors, call: Call, dst: int | None) -> list[torch.Tensor] | None:
-    """Join the tensors of all ranks along the first dimension; None on ranks other than `dst`. A collective of several
-    ranks."""
+    """Join the tensors of all ranks along the first dimension; None on ranks other than `dst`. A collective."""
     room = inline_bytes(ctx.comm) if leaves.on_cpu else 0
     own = _rank_plan(leaves.dtypes, leaves.shapes, leaves.device_types, room)
     wait = start(ctx.comm, call, *_first_message(ctx, leaves, own), variant=own.head)
@@ -309,7 +308,7 @@ def pad_across_processes(
         dim: the dimension to pad; negative to count from the last.
         pad_index: the fill value, a number that every tensor's dtype can hold.
         pad_first: whether to pad at the beginning instead of the end.
-        tag: name of the call, compared between ranks. It distinguishes calls of one kind and shape, whose order could
+        tag: name of the call, compared between ranks. It distinguishes calls of one kind and shape if their order could
             differ between ranks by mistake, as in a loop over keys.
 
     Returns:
@@ -319,8 +318,8 @@ def pad_across_processes(
     Raises:
         CollectiveMismatch: ranks differ in structure, dtype, another dimension or the options; on every rank.
         ConfigError: `pad_index` is no number, `dim` no int, or `tag` no text; on every rank.
-        TreeError: a tensor without that dimension, or whose dtype cannot hold `pad_index`; what `gather` refuses; by
-            its path, on every rank.
+        TreeError: a tensor without that dimension, or of a dtype that cannot hold `pad_index`; what `gather` refuses;
+            by its path, on every rank.
     """
     with shared_failure(ctx.comm, Call("pad_across_processes")):
         check_tag(tag, "pad_across_processes")

@@ -40,7 +40,7 @@ def gather_object(ctx: DistContext, obj: T, *, dst: int | None = None, tag: str 
         ctx: the context.
         obj: an object that pickle takes.
         dst: the only rank that gets the list; None for all.
-        tag: name of the call, compared between ranks. It distinguishes calls of one kind and shape, whose order could
+        tag: name of the call, compared between ranks. It distinguishes calls of one kind and shape if their order could
             differ between ranks by mistake, as in a loop over keys.
 
     Returns:
@@ -69,9 +69,9 @@ def broadcast_object_list(ctx: DistContext, objects: Sequence[T], *, src: int = 
 
     Args:
         ctx: the context.
-        objects: objects that pickle takes on rank `src`; elsewhere a sequence of the same length, such as of None.
+        objects: objects that pickle takes on rank `src`; elsewhere a sequence of the same length, such as [None, None].
         src: the rank that sends its objects.
-        tag: name of the call, compared between ranks. It distinguishes calls of one kind and shape, whose order could
+        tag: name of the call, compared between ranks. It distinguishes calls of one kind and shape if their order could
             differ between ranks by mistake, as in a loop over keys.
 
     Returns:

@@ -96,7 +96,7 @@ def to_bytes(packing: Packing, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def write(packing: Packing, tensors: Sequence[torch.Tensor], message: bytearray, at: int) -> None:
-    """Copy tensors on the CPU into a message, whose byte `at` is a multiple of 16."""
+    """Copy tensors on the CPU into a message from byte `at`, a multiple of 16."""
     for group in packing.groups:
         if count := sum(group.counts):
             room = torch.frombuffer(message, dtype=group.dtype, count=count, offset=at + group.start)
@@ -192,8 +192,7 @@ class TreeTensors(NamedTuple):
 
 
 def read_tensors(ctx: DistContext, tree: object) -> TreeTensors:
-    """List the tensors of a tree; raise `TreeError`, by path, for another leaf but None, or a tensor of no plain
-    kind."""
+    """List the tensors of a tree; `TreeError`, by path, for other leaves but None and tensors that are not plain."""
     found, structure = trees.flatten(tree, ctx.containers)
     tensors = [leaf for leaf in found if leaf is not None]
     classes: set[type[object]] = set(map(type, tensors))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast, get_args
 
 import msgspec
@@ -27,6 +26,7 @@ from accel.collectives._packing import (
 )
 from accel.comm import (
     HEADER_BYTES,
+    PAIRWISE,
     Call,
     ReduceOp,
     all_reduce_flat,
@@ -54,13 +54,7 @@ _DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.
            torch.float64, torch.complex64, torch.complex128)  # fmt: skip
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # while ranks' values are added
-_PAIRWISE: dict[Reduction, Callable[..., torch.Tensor]] = {
-    "sum": torch.add,
-    "mean": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "product": torch.mul,
-}
+_PAIRWISE = {**PAIRWISE, "mean": torch.add}
 
 
 @context_first
@@ -75,7 +69,7 @@ def reduce(ctx: DistContext, tree: T, op: Reduction = "sum", *, tag: str | None 
         tree: nested containers of None and of tensors, with the same shapes and dtypes on every rank.
         op: "sum", "mean", "max", "min" or "product"; a mean of integers is refused, and so are arithmetic on bool and
             anything but sum and mean of complex numbers.
-        tag: name of the call, compared between ranks. It distinguishes calls of one kind and shape, whose order could
+        tag: name of the call, compared between ranks. It distinguishes calls of one kind and shape if their order could
             differ between ranks by mistake, as in a loop over keys.
 
     Returns:
@@ -133,7 +127,7 @@ def _reduce(ctx: DistContext, leaves: TreeTensors, call: Call, op: Reduction) ->
 def _reduce_on_the_way(
     ctx: DistContext, leaves: TreeTensors, call: Call, op: Reduction, packing: Packing
 ) -> dict[int, torch.Tensor]:
-    """Reduce small tensors of a large group, those of 16 bits as float32, in the checked message."""
+    """Reduce small tensors of a large group in the checked message, 16-bit ones as float32."""
     message = blank(ctx.comm)
     mine = [leaf.to(_WIDER.get(leaf.dtype, leaf.dtype)) for leaf in leaves.tensors]
     write(packing, mine, message, HEADER_BYTES)
@@ -202,7 +196,7 @@ def broadcast(ctx: DistContext, tree: T, *, src: int = 0, tag: str | None = None
         ctx: the context.
         tree: nested containers of None and of tensors, with the same shapes and dtypes on every rank.
         src: the rank that sends its tensors.
-        tag: name of the call, compared between ranks. It distinguishes calls of one kind and shape, whose order could
+        tag: name of the call, compared between ranks. It distinguishes calls of one kind and shape if their order could
             differ between ranks by mistake, as in a loop over keys.
 
     Returns:
@@ -337,23 +331,17 @@ def _describe(ctx: DistContext, tree: Any, path: str) -> _Node:
         named = cast("dict[str | int, Any]", tree)
         nodes = tuple(_describe(ctx, child, f"{path}[{key!r}]") for key, child in named.items())
         return _Node(kind="dict", keys=tuple(named), nodes=nodes)
-    if isinstance(tree, list | tuple) and _kind(cast(object, tree)) in ("list", "tuple"):
+    kind = type(cast(object, tree)).__name__
+    if isinstance(tree, list | tuple) and kind in ("list", "tuple"):
         listed = enumerate(cast("list[Any]", tree))
-        return _Node(
-            kind=_kind(cast(object, tree)),
-            nodes=tuple(_describe(ctx, each, f"{path}[{at}]") for at, each in listed),
-        )
+        return _Node(kind=kind, nodes=tuple(_describe(ctx, each, f"{path}[{at}]") for at, each in listed))
     raise TreeError(
         "cannot send this container to ranks that hold none",
         expected="dicts, lists and tuples of tensors and None, with keys of text or int",
-        got=_kind(cast(object, tree)),
+        got=kind,
         where=f"{_NAME}, {path}",
         fix="Split it, or use broadcast_object_list.",
     )
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__
 
 
 def _empty(ctx: DistContext, node: _Node) -> Any:

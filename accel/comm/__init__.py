@@ -5,7 +5,7 @@ A call goes from `_exchange.py` (payloads, agreements) to `_message.py` (the fir
 `_header.py` (its bytes, and the errors where ranks differ), then to `_torch.py`, which picks a collective of torch or
 rounds of pairs (`_rounds.py`). `_call.py` has the user's place of a call; `_rendezvous.py` opens a group,
 `_lost.py` names ranks that left it, `_units.py` the units that ranks run. `_mesh.py` and `_gradients.py` are for
-models: no checked message there. `_replaced.py` marks weights that a block has replaced.
+models: no checked message there. `_marks.py` has marks of guards, also on weights that a block has replaced.
 """
 
 from accel.comm._call import Call as Call, call_site as call_site, check_tag as check_tag, tagged as tagged
@@ -50,6 +50,12 @@ from accel.comm._header import (
     as_tensor as as_tensor,
 )
 from accel.comm._lost import Alarm as Alarm
+from accel.comm._marks import (
+    is_replaced as is_replaced,
+    refuse_replaced as refuse_replaced,
+    refuse_replaced_memory as refuse_replaced_memory,
+    replaced as replaced,
+)
 from accel.comm._mesh import (
     MERGED as MERGED,
     grid_mesh as grid_mesh,
@@ -71,12 +77,6 @@ from accel.comm._message import (
     reduced_bytes as reduced_bytes,
     start as start,
 )
-from accel.comm._replaced import (
-    is_replaced as is_replaced,
-    refuse_replaced as refuse_replaced,
-    refuse_replaced_memory as refuse_replaced_memory,
-    replaced as replaced,
-)
 from accel.comm._rounds import (
     in_unit as in_unit,
     lost_rank as lost_rank,
@@ -87,6 +87,7 @@ from accel.comm._rounds import (
 )
 from accel.comm._threads import SilentGroup as SilentGroup, ThreadGroup as ThreadGroup, run_in_threads as run_in_threads
 from accel.comm._torch import (
+    PAIRWISE as PAIRWISE,
     ReduceOp as ReduceOp,
     all_gather_flat as all_gather_flat,
     all_reduce_flat as all_reduce_flat,

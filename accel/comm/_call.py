@@ -82,7 +82,7 @@ def are_branches(
     other_before, other_after = _parting(*right)
     if before == other_before or after == other_after:
         return True
-    # an `if` whose arms ranks enter in turn, as in a pipeline of two stages
+    # ranks may enter the arms of an `if` in turn, as in a pipeline of two stages
     one_function = before is not None and after is not None and before[0] == after[0]
     return one_function and (before, after) == (other_after, other_before)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Literal, TypeVar
 
 import msgspec
@@ -124,7 +125,9 @@ def reduce_ints(comm: Comm, call: Call, numbers: Sequence[int], op: Literal["max
         return integers(all_reduce_flat(comm, mine.to(comm.control), op))
     message = blank(comm)
     fill(message, as_bytes(mine.view(torch.uint8)))
-    answers = start(comm, call, message, mine.nbytes, combine=_greatest if op == "max" else _least)()
+    answers = start(
+        comm, call, message, mine.nbytes, combine=partial(_in_place, torch.maximum if op == "max" else torch.minimum)
+    )()
     if answers.reduced is not None:
         return integers(answers.reduced[: mine.nbytes].view(torch.int64))
     # a small group receives all payloads, and each rank reduces them itself
@@ -142,7 +145,7 @@ def broadcast_bytes(comm: Comm, call: Call, payload: torch.Tensor, *, source: in
     message = blank(comm)
     fill(message, as_bytes(payload[: reduced_bytes(comm)]))
     # only the source has bytes, so that `or` with the zeros of the others is its payload
-    answers = start(comm, call, message, payload.numel(), combine=_only)()
+    answers = start(comm, call, message, payload.numel(), combine=partial(_in_place, torch.bitwise_or))()
     if answers.reduced is not None and answers.most <= reduced_bytes(comm):
         return answers.reduced[: answers.most].clone()
     # the source sends from the caller's buffer, unchanged until all have it
@@ -160,19 +163,10 @@ def broadcast_value(comm: Comm, call: Call, value: T, kind: type[T]) -> T:
     return msgspec.json.decode(as_bytes(broadcast_bytes(comm, call, payload, source=0)), type=kind)
 
 
-def _greatest(lower: torch.Tensor, upper: torch.Tensor) -> None:
+def _in_place(function: Callable[..., torch.Tensor], lower: torch.Tensor, upper: torch.Tensor) -> None:
+    """Combine integers of 64 bits by an elementwise function of torch."""
     numbers = lower.view(torch.int64)
-    _ = torch.maximum(numbers, upper.view(torch.int64), out=numbers)
-
-
-def _least(lower: torch.Tensor, upper: torch.Tensor) -> None:
-    numbers = lower.view(torch.int64)
-    _ = torch.minimum(numbers, upper.view(torch.int64), out=numbers)
-
-
-def _only(lower: torch.Tensor, upper: torch.Tensor) -> None:
-    """Combine payloads, at most one of them other than zero."""
-    _ = torch.bitwise_or(lower, upper, out=lower)
+    _ = function(numbers, upper.view(torch.int64), out=numbers)
 
 
 @contextlib.contextmanager
@@ -188,8 +182,7 @@ def agreed(comm: Comm, call: Call) -> Generator[None]:
 
 
 def agreed_values(comm: Comm, call: Call, work: Callable[[], T], kind: type[T], *, dst: int | None = None) -> list[T]:
-    """Run work that communicates nothing, and gather every rank's value, or raise as `agreed`. A collective; `dst` is
-    the same in all such calls."""
+    """Run work without communication, and gather all ranks' values, or raise as `agreed`. A collective; one `dst`."""
     with shared_failure(comm, call):
         value = work()
     return exchange_values(comm, call, value, kind, dst=dst)
@@ -215,7 +208,7 @@ def notes_of_ranks(comm: Comm, subject: str, note: str) -> Mapping[int, str]:
     if comm.size == 1:
         return {comm.rank: note}
     if comm.share is not None:
-        try:  # ranks are threads here: each has a word of its own
+        try:  # ranks are threads here, each with its word
             return dict(enumerate(exchange_values(comm, Call(subject, ordered=False), note, str)))
         except AccelError:
             return {comm.rank: note}

@@ -53,7 +53,7 @@ def _without_values(x: Tensor, by: Passage, size: int) -> Tensor:
 
 
 def mark_recording(mode: Any) -> None:
-    """Let collectives on the fake tensors of a mode send nothing, as those of a forward that is recorded."""
+    """Let collectives on the fake tensors of a mode send nothing, as a recorded forward needs."""
     mode.accel_records = True
 
 
@@ -63,8 +63,7 @@ def records(x: Tensor) -> bool:
 
 
 def passed(x: Tensor, by: Passage, group: dist.ProcessGroup) -> Tensor:
-    """Return what a collective makes of a tensor, from which gradients flow back. A collective, or its backward is
-    one."""
+    """Return the result of a collective on a tensor; gradients flow back. A collective, or its backward is one."""
     if records(x):
         size = group.size()
         return _through(x, lambda own: _without_values(own, by, size), lambda grad: grad)
@@ -83,8 +82,7 @@ def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate the ranks' parts, for layers that are alike on all ranks. A collective; the backward keeps the
-    gradient of the own part, without one."""
+    """Concatenate the ranks' parts, for layers alike on all ranks. A collective; the backward keeps the own part."""
     return passed(x, Passage("gathered", dim), group)
 
 
@@ -104,13 +102,12 @@ def own_part(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def exchanged(x: Tensor, to: Sequence[int], back: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Send `to[i]` rows of a tensor to rank i; return the `back[i]` rows of each, by rank. A collective, as its
-    backward."""
+    """Send `to[i]` rows to rank i; return the `back[i]` rows of each, by rank. A collective, as its backward."""
     return passed(x, Passage("exchanged", 0, tuple(to), tuple(back)), group)
 
 
 def own_gradient(x: Tensor) -> Tensor:
-    """Return a tensor whose gradient has separate memory. No communication."""
+    """Return a tensor that gets a gradient in separate memory. No communication."""
     return _through(x, _same, torch.clone)
 
 
@@ -121,11 +118,11 @@ def start_shift(
     *,
     arriving: Sequence[Sequence[int]] | None = None,
 ) -> Callable[[], list[Tensor]]:
-    """Send tensors to the rank `by` later, cyclically; return a function that waits for those of the rank `by` earlier.
+    """Send tensors to the rank `by` later, cyclically; return a function that waits for the ones from `by` earlier.
 
     A collective of one message. Tensors have one dtype and stay unchanged until the wait; a contiguous one alone is
-    sent without a copy. `arriving` are the shapes that come, None for those of the tensors. Where there is no element
-    to send or to receive, no message is sent.
+    sent without a copy. `arriving` are the shapes that come, None for the tensors' shapes. Nothing is sent where there
+    is no element.
     """
     size = group.size()
     shapes = [each.shape for each in tensors] if arriving is None else [torch.Size(each) for each in arriving]
@@ -166,8 +163,7 @@ def start_gather(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
 
 
 def start_scatter(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Begin to sum summands [size, ...] for each rank; return a function that waits for this rank's sum. A
-    collective."""
+    """Begin to reduce-scatter summands [size, ...]; return a function that waits for this rank's sum. A collective."""
     summands = x.contiguous()
     out = summands.new_empty(summands.shape[1:])
     work = _scatter_into(out, summands.flatten(0, 1), group=group, async_op=True)
@@ -239,10 +235,6 @@ def _exchanged(x: Tensor, by: Passage, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-def _exchanged_back(x: Tensor, by: Passage, group: dist.ProcessGroup) -> Tensor:
-    return _exchanged(x, by._replace(to=by.back, back=by.to), group)
-
-
 _Function = Callable[[Tensor, Passage, dist.ProcessGroup], Tensor]
 _PASSAGES: Mapping[str, tuple[_Function, _Function]] = {  # forward and backward
     "copied": (_same, _reduced),
@@ -251,5 +243,5 @@ _PASSAGES: Mapping[str, tuple[_Function, _Function]] = {  # forward and backward
     "gathered_summed": (_gathered, _scattered),
     "scattered": (_scattered, _gathered),
     "own_part": (_own, _gathered),
-    "exchanged": (_exchanged, _exchanged_back),
+    "exchanged": (_exchanged, lambda x, by, group: _exchanged(x, by._replace(to=by.back, back=by.to), group)),
 }

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import field
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast
 
@@ -54,6 +56,11 @@ class Unfinished(Protocol):
         ...
 
 
+_Along = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]
+_Orders = dict[tuple[bytes, bytes, bytes], int]
+
+
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Comm:
     """A process group with its backend and devices: the one mutable object behind a context, which can be closed once.
 
@@ -63,7 +70,7 @@ class Comm:
         control: device of control messages; the CPU wherever the group can.
         owned: whether `close` destroys the group.
         roll: notes of the ranks that reached a failed collective; None without a store.
-        beside: group for tensors on the CPU; None where the group itself carries them.
+        host_group: group for tensors on the CPU; None where the group itself carries them.
         opened: further groups to destroy in `close`.
         along: groups along several axes of a mesh, by the ranks of all groups that were opened together; None where
             this rank is in none of them.
@@ -75,83 +82,42 @@ class Comm:
         right_orders: numbers of comparisons of orders by fingerprint and code places; see `accel.comm._call`.
         most_gathered: most ranks that receive the first messages of all.
         bell: ends the wait of all ranks; see `alarm`.
-        closure: call whose closure runs now, "closure=" or "optimizer.step"; None outside of one.
+        closure: call with a running closure, "closure=" or "optimizer.step"; None outside of one.
         steps: decisions about optimizer steps that all ranks take together.
         deferred: reads the outcome of a step that the device alone knows, and raises its error; None without.
         defers: whether parameters of a step are marked as "deferred".
         units: units of sharded models that this rank has run.
+        lost: why the ranks no longer communicate; empty while they do.
     """
 
-    __slots__ = (
-        "_closed",
-        "_group",
-        "_number",
-        "_share",
-        "along",
-        "backend",
-        "bell",
-        "beside",
-        "closure",
-        "control",
-        "deferred",
-        "defers",
-        "lost",
-        "marks",
-        "met",
-        "most_gathered",
-        "notes",
-        "opened",
-        "owned",
-        "rank",
-        "right_orders",
-        "roll",
-        "size",
-        "spare",
-        "steps",
-        "unfinished",
-        "units",
-    )
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        rank: int,
-        size: int,
-        *,
-        backend: str,
-        control: torch.device,
-        owned: bool,
-        roll: RollCall | None = None,
-        beside: dist.ProcessGroup | None = None,
-        share: ThreadExchange | None = None,
-    ) -> None:
-        self._group = group
-        self._closed = False
-        self._number = 0
-        self.rank = rank
-        self.size = size
-        self.backend = backend
-        self.control = control
-        self.owned = owned
-        self.roll = roll
-        self.beside = beside
-        self._share = share
-        self.opened: list[dist.ProcessGroup] = []
-        self.along: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
-        self.unfinished: Unfinished | None = None
-        self.deferred: Callable[[], None] | None = None
-        self.defers = False
-        self.spare: dict[str, torch.Tensor] = {}
-        self.notes: dict[str, str] = {}
-        self.marks = Marks()
-        self.met: Met | None = None
-        self.right_orders: dict[tuple[bytes, bytes, bytes], int] = {}
-        self.most_gathered = MOST_GATHERED
-        self.bell: Alarm | None = None
-        self.lost = ""
-        self.steps = StepLog()
-        self.units = UnitLog()
-        self.closure: str | None = None
+    _group: dist.ProcessGroup | None
+    rank: int
+    size: int
+    _: dataclasses.KW_ONLY
+    backend: str
+    control: torch.device
+    owned: bool
+    roll: RollCall | None = None
+    host_group: dist.ProcessGroup | None = None
+    opened: list[dist.ProcessGroup] = field(default_factory=list[dist.ProcessGroup])
+    along: _Along = field(default_factory=_Along)
+    unfinished: Unfinished | None = None
+    spare: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    notes: dict[str, str] = field(default_factory=dict[str, str])
+    marks: Marks = field(default_factory=Marks)
+    met: Met | None = None
+    right_orders: _Orders = field(default_factory=_Orders)
+    most_gathered: int = MOST_GATHERED
+    bell: Alarm | None = None
+    closure: str | None = None
+    steps: StepLog = field(default_factory=StepLog)
+    deferred: Callable[[], None] | None = None
+    defers: bool = False
+    units: UnitLog = field(default_factory=UnitLog)
+    lost: str = ""
+    _share: ThreadExchange | None = None
+    _closed: bool = False
+    _number: int = 0
 
     def __repr__(self) -> str:
         return f"Comm(rank={self.rank}, size={self.size}, {'closed' if self._closed else 'open'})"
@@ -180,8 +146,7 @@ class Comm:
 
     @property
     def alarm(self) -> Alarm | None:
-        """The alarm for ranks in collectives of torch; None where the group cannot be opened again, as one with further
-        groups of a mesh: modules refer to those by name."""
+        """The alarm for ranks in torch's collectives; None with groups of a mesh, which cannot be opened again."""
         self.check_open()
         return None if self.opened else self.bell
 
@@ -198,8 +163,8 @@ class Comm:
     def carrier(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
         """Return the group for tensors on a tensor's device."""
         group = self.group
-        # a group on XLA carries no CPU tensors, so that control messages take the gloo group beside it
-        return group if self.beside is None or tensor.device.type != "cpu" else self.beside
+        # a group on XLA carries no CPU tensors, so that control messages take a gloo group
+        return group if self.host_group is None or tensor.device.type != "cpu" else self.host_group
 
     def check_open(self) -> None:
         """Raise `ContextClosedError` if the scope that opened this has ended, `PeerError` if its group has."""
@@ -241,7 +206,7 @@ class Comm:
             _ = self.unfinished.result()
 
     def close(self) -> None:
-        """Drop the group and destroy groups that were opened here; waits for background work without raising, as other
+        """Drop the group, and destroy groups that were opened here. Waits for background work without raising, as other
         ranks may be gone. Later use raises; a second close does nothing."""
         if self._closed:
             return
@@ -259,7 +224,7 @@ class Comm:
         self.along.clear()
         self._closed = True
         self._group = self._share = self.deferred = None
-        self.roll = self.beside = self.bell = None
+        self.roll = self.host_group = self.bell = None
         self.opened = []
         if not owned and not opened:
             if adopted:
@@ -283,7 +248,7 @@ def alone() -> Comm:
 def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s: float) -> Comm:
     """Open the default process group, of one process too, or adopt it if it is open. A collective.
 
-    `backend` is c10d's for tensors on the device; None for that of its kind, such as nccl on CUDA.
+    `backend` is c10d's for tensors on the device; None for the usual one of its kind, such as nccl on CUDA.
     """
     if dist.is_initialized():
         return _adopt_default(env, device, backend)
@@ -309,7 +274,7 @@ def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s
     rank = xla.join(env.local_rank, env.local_world_size, env.world_size) if device.type == "xla" else env.rank
     try:
         alarm.open()
-        beside = _open_beside(dist.group.WORLD) if device.type == "xla" else None
+        host_group = _open_host_group(dist.group.WORLD) if device.type == "xla" else None
     except (RuntimeError, ValueError) as error:
         raise PeerError(
             f"rank {env.rank} could not join the process group: {error}",
@@ -325,7 +290,7 @@ def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s
         control=torch.device("cpu"),
         owned=True,
         roll=RollCall(store, rank, env.world_size),
-        beside=beside,
+        host_group=host_group,
     )
     # a lone rank waits for nobody; XLA's collectives cannot be cut
     comm.bell = alarm if env.world_size > 1 and device.type != "xla" else None
@@ -333,7 +298,7 @@ def connect(env: LaunchEnv, device: torch.device, backend: str | None, timeout_s
 
 
 def adopt(group: dist.ProcessGroup, device: torch.device) -> Comm:
-    """Return a handle on a group that its maker destroys; on XLA open a group for the CPU beside it, a collective."""
+    """Return a handle on a group that its maker destroys; on XLA also open a group for the CPU, a collective."""
     if device.type == "xla":
         return _adopt_xla(group)
     share: ThreadExchange | None = getattr(group, "share", None)  # of a simulated group
@@ -345,7 +310,7 @@ def adopt(group: dist.ProcessGroup, device: torch.device) -> Comm:
         control=_control_device(group, device),
         owned=False,
         roll=_roll_of(group) if share is None else None,
-        share=share,
+        _share=share,
     )
     comm.bell = getattr(group, "alarm", None)
     return comm
@@ -360,7 +325,7 @@ def _adopt_xla(group: dist.ProcessGroup) -> Comm:
             where="device=xla",
             fix='Open it with torch.distributed.init_process_group("xla", init_method="xla://").',
         )
-    beside = _open_beside(group)
+    host_group = _open_host_group(group)
     handle = Comm(
         group,
         group.rank(),
@@ -369,13 +334,13 @@ def _adopt_xla(group: dist.ProcessGroup) -> Comm:
         control=torch.device("cpu"),
         owned=False,
         roll=_roll_of(group),
-        beside=beside,
+        host_group=host_group,
     )
-    handle.opened.append(beside)
+    handle.opened.append(host_group)
     return handle
 
 
-def _open_beside(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def _open_host_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Open a gloo group of all ranks for tensors on the CPU. A collective."""
     timeout = cast(Any, group).timeout
     return cast(dist.ProcessGroup, cast(Any, dist).new_group(backend="gloo", timeout=timeout))
@@ -402,11 +367,12 @@ def _adopt_default(env: LaunchEnv, device: torch.device, backend: str | None) ->
             where="init_method=",
             fix="Leave it out, or open no group before.",
         )
-    if backend is not None and backend not in dist.get_backend_config(group):
+    opened = dist.get_backend_config(group)
+    if backend is not None and backend not in opened:
         raise ConfigError(
             "a process group is open already over another backend",
             expected=backend,
-            got=str(dist.get_backend_config(group)),
+            got=str(opened),
             where="from_env, backend",
             fix="Leave the backend out, or open no group before.",
         )

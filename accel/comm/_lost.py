@@ -46,8 +46,7 @@ def read_notes(store: Store, key: str) -> list[str]:
 
 
 def answer_of(question: Callable[[], T], seconds: float = SILENCE_S) -> T | None:
-    """Return the answer of a store, None after the limit. A thread asks, because a stopped server keeps its clients
-    waiting for ever."""
+    """Return the answer of a store, None after the limit. A thread asks: a stopped server would block for ever."""
     answers: list[T] = []
     thread = threading.Thread(target=lambda: answers.append(question()), daemon=True)
     thread.start()
@@ -65,7 +64,7 @@ class Notes(NamedTuple):
 
     Attributes:
         waited: seconds that each rank waited in it, by rank; 0 if it was cut off earlier. Missing ranks have none.
-        left: ranks whose context is closed.
+        left: ranks with a closed context.
         answered: whether the store could be read to the end.
         places: places of the ranks that wait in this or another call.
     """
@@ -114,22 +113,22 @@ class RollCall:
 
         No collective: ranks that do not come are not waited for longer. Repetitions of a subject are numbered.
         """
-        found = {self._rank: note}
         self._subjects += 1
-        subject = f"{subject}, {self._subjects}"
+        return self._notes(f"{subject}, {self._subjects}", note)
+
+    def exchange_places(self, place: RankPlace) -> Mapping[int, RankPlace]:
+        """Leave this rank's place; return the places that ranks leave within 1 s of this one, by rank."""
+        found = self._notes(_PLACES, place.word())
+        if self._store is not None:
+            time.sleep(2 * _LOOK_S)  # the store may end with this rank: the others still read
+        return {rank: read_place(word) for rank, word in found.items()}
+
+    def _notes(self, subject: str, note: str) -> dict[int, str]:
+        found = {self._rank: note}
         if self._store is not None:
             store = self._store
             _ = answer_of(lambda: self._exchange_notes(store, subject, note, found), _GRACE_S + SILENCE_S)
         return dict(found)
-
-    def exchange_places(self, place: RankPlace) -> Mapping[int, RankPlace]:
-        """Leave this rank's place; return those of all ranks that leave theirs within 1 s of this one, by rank."""
-        found = {self._rank: place.word()}
-        if self._store is not None:
-            store = self._store
-            _ = answer_of(lambda: self._exchange_notes(store, _PLACES, found[self._rank], found), _GRACE_S + SILENCE_S)
-            time.sleep(2 * _LOOK_S)  # the store may end with this rank: the others still read
-        return {rank: read_place(word) for rank, word in dict(found).items()}
 
     def _exchange_notes(self, store: Store, subject: str, note: str, found: dict[int, str]) -> None:
         until = time.monotonic() + _GRACE_S
@@ -321,7 +320,7 @@ class StoreAlarm:
 
     @property
     def watched(self) -> bool:
-        """Whether a block watches for notes, whose end all ranks agree on."""
+        """Whether a block watches for notes; all ranks agree on its end."""
         return self._watchers > 0
 
     def end(self, note: bytes) -> None:
@@ -358,7 +357,7 @@ class StoreAlarm:
                 thread.join(SILENCE_S)  # a stopped server would keep the thread for ever
 
     def ring(self, note: bytes) -> bytes:
-        # note before cut: a rank whose connection breaks looks for the note at once
+        # note before cut: a rank that loses its connection looks for the note at once
         first = self._store.compare_set(_KEY, "", note.decode())
         self.cut()
         return first
@@ -369,7 +368,7 @@ class StoreAlarm:
     def renew(self) -> None:
         self._times += 1
         with self._lock:
-            # a prefix of its own: notes and counts of the group before must not be read again
+            # a new prefix: notes and counts of the group before must not be read again
             self._store = PrefixStore(f"renewed {self._times}", self._whole)
         gc.collect()  # a group still referenced when it is destroyed can abort the interpreter at exit
         dist.destroy_process_group()
@@ -412,7 +411,7 @@ def _open_sockets() -> dict[int, int]:
     """Return the inode number of each socket of this process, by descriptor."""
     found: dict[int, int] = {}
     for name in os.listdir(_SOCKETS) if os.path.isdir(_SOCKETS) else []:
-        with contextlib.suppress(OSError):  # closed since, as that of the listing itself
+        with contextlib.suppress(OSError):  # closed since, as the descriptor of the listing itself
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):
                 found[int(name)] = status.st_ino

@@ -21,8 +21,7 @@ from accel.topology import MeshPosition, mesh_position
 
 
 def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the process group of a mesh's ranks, the default group or that of its only dimension; raise `ConfigError`
-    where torch has none, or this rank is not on the mesh."""
+    """Return the process group of a mesh's ranks; `ConfigError` if torch has none, or this rank is not on the mesh."""
     _ = _coordinate(mesh)
     ranks = _ranks(mesh)
     world = dist.group.WORLD
@@ -40,8 +39,7 @@ def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def position_on_mesh(comm: Comm, mesh: DeviceMesh, data_dims: Sequence[str] | None) -> MeshPosition:
-    """Return this rank's position on a mesh, see `accel.topology.mesh_position`; raise `ConfigError` unless it is a
-    mesh of the handle's ranks."""
+    """Return this rank's `MeshPosition` on a mesh; `ConfigError` unless it is a mesh of the handle's ranks."""
     coordinate = _coordinate(mesh)
     ranks = _ranks(mesh)
     own = _group_ranks(comm)
@@ -76,7 +74,7 @@ def open_mesh(comm: Comm, sizes: Mapping[str, int], device: torch.device, timeou
     grid = torch.arange(comm.size).view(*sizes.values())
     groups: list[dist.ProcessGroup] = []
     for dim, (name, size) in enumerate(sizes.items()):
-        if size == comm.size:  # no second group of the same ranks, whose buffers would cost memory
+        if size == comm.size:  # no second group of the same ranks: its buffers would cost memory
             groups.append(world)
             continue
         rows = cast("list[list[int]]", cast(Any, grid.movedim(dim, -1).reshape(-1, size)).tolist())
@@ -128,8 +126,7 @@ def group_of_rows(comm: Comm, rows: Sequence[Sequence[int]], name: str, timeout_
 
 
 def mesh_of_group(comm: Comm, device_type: str, name: str) -> DeviceMesh:
-    """Return a mesh of one dimension over all ranks of a handle. No communication; `ConfigError` if torch does not know
-    the group."""
+    """Return a 1-d mesh of all ranks of a handle; `ConfigError` if torch does not know the group. No communication."""
     try:
         return cast(Any, DeviceMesh).from_group(comm.group, device_type, mesh_dim_names=(name,))
     except (KeyError, ValueError) as error:
@@ -161,8 +158,7 @@ def mesh_of_dims(mesh: DeviceMesh, dims: Sequence[int]) -> DeviceMesh:
 
 
 def ranks_of_group(group: dist.ProcessGroup | None) -> frozenset[int] | None:
-    """Return the ranks of a group (None: this rank alone), as the default group counts them; None of a group that torch
-    has not opened."""
+    """Return a group's ranks in the default group (None: this rank alone); None for a group that is not torch's."""
     try:
         if group is None:
             return frozenset([dist.get_rank(dist.group.WORLD)])
@@ -238,7 +234,7 @@ def merged_mesh(comm: Comm, mesh: DeviceMesh, parts: Sequence[Sequence[int]], ti
     titles = [MERGED.join(names[dim] for dim in part) or "whole" for part in order]
     kind = cast(Any, DeviceMesh)
     whole = kind.from_group(groups, mesh.device_type, grid.reshape(sizes), mesh_dim_names=tuple(titles))
-    # a slice of a mesh of all ranks: FSDP2 combines its dimensions with those of meshes on the same ranks
+    # a slice of a mesh of all ranks: FSDP2 combines its dimensions with dimensions of meshes on the same ranks
     return whole[tuple(titles[order.index(tuple(part))] for part in parts)]
 
 

@@ -77,7 +77,9 @@ def start_gathered(comm: Comm, sent: bytearray) -> Callable[[], Heads]:
 
 def start_range(comm: Comm, sent: bytearray, combine: Combine | None) -> Callable[[], Range]:
     """Begin to reduce one message of each rank, header and payload; return a function that waits. A collective.
-    Overwrites `sent`, whose end has room for another header."""
+
+    Overwrites `sent`, which has room for another header at its end.
+    """
     # one minimum gives both ends of every word: any difference shows as lowest != highest
     sent[_COMPLEMENT] = complement(sent[_WORDS])
     if comm.share is not None:
@@ -92,7 +94,7 @@ def start_range(comm: Comm, sent: bytearray, combine: Combine | None) -> Callabl
 
 
 def _start_all_reduce(comm: Comm, message: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Reduce the headers on a device, whose backend has trees of its own; they are the whole message there."""
+    """Reduce the headers on a device by the backend's trees; they are the full message there."""
     words = message.view(torch.int64).to(comm.control)
     arrive = start_all_reduce(comm, words, "min")
 
@@ -159,8 +161,7 @@ def inline_bytes(comm: Comm) -> int:
 
 
 def reduced_bytes(comm: Comm) -> int:
-    """Return the room in the first message for a payload that is reduced, a multiple of 16; 0 in a small group, and
-    where messages go through a device."""
+    """Return the room in the first message for a reduced payload, a multiple of 16; 0 in a small group."""
     return _REDUCED_BYTES - 2 * HEADER_BYTES if comm.is_large and comm.has_pairs else 0
 
 
@@ -182,7 +183,7 @@ def start(
     failure: bytes = b"",
     cause: BaseException | None = None,
 ) -> Callable[[], Answers]:
-    """Send the first message of a call; return a function that waits for those of all ranks. A collective.
+    """Send the first message of a call; return a function that waits for all ranks' messages. A collective.
 
     `message` begins the payload (from `blank`); `variant` may differ between ranks; `failure` is sent in its place.
     """
@@ -220,8 +221,7 @@ def fill(message: bytearray, payload: bytes | memoryview) -> None:
 
 
 def fail(comm: Comm, call: Call, error: BaseException) -> NoReturn:
-    """Send this rank's error to all ranks, in the place of the call that they make; every rank raises the lowest
-    failing rank's. A collective."""
+    """Send this rank's error in the place of the others' call; all raise the lowest failing rank's. A collective."""
     # the peers of a lost group receive nothing any more
     if comm.size == 1 or comm.lost:
         raise error

@@ -74,7 +74,7 @@ def open_store(env: LaunchEnv, timeout_s: float) -> Store:
         try:
             return _meet(env, timeout_s)
         except dist.DistNetworkError as error:
-            # rank 0's store may be that of the previous group, about to close
+            # rank 0's store may belong to the previous group, about to close
             if env.rank == 0 or time.monotonic() - began > min(_RETRY_S, timeout_s):
                 raise _unreachable(env, error) from error
             time.sleep(0.1)
@@ -86,7 +86,7 @@ def _meet(env: LaunchEnv, timeout_s: float) -> Store:
     try:
         shared = _serve_here(env, timeout) or _join(env, timeout)
         # all ranks add once an opening, so the quotient is alike on all of them without a message
-        # torchrun's store outlives the groups opened in it, so each opening has a prefix of its own
+        # torchrun's store outlives the groups opened in it, so each opening has a separate prefix
         opening = (shared.add("accel/openings", 1) - 1) // env.world_size
         store = PrefixStore(f"accel/{opening}", shared)
         store.set_timeout(timeout)
@@ -172,7 +172,7 @@ def _await_server(env: LaunchEnv, timeout_s: float) -> None:
 
 
 def _introduce(store: Store, env: LaunchEnv, timeout_s: float) -> None:
-    """Register this rank in the store, and compare its settings with those of the first rank to come."""
+    """Register this rank in the store, and compare its settings with the first rank's."""
     mine = _Member(host=os.uname().nodename, pid=os.getpid(), rank=env.rank, settings=_settings(env, timeout_s))
     encoded = msgspec.json.encode(mine).decode()
     # who comes first sets the terms: the error names that rank and the one that differs
@@ -212,7 +212,7 @@ def _await(store: Store, env: LaunchEnv, timeout_s: float) -> None:
         if time.monotonic() > deadline:
             raise dist.DistStoreError(f"{store.add('here', 0)} of them after {show_limit(timeout_s)}")
         time.sleep(pause_s)
-        # ranks of one host come within milliseconds, those of a cluster within minutes
+        # ranks of one host come within milliseconds, ranks of a cluster within minutes
         pause_s = min(2 * pause_s, longest_s)
     if store.check([_TROUBLE]):
         trouble = msgspec.json.decode(store.get(_TROUBLE), type=ErrorRecord)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,80 +18,68 @@ from accel.comm._units import UnitLog, described, users_line, way_out
 from accel.errors import AccelError, PeerError
 
 
-class ReduceRound(NamedTuple):
-    """One rank's part in a round of a reduction.
+class Round(NamedTuple):
+    """One rank's part in a round of a reduction, or of a gather, which moves a run of the ranks' rows.
 
     Attributes:
-        target: rank that gets this rank's value; None for none.
-        source: rank whose value comes; None for none.
-        final: whether the value that comes is the result, and not another part of it.
+        target: rank that gets this rank's value, or the first `sent` of the rows here; None for none.
+        source: rank that sends its value, or rows that follow the rows here; None for none.
+        sent: number of rows to send.
+        received: number of rows to receive.
+        final: whether the value that comes is the result of a reduction, and not another part of it.
     """
 
     target: int | None
     source: int | None
+    sent: int = 1
+    received: int = 1
     final: bool = False
 
 
-class GatherRound(NamedTuple):
-    """One rank's part in a round of a gather, which moves a run of the ranks' rows.
-
-    Attributes:
-        target: rank that gets the first `sent` of the rows here; None for none.
-        source: rank whose rows come behind those here; None for none.
-        sent: number of rows to send.
-        received: number of rows to receive.
-    """
-
-    target: int | None
-    source: int | None
-    sent: int
-    received: int
-
-
-def reduction_rounds(rank: int, size: int) -> list[ReduceRound]:
-    """Reduce on all ranks by recursive doubling, in rank order: each value is that of a run of neighbouring ranks."""
+def reduction_rounds(rank: int, size: int) -> list[Round]:
+    """Reduce on all ranks by recursive doubling, in rank order: each value covers a run of neighbouring ranks."""
     power = 1 << (size.bit_length() - 1)
     pairs = size - power  # ranks beyond a power of two: a neighbour sends their value, and returns the result
     if rank < 2 * pairs and rank % 2:
-        return [ReduceRound(rank - 1, None), ReduceRound(None, rank - 1, final=True)]
+        return [Round(rank - 1, None), Round(None, rank - 1, final=True)]
     place = rank // 2 if rank < 2 * pairs else rank - pairs
     # partners differ in one bit a round; both combine the same two runs, so all ranks get the same bits
     partners = [place ^ (1 << bit) for bit in range(power.bit_length() - 1)]
     ranks = [2 * partner if partner < pairs else partner + pairs for partner in partners]
-    doubling = [ReduceRound(partner, partner) for partner in ranks]
+    doubling = [Round(partner, partner) for partner in ranks]
     if rank < 2 * pairs:
-        return [ReduceRound(None, rank + 1), *doubling, ReduceRound(rank + 1, None)]
+        return [Round(None, rank + 1), *doubling, Round(rank + 1, None)]
     return doubling
 
 
-def gather_rounds(rank: int, size: int) -> list[GatherRound]:
+def gather_rounds(rank: int, size: int) -> list[Round]:
     """Gather the rows of all ranks on all ranks by Bruck's algorithm.
 
     Rows are in the order of ranks from this one on, cyclically: rank, rank + 1, ..., rank - 1.
     """
-    rounds: list[GatherRound] = []
+    rounds: list[Round] = []
     held = 1
     while held < size:
         count = min(held, size - held)
         # rows held double each round, so the last round may be a part of them
-        rounds.append(GatherRound((rank - held) % size, (rank + held) % size, count, count))
+        rounds.append(Round((rank - held) % size, (rank + held) % size, count, count))
         held += count
     return rounds
 
 
-def gather_to_rounds(rank: int, size: int, dst: int) -> list[GatherRound]:
-    """Gather the rows of all ranks on one rank along a binomial tree; the order of rows is that of `gather_rounds`."""
+def gather_to_rounds(rank: int, size: int, dst: int) -> list[Round]:
+    """Gather the rows of all ranks on one rank along a binomial tree; rows have the order of `gather_rounds`."""
     place = (rank - dst) % size
-    rounds: list[GatherRound] = []
+    rounds: list[Round] = []
     held = 1
     span = 1
     while span < size:
         if place & span:
-            rounds.append(GatherRound((rank - span) % size, None, held, 0))
+            rounds.append(Round((rank - span) % size, None, held, 0))
             break
         if place + span < size:
             count = min(span, size - place - span)
-            rounds.append(GatherRound(None, (rank + span) % size, 0, count))
+            rounds.append(Round(None, (rank + span) % size, 0, count))
             held += count
         span *= 2
     return rounds
@@ -111,8 +99,7 @@ _LOST = (
 
 
 def start_transfer(comm: Comm, begin: Callable[[], list[Any]]) -> Callable[[], None]:
-    """Begin transfers of all ranks by a function that returns torch's handles; return a function that waits for
-    them."""
+    """Begin transfers by a function that returns torch's handles; return a function that waits for them."""
     return start_rounds(comm, (begin() for _ in range(1)), cuts=False)
 
 
@@ -181,8 +168,10 @@ def peer_error(error: BaseException, name: str) -> PeerError | None:
 
 
 def lost_rank(comm: Comm, error: BaseException, name: str) -> PeerError | None:
-    """Convert the error of a lost connection in the call `name` to a `PeerError` with the places of all ranks that wait
-    in a call; return None for any other error. Peers that wait for this rank raise, too."""
+    """Convert the error of a lost connection in the call `name` to a `PeerError` with the places of all waiting ranks.
+
+    Returns None for any other error. Peers that wait for this rank raise, too.
+    """
     lost = peer_error(error, name)
     # a search for a batch size rings: its caller handles the error, and no rank is missing
     if lost is None or comm.size == 1 or comm.roll is None or (comm.bell is not None and comm.bell.rung()):
@@ -240,7 +229,7 @@ def send_flat(comm: Comm, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None
 
 
 def receive_flat(comm: Comm, tensors: Sequence[torch.Tensor], *, source: int) -> None:
-    """Overwrite contiguous 1-d tensors with those of another rank; sends and receives match by order."""
+    """Receive contiguous 1-d tensors from another rank; sends and receives match by order."""
     buffers = [tensor.to(comm.control) for tensor in tensors]
     works = guarded(lambda: [start_receive(comm, buffer, source) for buffer in buffers], [source])
     for tensor, buffer, work in zip(tensors, buffers, works, strict=True):
@@ -259,12 +248,9 @@ def start_receive(comm: Comm, tensor: torch.Tensor, source: int) -> Any:
     return cast(Any, dist).irecv(tensor, group=comm.carrier(tensor), group_src=source, tag=_TAG)
 
 
-class Combine(Protocol):
-    """Combines the values of two runs of neighbouring ranks."""
-
-    def __call__(self, lower: torch.Tensor, upper: torch.Tensor, /) -> None:
-        """Overwrite the value of the lower ranks, shape [..., length], with that of both; any bytes are a value."""
-        ...
+# Overwrites the value of a run of ranks, shape [..., length], with the value of this run and the run above; any bytes
+# are a value.
+Combine = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 def start_reduction(comm: Comm, mine: torch.Tensor, combine: Combine) -> Callable[[], torch.Tensor]:
@@ -290,7 +276,7 @@ def start_gather(comm: Comm, out: torch.Tensor, mine: torch.Tensor, *, dst: int 
     `out` has shape [size * length], on the CPU; without `dst` all ranks receive. `mine` stays unchanged until the wait.
     """
     if comm.share is not None:
-        arrive = comm.share(mine, _joined)
+        arrive = comm.share(mine, lambda rows: torch.cat(list(rows)))
 
         def receive() -> None:
             rows = arrive()
@@ -299,7 +285,7 @@ def start_gather(comm: Comm, out: torch.Tensor, mine: torch.Tensor, *, dst: int 
 
         return receive
     rounds = gather_rounds(comm.rank, comm.size) if dst is None else gather_to_rounds(comm.rank, comm.size, dst)
-    # rounds collect rows from this rank on, so they need a buffer besides `out`, whose first row is rank 0's
+    # rounds collect rows from this rank on, so they need a buffer: the first row of `out` is rank 0's
     rows = torch.empty_like(out).view(comm.size, -1)
     _ = rows[0].copy_(mine)
     wait = start_rounds(comm, _gathering(comm, rows, rounds))
@@ -328,10 +314,6 @@ def reduce_rows(rows: torch.Tensor, combine: Combine) -> torch.Tensor:
     return rows[0]
 
 
-def _joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(list(rows))
-
-
 def _reduction(comm: Comm, state: list[torch.Tensor], combine: Combine) -> Iterator[list[Any]]:
     for each in reduction_rounds(comm.rank, comm.size):
         theirs = torch.empty_like(state[0]) if each.source is not None else None
@@ -348,16 +330,14 @@ def _reduction(comm: Comm, state: list[torch.Tensor], combine: Combine) -> Itera
             state[0] = theirs
 
 
-def _gathering(comm: Comm, rows: torch.Tensor, rounds: Sequence[GatherRound]) -> Iterator[list[Any]]:
+def _gathering(comm: Comm, rows: torch.Tensor, rounds: Sequence[Round]) -> Iterator[list[Any]]:
     held = 1
     for each in rounds:
         yield _exchange(comm, each, rows[: each.sent], rows[held : held + each.received])
         held += each.received
 
 
-def _exchange(
-    comm: Comm, each: ReduceRound | GatherRound, sent: torch.Tensor, received: torch.Tensor | None
-) -> list[Any]:
+def _exchange(comm: Comm, each: Round, sent: torch.Tensor, received: torch.Tensor | None) -> list[Any]:
     works: list[Any] = []
     if each.source is not None and received is not None:
         # receives first, so that no send waits in the peer for a buffer

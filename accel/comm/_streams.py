@@ -20,7 +20,7 @@ DeviceEvent: TypeAlias = Any
 
 
 class DeviceStreams:
-    """Streams, events and memory of one device. Here those of the host, where all is done when a call returns.
+    """Streams, events and memory of one device. Here of the host: all is done when a call returns.
 
     Attributes:
         device: the device.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group whose ranks are threads of one process: `copied`, `summed` and their like, without a network."""
+"""A group of threads of one process as ranks: `copied`, `summed` and their like, without a network."""
 
 from __future__ import annotations
 
@@ -100,14 +100,13 @@ class SilentGroup(ThreadGroup):
         super().__init__(_Meeting(size), 0, size)
 
     def _met(self, given: list[Tensor], of: Callable[[Sequence[list[Tensor]]], Tensor], output: Tensor) -> dist.Work:
-        if output is not given[0]:  # no sum, which is that of this rank
+        if output is not given[0]:  # no sum: a sum stays the value of this rank
             _ = output.zero_()
         return _Done()
 
 
 def run_in_threads(size: int, work: Callable[[ThreadGroup], T]) -> list[T]:
-    """Run work on every rank of a group of threads, and return what each returned. The first error of a rank is raised,
-    not those of ranks that waited for it. No communication."""
+    """Run work on every rank of a group of threads, and return the results; raises the first rank's error."""
     meeting = _Meeting(size)
     results: dict[int, T] = {}
     errors: list[BaseException] = []

@@ -15,7 +15,7 @@ from accel.comm._rounds import start_gather, start_receive, start_reduction, sta
 
 ReduceOp = Literal["sum", "max", "min", "product"]
 
-# gloo's all-gather copies everything twice, through memory of its own. A broadcast from each rank copies nothing and
+# gloo's all-gather copies everything twice, through separate memory. A broadcast from each rank copies nothing and
 # allows different lengths, but starts more slowly, which costs more below this size.
 _BROADCAST_BYTES = 128 * 1024
 
@@ -26,12 +26,12 @@ _AT_ONCE_BYTES = 128 * 1024
 # Dtypes of XLA's all-reduce on TPUs, https://github.com/pytorch/xla/issues/1952 and 2609
 _XLA_REDUCES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Rounds of messages between pairs take fewer steps than a ring among many ranks. Those of a gather send as many bytes,
-# but do not overlap; those of a reduction send log2(W) times as many.
+# Rounds of messages between pairs take fewer steps than a ring among many ranks. A gather's rounds send as many bytes,
+# but do not overlap; a reduction's rounds send log2(W) times as many.
 _IN_ROUNDS_BYTES = 1024 * 1024
 _REDUCED_IN_ROUNDS_BYTES = 64 * 1024
 
-_PAIRWISE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
+PAIRWISE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,
     "min": torch.minimum,
@@ -51,8 +51,10 @@ def all_gather_flat(comm: Comm, mine: torch.Tensor) -> torch.Tensor:
 
 
 def start_all_gather(comm: Comm, out: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
-    """Begin to gather 1-d tensors of equal length into `out`; return a function that waits. A collective; `mine` stays
-    unchanged until the wait."""
+    """Begin to gather 1-d tensors of equal length into `out`; return a function that waits. A collective.
+
+    `mine` stays unchanged until the wait.
+    """
     group = comm.carrier(mine)
     if comm.is_large and mine.device.type == "cpu" and out.nbytes <= _IN_ROUNDS_BYTES:
         return start_gather(comm, out, mine)
@@ -110,13 +112,8 @@ def all_reduce_flat(comm: Comm, mine: torch.Tensor, op: ReduceOp) -> torch.Tenso
 def start_all_reduce(comm: Comm, mine: torch.Tensor, op: ReduceOp) -> Callable[[], None]:
     """Begin `all_reduce_flat`; return a function that waits. A collective; `mine` stays unchanged until the wait."""
     group = comm.carrier(mine)
-    kinds = {
-        "sum": dist.ReduceOp.SUM,
-        "max": dist.ReduceOp.MAX,
-        "min": dist.ReduceOp.MIN,
-        "product": dist.ReduceOp.PRODUCT,
-    }
-    return start_transfer(comm, lambda: [cast(Any, dist).all_reduce(mine, op=kinds[op], group=group, async_op=True)])
+    kind = getattr(dist.ReduceOp, op.upper())
+    return start_transfer(comm, lambda: [cast(Any, dist).all_reduce(mine, op=kind, group=group, async_op=True)])
 
 
 def broadcast_flat(comm: Comm, tensor: torch.Tensor, *, source: int) -> None:
@@ -130,7 +127,7 @@ def broadcast_flat(comm: Comm, tensor: torch.Tensor, *, source: int) -> None:
 
 
 def _combine(lower: torch.Tensor, upper: torch.Tensor, op: ReduceOp) -> None:
-    _ = _PAIRWISE[op](lower, upper, out=lower)
+    _ = PAIRWISE[op](lower, upper, out=lower)
 
 
 def _goes_by_control(comm: Comm, tensor: torch.Tensor) -> bool:
@@ -150,13 +147,9 @@ def _gather_to(comm: Comm, mine: torch.Tensor, sizes: Sequence[int], dst: int) -
     out = mine.new_empty(sum(sizes))
     parts = torch.split(out, list(sizes))
     _ = parts[dst].copy_(mine)
-    start_transfer(comm, lambda: _receive_all(comm, parts))()
+    sources = [rank for rank, part in enumerate(parts) if rank != dst and part.numel()]
+    start_transfer(comm, lambda: [start_receive(comm, parts[rank], rank) for rank in sources])()
     return out
-
-
-def _receive_all(comm: Comm, parts: Sequence[torch.Tensor]) -> list[Any]:
-    sources = [rank for rank, part in enumerate(parts) if rank != comm.rank and part.numel()]
-    return [start_receive(comm, parts[rank], rank) for rank in sources]
 
 
 def _broadcast(comm: Comm, tensor: torch.Tensor, source: int) -> Any:
@@ -164,8 +157,7 @@ def _broadcast(comm: Comm, tensor: torch.Tensor, source: int) -> Any:
 
 
 def fills(operator: Any, args: Sequence[Any]) -> bool:
-    """Return whether an operator of torch's collectives (namespace c10d) writes to its first argument on this rank; its
-    schema marks no argument as written."""
+    """Return whether an operator of torch's c10d writes to its first argument here; its schema does not say so."""
     schema = operator._schema
     names = [each.name for each in schema.arguments]
     if names[0].startswith("output"):

@@ -24,7 +24,7 @@ _MOST_KEPT = 1024
 
 
 class UnitLog:
-    """Units of sharded models whose forward this rank has run.
+    """Units of sharded models that this rank has run forward.
 
     Attributes:
         count: number of them since the group was opened.
@@ -52,7 +52,7 @@ class RankPlace(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         place: its task and the user's line, as in "in the gather of see.0 at train.py:17 in forward".
-        count: number of units whose forward it has run.
+        count: number of units that it has run forward.
         units: the latest of them.
     """
 
@@ -119,8 +119,7 @@ def described(places: Mapping[int, RankPlace]) -> str:
 
 
 def way_out(places: Mapping[int, RankPlace]) -> str:
-    """Return the line to write for ranks that run different units, or sum gradients of different parameters; empty
-    if it is neither."""
+    """Return the fix for ranks that run different units, or sum different parameters' gradients; empty for neither."""
     if (parted := parting(places)) is not None:
         listed = ", ".join(f'"{each}"' for each in parted.patterns)
         return (
@@ -136,8 +135,7 @@ def way_out(places: Mapping[int, RankPlace]) -> str:
 
 
 def users_line(error: BaseException | None = None) -> str:
-    """Return " at file:line in function" of the user's innermost frame in an error, else on the stack; empty without
-    one."""
+    """Return " at file:line in function" of the user's innermost frame, in an error or on the stack; or nothing."""
     raised = [] if error is None else list(traceback.walk_tb(error.__traceback__))
     for frame, line in itertools.chain(reversed(raised), _stack()):
         if is_users(frame.f_code.co_filename):

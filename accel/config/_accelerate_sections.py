@@ -32,7 +32,7 @@ class Translated(NamedTuple):
 
 def translate_deepspeed(section: Mapping[str, Any]) -> Translated:
     """Return the settings of a section; a DeepSpeed JSON that it names has all, as Accelerate's launcher refuses other
-    keys beside it."""
+    keys with it."""
     left = {
         key: _LEFT.get(key, "nothing here corresponds to it")
         for key, value in section.items()
@@ -216,7 +216,7 @@ def _asks(inert: Mapping[str, tuple[object, ...]], name: str, value: object) -> 
 
 
 def join(taken: Mapping[str, Taken], fields: dict[str, Any]) -> None:
-    """Put the fields of sections into those of a file; plans of two sections become one. Mutates `fields`."""
+    """Merge the fields of sections into the fields of a file; plans of two sections become one. Mutates `fields`."""
     for each in taken.values():
         for name, value in each.fields.items():
             fields[name] = {**fields[name], **value} if isinstance(fields.get(name), dict) else value

@@ -113,8 +113,8 @@ def read_text(path: str, *, found: bool = False) -> str:
     except UnicodeDecodeError as error:
         raise ConfigError("the file is not text", expected="UTF-8", got=f"byte {error.start}", where=path) from None
     except FileNotFoundError:
-        beside = (near.name for near in Path(path).parent.glob("*.*"))
-        hint = did_you_mean(Path(path).name, beside)
+        others = (near.name for near in Path(path).parent.glob("*.*"))
+        hint = did_you_mean(Path(path).name, others)
         fix = hint if hint.startswith("Did") else "Check the path, or write a file with `accel config`."
         raise ConfigError("there is no such file", got=repr(path), fix=fix) from None
     except (OSError, ValueError) as error:

@@ -268,7 +268,7 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fields_of(record: type[msgspec.Struct]) -> tuple[Field, ...]:
-    """Return the fields of a record whose annotations are `Annotated[type, Meta(description=..., extra=...)]`."""
+    """Return the fields of a record with annotations `Annotated[type, Meta(description=..., extra=...)]`."""
     return tuple(_field(info) for info in msgspec.structs.fields(record))
 
 

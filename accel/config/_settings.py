@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 import msgspec
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 SOURCES_VARIABLE = "ACCEL_SOURCES"  # from a launcher to its ranks: the flag or file behind each setting
-COLUMNS_VARIABLE = "ACCEL_COLUMNS"  # from a launcher to its ranks: columns of its terminal beside the rank's name
+COLUMNS_VARIABLE = "ACCEL_COLUMNS"  # from a launcher to its ranks: columns of its terminal behind the rank's name
 Auto = Literal["auto"]
 LogLevel = Literal["auto", "debug", "info", "warning", "error", "critical"]
 Seconds = Annotated[float, Meta(gt=0, le=1e9)]
@@ -62,6 +62,11 @@ _LOG_LEVELS = {
 }
 
 
+def about(meaning: str, *, pattern: str | None = None, examples: Sequence[str] = (), **extra: Any) -> Meta:
+    """Return the annotation of a setting: its meaning, the pattern and examples of its text, and facts for `Field`."""
+    return Meta(description=meaning, pattern=pattern, examples=list(examples) or None, extra=extra or None)
+
+
 class GroupKeywords(TypedDict, total=False):
     """Settings as keywords of every maker of contexts; None is for the environment."""
 
@@ -93,101 +98,97 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     device: Annotated[
         str,
-        Meta(
+        about(
+            "Device to compute on; auto: the accelerator of each process, else the CPU.",
             pattern=r"^[a-z]+(:[0-9]+)?$",
             examples=["auto", "cpu", "cuda", "cuda:1", "xla"],
-            description="Device to compute on; auto: the accelerator of each process, else the CPU.",
-            extra={"shorthand": ("--cpu", "cpu"), "choices": _DEVICES},
+            shorthand=("--cpu", "cpu"),
+            choices=_DEVICES,
         ),
     ] = "auto"
     precision: Annotated[
         Precision | PrecisionName | Auto,
-        Meta(
+        about(
+            "Dtype to compute in, or the fields of a Precision; auto: the script's choice.",
             examples=["compute=bf16,fp8.scaling=rowwise"],
-            description="Dtype to compute in, or the fields of a Precision; auto: the script's choice.",
-            extra={"choices": _PRECISIONS, "fallback": "fp32"},
+            choices=_PRECISIONS,
+            fallback="fp32",
         ),
     ] = "auto"
     accumulation: Annotated[
         Annotated[int, Meta(ge=1, le=1_000_000)] | Auto,
-        Meta(
-            description="Micro-batches of one optimizer step; auto: the script's choice.",
-            extra={"fallback": 1},
-        ),
+        about("Micro-batches of one optimizer step; auto: the script's choice.", fallback=1),
     ] = "auto"
     strategy: Annotated[
         StrategyName | Auto,
-        Meta(
-            description="Strategy that distributes a model over the ranks; auto: the script's choice.",
-            extra={"choices": _STRATEGIES, "fallback": "ddp"},
+        about(
+            "Strategy that distributes a model over the ranks; auto: the script's choice.",
+            choices=_STRATEGIES,
+            fallback="ddp",
         ),
     ] = "auto"
     plan: Annotated[
         Plan | Auto,
-        Meta(
+        about(
+            "Fields of the Plan that prepare follows to split models; auto: the script's choice.",
             examples=["units=Block,offload=true"],
-            description="Fields of the Plan that prepare follows to split models; auto: the script's choice.",
         ),
     ] = "auto"
     compile: Annotated[
         Compile | CompileName | Auto,
-        Meta(
+        about(
+            "Parts of the models that prepare compiles with torch.compile; auto: the script's choice.",
             examples=["regions=repeated,mode=max-autotune"],
-            description="Parts of the models that prepare compiles with torch.compile; auto: the script's choice.",
-            extra={"choices": _COMPILATIONS, "fallback": "off"},
+            choices=_COMPILATIONS,
+            fallback="off",
         ),
     ] = "auto"
     mesh: Annotated[
         str,
-        Meta(
+        about(
+            "Sizes of the mesh by axis: pp, dp or dp_replicate and dp_shard, cp, tp, ep; one may be -1.",
             pattern=MESH_TEXT,
             examples=["dp=2,tp=2", "dp=-1,tp=8"],
-            description="Sizes of the mesh by axis: pp, dp or dp_replicate and dp_shard, cp, tp, ep; one may be -1.",
         ),
     ] = ""
     backend: Annotated[
         str,
-        Meta(
+        about(
+            "Backend of the process group; auto: nccl between GPUs, gloo between CPUs.",
             pattern=r"^[A-Za-z][A-Za-z0-9_]*$",
             examples=["auto", "gloo", "nccl"],
-            description="Backend of the process group; auto: nccl between GPUs, gloo between CPUs.",
         ),
     ] = "auto"
     timeout_s: Annotated[
         Seconds | Auto,
-        Meta(
-            description="Seconds until a collective with a missing rank fails; auto: the script's choice, else 300.",
-            extra={"fallback": 300.0},
+        about(
+            "Seconds until a collective with a missing rank fails; auto: the script's choice, else 300.", fallback=300.0
         ),
     ] = "auto"
     deepspeed: Annotated[
         str,
-        Meta(
+        about(
+            "Options of the strategy deepspeed: a DeepSpeed JSON file, or [deepspeed] of accel.toml.",
             pattern=r"^[^\x00]*$",
             examples=["ds_config.json"],
-            description="Options of the strategy deepspeed: a DeepSpeed JSON file, or [deepspeed] of accel.toml.",
-            extra={"section": True},
+            section=True,
         ),
     ] = ""
     log_level: Annotated[
         LogLevel,
-        Meta(
-            description="Lowest level that the loggers of accel.get_logger log; auto: the script's choice.",
-            extra={"choices": _LOG_LEVELS},
-        ),
+        about("Lowest level that the loggers of accel.get_logger log; auto: the script's choice.", choices=_LOG_LEVELS),
     ] = "auto"
     alerts: Annotated[
         Alerts | Literal["none"],
-        Meta(
+        about(
+            "Rules of alerts, and their command or webhook: the section [alerts] of accel.toml.",
             examples=["disk_full=0.9"],
-            description="Rules of alerts, and their command or webhook: the section [alerts] of accel.toml.",
-            extra={"section": True},
+            section=True,
         ),
     ] = "none"
-    system: Annotated[
-        bool,
-        Meta(description="Record CPU, memory, disk, network and GPUs of each host in the run's folder."),
-    ] = False
+    system: Annotated[bool, about("Record CPU, memory, disk, network and GPUs of each host in the run's folder.")] = (
+        False
+    )
 
 
 SETTINGS: tuple[Field, ...] = fields_of(Settings)
@@ -205,97 +206,78 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
     """
 
     nproc_per_node: Annotated[
-        Count | Auto,
-        Meta(description="Processes to start on this machine; auto: one per visible GPU or TPU chip, else one."),
+        Count | Auto, about("Processes to start on this machine; auto: one per visible GPU or TPU chip, else one.")
     ] = 1
     nnodes: Annotated[
-        Count | Span,
-        Meta(
-            examples=["1:4"],
-            description="Number of hosts, each with one launcher; 1:4 means from 1 to 4 hosts.",
-        ),
+        Count | Span, about("Number of hosts, each with one launcher; 1:4 means from 1 to 4 hosts.", examples=["1:4"])
     ] = 1
     node_rank: Annotated[
         Annotated[int, Meta(ge=0, le=4095)] | Auto,
-        Meta(description="Number of this host, from 0; auto: in the order in which hosts arrive."),
+        about("Number of this host, from 0; auto: in the order in which hosts arrive."),
     ] = "auto"
     rdzv_endpoint: Annotated[
         str,
-        Meta(
+        about(
+            "HOST:PORT at which several hosts meet, the same on all; HOST is the first host.",
             pattern=r"^((\[[0-9a-fA-F:.]+\]|[^\[\]:/\s]+):[1-9][0-9]{0,4})?$",
             examples=["node0:29400"],
-            description="HOST:PORT at which several hosts meet, the same on all; HOST is the first host.",
         ),
     ] = ""
     rdzv_timeout_s: Annotated[
-        Seconds,
-        Meta(description="Seconds that a host waits for the first host, and then for the others."),
+        Seconds, about("Seconds that a host waits for the first host, and then for the others.")
     ] = 300.0
     rdzv_last_call_s: Annotated[
-        Seconds,
-        Meta(description="Seconds to wait for more hosts after the smallest number has arrived."),
+        Seconds, about("Seconds to wait for more hosts after the smallest number has arrived.")
     ] = 30.0
     rdzv_id: Annotated[
         str,
-        Meta(
+        about(
+            "Name of the job, the same on all hosts; hosts with another name are refused.",
             pattern=r"^[^\s\x00]*$",
             examples=["job-17"],
-            description="Name of the job, the same on all hosts; hosts with another name are refused.",
         ),
     ] = ""
     role: Annotated[
         str,
-        Meta(
+        about(
+            "Role of this host's processes, for ROLE_NAME; ROLE_RANK counts the ranks of a role.",
             pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$",
             examples=["default", "trainer"],
-            description="Role of this host's processes, for ROLE_NAME; ROLE_RANK counts the ranks of a role.",
         ),
     ] = "default"
     gpu_ids: Annotated[
         Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)] | Literal["all"],
-        Meta(description="Visible GPUs to use, counted from 0."),
+        about("Visible GPUs to use, counted from 0."),
     ] = "all"
     threads_per_process: Annotated[
-        Count | Auto,
-        Meta(description="CPU threads of each process; auto: OMP_NUM_THREADS if set, else a share of the cores."),
+        Count | Auto, about("CPU threads of each process; auto: OMP_NUM_THREADS if set, else a share of the cores.")
     ] = "auto"
-    bind_cores: Annotated[
-        bool,
-        Meta(description="Bind each process to separate cores near its GPU."),
-    ] = False
+    bind_cores: Annotated[bool, about("Bind each process to separate cores near its GPU.")] = False
     log_dir: Annotated[
         str,
-        Meta(
+        about(
+            "Folder for one log file per process, such as rank-0.log; empty: no log files.",
             pattern=r"^[^\x00]*$",
             examples=["logs"],
-            description="Folder for one log file per process, such as rank-0.log; empty: no log files.",
         ),
     ] = ""
-    prefix: Annotated[
-        bool,
-        Meta(description="Begin each line of output with its rank if there are several processes."),
-    ] = True
-    quiet: Annotated[bool, Meta(description="Show the output of rank 0 only.")] = False
-    stop_grace_s: Annotated[
-        Seconds,
-        Meta(description="Seconds that processes have to save and exit after a stop request."),
-    ] = 10.0
+    prefix: Annotated[bool, about("Begin each line of output with its rank if there are several processes.")] = True
+    quiet: Annotated[bool, about("Show the output of rank 0 only.")] = False
+    stop_grace_s: Annotated[Seconds, about("Seconds that processes have to save and exit after a stop request.")] = 10.0
     max_restarts: Annotated[
         Annotated[int, Meta(ge=0, le=100_000)],
-        Meta(description="Number of times that all processes restart after one has failed."),
+        about("Number of times that all processes restart after one has failed."),
     ] = 0
     hang_timeout_s: Annotated[
         Seconds | Literal["never"],
-        Meta(
-            description="Seconds without output until each process's Python stack is printed; the processes continue."
-        ),
+        about("Seconds without output until each process's Python stack is printed; the processes continue."),
     ] = "never"
     slurm_options: Annotated[
         str,
-        Meta(
+        about(
+            "Options of sbatch for `accel launch --slurm`, in addition to the nodes; empty: none.",
             pattern=r"^[^\n\r\x00]*$",
             examples=["'--partition=gpu --time=2:00:00'"],
-            description="Options of sbatch for `accel launch --slurm`, in addition to the nodes; empty: none.",
         ),
     ] = ""
 

@@ -256,7 +256,7 @@ def _lists(module: object, function: Callable[..., Any]) -> bool:
 def group_of(ctx: DistContext, *axes: str) -> dist.ProcessGroup | None:
     """Return the process group of the ranks along axes of the mesh, for torch's own functions.
 
-    It holds this rank and those whose coordinates differ from its own along these axes alone, in the mesh's order. The
+    It holds this rank and the ranks that differ from it along these axes only, in the mesh's order. The
     first call for several axes of more than one rank is a collective, which opens the group; the session closes it.
     Call it on all ranks.
 

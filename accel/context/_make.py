@@ -157,7 +157,7 @@ def from_group(
 ) -> DistContext:
     """Make a context on a process group that another framework made; it is never destroyed here.
 
-    On XLA devices a collective: a group for tensors on the CPU is opened beside it, which `close` ends.
+    On XLA devices a collective: it also opens a group for tensors on the CPU, which `close` ends.
 
     Args:
         group: the group; its rank and size become the context's.

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Generator, Iterable, Iterator
 from itertools import chain, islice
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import msgspec
 import torch
@@ -31,7 +31,7 @@ from accel.data._requests import (
 )
 from accel.data._shards import BatchBounds, SampleCount, Shard, copies_of
 from accel.data._transfer import check_movable, moved
-from accel.data.stream._batches import stream_batches
+from accel.data.stream._batches import BatchStep, stream_steps
 from accel.data.stream._loader import StreamLoader
 from accel.errors import AccelError, ConfigError, DataError
 from accel.errors._checks import check_kind
@@ -148,7 +148,8 @@ def batches(
             )
     while True:
         after = cursor
-        with contextlib.closing(_one_pass(ctx, loader, state, cursor)) as epoch:
+        read = stream_steps if isinstance(loader, StreamLoader) else _sharded_steps
+        with contextlib.closing(_timed(read(ctx, cast(Any, loader), state, cursor), cursor)) as epoch:
             for batch in epoch:
                 try:
                     yield batch
@@ -164,13 +165,14 @@ def batches(
         state = cursor = after
 
 
-def _one_pass(
-    ctx: DistContext, loader: Loader | StreamLoader, state: Positioned | Cursor | None, cursor: Cursor
-) -> Generator[Batch]:
-    """Yield the batches of the rest of an epoch."""
-    if isinstance(loader, StreamLoader):
-        return _stream_batches(ctx, loader, state, cursor)
-    return _sharded_batches(ctx, loader, state, cursor)
+def _timed(steps: Iterator[tuple[Any, BatchStep]], start: Cursor) -> Generator[Batch]:
+    """Yield the batches of the rest of an epoch, each with the time that the loop waited for it."""
+    asked = perf_counter()
+    for data, step in steps:
+        wait = perf_counter() - asked
+        yield Batch(data, step.valid, step.rows, step.is_last, step.next, start, step.duplicate, asked, wait)
+        asked = perf_counter()
+        start = step.next
 
 
 def cursor_of(state: Positioned | Cursor | None) -> Cursor:
@@ -183,22 +185,10 @@ def cursor_of(state: Positioned | Cursor | None) -> Cursor:
     return state  # checked with the loader
 
 
-def _stream_batches(
-    ctx: DistContext, loader: StreamLoader, state: Positioned | Cursor | None, cursor: Cursor
-) -> Generator[Batch]:
-    start = cursor
-    asked = perf_counter()
-    for data, step in stream_batches(ctx, loader, state, cursor):
-        wait = perf_counter() - asked
-        yield Batch(data, step.valid, step.rows, step.is_last, step.next, start, step.duplicate, asked, wait)
-        asked = perf_counter()
-        start = step.next
-
-
-def _sharded_batches(
+def _sharded_steps(
     ctx: DistContext, loader: Loader, state: Positioned | Cursor | None, cursor: Cursor
-) -> Generator[Batch]:
-    asked = perf_counter()
+) -> Generator[tuple[Any, BatchStep]]:
+    """Yield this rank's batches, each with its step, from the cursor to the end of its epoch."""
     site = call_site()
     with shared_failure(ctx.comm, Call("batches", site=site)):
         epoch = _checked_epoch(ctx, loader, state, cursor)
@@ -212,13 +202,9 @@ def _sharded_batches(
     copies = copies_of(data_ranks, loader.world_size)
     duplicate = loader.rank in data_ranks[: ctx.rank]
     read = _read(ctx, loader, epoch, chain(first, wanted))
-    start = cursor
     for data, part in moved(read, ctx.streams, ctx.containers, ahead=loader.num_workers > 0):
         valid = part.valid if copies == 1 else SampleCount(part.valid, part.valid.world, copies)
-        wait = perf_counter() - asked
-        yield Batch(data, valid, part.rows, part.is_last, part.next, start, duplicate, asked, wait)
-        asked = perf_counter()
-        start = part.next
+        yield data, BatchStep(valid, part.rows, part.is_last, part.next, duplicate)
 
 
 def _checked_epoch(ctx: DistContext, loader: Loader, state: Positioned | Cursor | None, cursor: Cursor) -> Epoch:

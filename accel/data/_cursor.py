@@ -35,8 +35,7 @@ class WorkerPosition(msgspec.Struct, frozen=True):
     ended: bool = False
 
     def check_saveable(self) -> None:
-        """Raise `ConfigError` for a record or enum of the user's in `state`: a run that loads the checkpoint has no
-        class to decode it."""
+        """Raise `ConfigError` for a user's record or enum in `state`: a run that loads it has no class to decode it."""
         for path, name in _user_classes(self.state, "$"):
             raise ConfigError(
                 "the state of a stream holds a record, which could not be loaded again",
@@ -135,7 +134,7 @@ class LastPass:
         passed = self._marks.find(cursor, "passed")
         if passed is None or not torch.is_grad_enabled():
             return
-        if self._marks.find(start, "passed") is None and passed.note == _beside(start):
+        if self._marks.find(start, "passed") is None and passed.note == _without_cursor(start):
             return
         raise DataError(
             "the loop dropped the cursor after each batch, and would repeat the epoch",
@@ -151,7 +150,7 @@ class LastPass:
         """Note a complete pass. Evaluation leaves the memory as it is."""
         if torch.is_grad_enabled():
             self._marks.put(start, "passed")
-            self._marks.put(cursor, "passed", _beside(start))
+            self._marks.put(cursor, "passed", _without_cursor(start))
 
     def leave(self, *cursors: Cursor) -> None:
         """Note a pass that its loop left before the end: the cursors before and after its last batch."""
@@ -174,8 +173,8 @@ class LastPass:
             )
 
 
-def _beside(start: Positioned | Cursor) -> Positioned | None:
-    """Return what a record holds beside its cursor: a copy of the record has the same, a later one has not."""
+def _without_cursor(start: Positioned | Cursor) -> Positioned | None:
+    """Return a record without its cursor: equal for a copy of the record, different for a later one."""
     return start.at(Cursor()) if isinstance(start, Positioned) else None
 
 

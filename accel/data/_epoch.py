@@ -29,11 +29,11 @@ _PASSES = 100  # over the dataset, before a sampler without a length counts as e
 _PLAIN = {int, float, bool, str, bytes, tuple, type(None)}
 
 
-class SamplerDraw(msgspec.Struct, frozen=True, eq=False):
-    """Samples drawn from a sampler.
+class DrawnOrder(msgspec.Struct, frozen=True, eq=False):
+    """The samples of one epoch, as a sampler drew them.
 
     Attributes:
-        samples: positions in the dataset, int64, shape [given].
+        samples: positions in the dataset, int64, shape [n].
         bounds: of a batch sampler: 0, and the end of each batch among the samples; else empty.
         digest: a short text, different for different samples or batches.
     """
@@ -42,8 +42,12 @@ class SamplerDraw(msgspec.Struct, frozen=True, eq=False):
     bounds: list[int]
     digest: str
 
+    def at(self, positions: torch.Tensor) -> Any:
+        """Return the samples at several positions, as nested lists of the positions' shape."""
+        return cast(Any, self.samples[positions]).tolist()
 
-def draw(sampler: Any, cursor: Cursor, *, in_batches: bool, dataset: Any) -> SamplerDraw:
+
+def draw(sampler: Any, cursor: Cursor, *, in_batches: bool, dataset: Any) -> DrawnOrder:
     """Return the samples of one epoch, drawn from the user's sampler; the global random streams are restored.
 
     Raises `DataError` where it fails, or yields nothing, too many, no integers or positions outside the dataset.
@@ -93,7 +97,7 @@ def draw(sampler: Any, cursor: Cursor, *, in_batches: bool, dataset: Any) -> Sam
         _refuse(name, "yields a position outside the dataset", f"0 to {(size or 2**63) - 1}", bad, "")
     hashed = hashlib.blake2b(given, digest_size=6)
     hashed.update(array("q", bounds))
-    return SamplerDraw(samples, bounds if in_batches else [], hashed.hexdigest())
+    return DrawnOrder(samples, bounds if in_batches else [], hashed.hexdigest())
 
 
 def _length(sampler: Any) -> int | None:
@@ -140,8 +144,7 @@ def _fresh_streams(sampler: Any, cursor: Cursor, dataset: object) -> Generator[A
 
 
 def _fresh(sampler: Any, key: Key, epoch: int, known: dict[int, Any]) -> Any:
-    """Return a copy of a sampler at an epoch, with copies of the attributes that iteration may change; `known` keeps
-    shared ones shared."""
+    """Return a copy of a sampler at an epoch, with copies of what iteration may change; `known` keeps shares shared."""
     clone = known[id(sampler)] = copy.copy(sampler)
     for name, value in getattr(clone, "__dict__", {}).copy().items():
         if (new := _fresh_part(value, key.fold_in(name), epoch, known)) is not value:
@@ -239,30 +242,16 @@ class Order(msgspec.Struct, frozen=True):
         return cast(Any, positions).tolist()
 
 
-class DrawnOrder(msgspec.Struct, frozen=True, eq=False):
-    """The samples of one epoch, as a sampler drew them.
-
-    Attributes:
-        samples: shape [n], int64.
-    """
-
-    samples: torch.Tensor
-
-    def at(self, positions: torch.Tensor) -> Any:
-        """Return the samples at several positions, as nested lists of the positions' shape."""
-        return cast(Any, self.samples[positions]).tolist()
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleSource:
     """The samples of a loader, and how every epoch orders and cuts them.
 
     Attributes:
-        samples: samples in an epoch; None for a sampler, whose epochs may differ.
+        samples: samples in an epoch; None for a sampler: its epochs may differ.
         dataset: the user's.
         size: samples in the dataset, None if it has no length.
         plan: the cut of an epoch into steps.
-        shuffle: whether each epoch has its own permutation; without meaning beside a sampler.
+        shuffle: whether each epoch has its own permutation; without meaning with a sampler.
         salt: seed of the loader's own generator, None without one.
         sampler: the user's own, None for an order that is arithmetic.
         in_batches: whether the sampler yields lists.
@@ -302,7 +291,7 @@ def order(seed: int, epoch: int, n: int, *, shuffle: bool = True, salt: int | No
         epoch: number of the epoch, which has its own permutation.
         n: number of samples, at most 10**15.
         shuffle: False for the dataset's own sequence.
-        salt: a second seed, such as that of a loader's own generator.
+        salt: a second seed, such as the seed of a loader's generator.
 
     Raises:
         ConfigError: n below 1 or too large, or a seed or epoch outside its range.
@@ -316,8 +305,7 @@ def order(seed: int, epoch: int, n: int, *, shuffle: bool = True, salt: int | No
 
 
 def plan_epoch(source: SampleSource, cursor: Cursor) -> Epoch:
-    """Return the epoch of the cursor, or raise `DataError` where it belongs to another order or exceeds its end, or a
-    sampler yields nothing. No communication."""
+    """Return the epoch of the cursor; `DataError` for a cursor of another order, or past the end. No communication."""
     check_cursor(cursor)
     this, count, bounds, name = _ordered(source, cursor)
     if cursor.of not in ("", name):
@@ -337,8 +325,8 @@ def plan_epoch(source: SampleSource, cursor: Cursor) -> Epoch:
     if isinstance(plan, EpochPlan):
         return Epoch(this, msgspec.structs.replace(plan, samples=count), entered)
     if source.lengths is not None and plan.batch_tokens is not None:
-        rest = DrawnOrder(source.lengths).at(torch.tensor(this.at(torch.arange(cursor.consumed, count))))
-        bounds = token_bounds(rest, plan.batch_tokens, cursor.consumed)
+        rest: Any = source.lengths[torch.tensor(this.at(torch.arange(cursor.consumed, count)))]
+        bounds = token_bounds(rest.tolist(), plan.batch_tokens, cursor.consumed)
     return Epoch(this, BatchBounds(bounds, plan.batches_per_step, plan.tail == "drop"), entered)
 
 
@@ -397,7 +385,7 @@ def _ordered(source: SampleSource, cursor: Cursor) -> tuple[Order | DrawnOrder, 
         return this, source.samples, [], name
     drawn = draw(source.sampler, cursor, in_batches=source.in_batches, dataset=source.dataset)
     name = f"{len(drawn.samples)} samples drawn by {type(source.sampler).__name__}, digest {drawn.digest}"
-    return DrawnOrder(drawn.samples), len(drawn.samples), drawn.bounds, name
+    return drawn, len(drawn.samples), drawn.bounds, name
 
 
 def _ranked(n: int, keys: tuple[int, ...]) -> torch.Tensor:

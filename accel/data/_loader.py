@@ -22,7 +22,15 @@ from accel.data._cursor import Coordinates, Cursor, LastPass
 from accel.data._epoch import SampleSource, lengths_in, plan_epoch, steps_of
 from accel.data._requests import Workers
 from accel.data._shards import BatchPlan, EpochPlan, Tail
-from accel.data.stream._loader import StreamLoader, StreamMode, is_stream, reading_options, stream_loader
+from accel.data.stream._loader import (
+    StreamLoader,
+    StreamMode,
+    is_stream,
+    reading_options,
+    stream_loader,
+    tail_of,
+    unread,
+)
 from accel.errors import ConfigError, DataError
 
 _FABRIC = "_FabricDataLoader"
@@ -30,8 +38,7 @@ _SHARDED_BATCHES, _SHARDED_STREAM = "BatchSamplerShard", "IterableDatasetShard" 
 
 
 def unwrapped_loader(loader: Any) -> Any:
-    """Return the DataLoader that Lightning Fabric has wrapped, anything else as it is; raise `DataError` for a stream
-    that reads one process's part already."""
+    """Return the DataLoader inside of Lightning Fabric's wrapper; `DataError` for a stream that is divided already."""
     wrapped = type(loader).__name__ == _FABRIC
     held: Any = cast(dict[str, Any], vars(loader)).get("_dataloader", loader) if wrapped else loader
     source: Any = held.dataset if isinstance(cast(object, held), DataLoader) else held
@@ -41,8 +48,7 @@ def unwrapped_loader(loader: Any) -> Any:
 
 
 def unwrapped_batches(batcher: Any) -> Any:
-    """Return the batch sampler inside of Accelerate's shard for each process, anything else as it is; raise `DataError`
-    for one that splits each batch, whose size is that of all."""
+    """Return the batch sampler inside of Accelerate's shard; `DataError` for a shard that splits each batch."""
     if type(batcher).__name__ != _SHARDED_BATCHES:
         return batcher
     if batcher.split_batches:
@@ -87,13 +93,8 @@ def sample_source(
     drops = getattr(batcher, "drop_last", False) is True
     given = {"global_batch": global_batch, "batch_tokens": batch_tokens, "batches_per_step": batches_per_step}
     _check_arguments({name for name, value in given.items() if value is not None}, lengths, cuts_itself, size)
-    if (
-        tail is not None and drops and tail != "drop" and not cuts_itself
-    ):  # a batch sampler's own drop_last is about its batches
-        raise ConfigError(
-            "two arguments end the epoch", got=f"drop_last=True and tail={tail!r}", fix="Give one of them."
-        )
-    tail = tail or ("drop" if drops else "ragged")
+    # a batch sampler's own drop_last is about its batches
+    tail = tail_of(tail, drops=drops) if not cuts_itself else tail or ("drop" if drops else "ragged")
     held = len(loader.dataset) if isinstance(loader.dataset, Sized) else None
     by_length = _lengths(lengths, held, batch_tokens) if batch_tokens is not None else None
     samples, shuffle, salt, drawn = (None, False, None, sampler) if cuts_itself else _ordered(loader, sampler, held)
@@ -153,8 +154,7 @@ def _batcher(loader: Any) -> Any:
 
 
 def _ordered(loader: Any, sampler: Any, dataset: int | None) -> tuple[int | None, bool, int | None, Any]:
-    """Return the samples of an epoch, whether they are shuffled, the second seed, and the sampler to draw from, whose
-    epochs may differ in length."""
+    """Return the samples of an epoch, whether they are shuffled, the second seed, and the sampler to draw from."""
     generators = (getattr(sampler, "generator", None), loader.generator)
     salt = next((each.initial_seed() for each in generators if each is not None), None)
     name = type(sampler).__name__
@@ -302,11 +302,7 @@ class Loader:
             self.workers.close()
 
     def __iter__(self) -> NoReturn:
-        raise DataError(
-            "a prepared loader is read by accel.batches, from a position",
-            expected="for batch in accel.batches(ctx, loader, state)",
-            got="for batch in loader",
-        )
+        raise unread()
 
 
 @overload
@@ -379,7 +375,7 @@ def prepare_loader(
             default if the loader has workers. Augmentation then depends on neither workers nor ranks. A dataset that
             draws nothing, such as a TensorDataset, is seeded once a batch. Streams are always seeded.
         replay: for a stream only, whether to resume by reading from the beginning even if the stream has a state. By
-            default if the state is known to be incomplete: that of a Hugging Face dataset with a shuffle buffer. With
+            default if the state is known to be incomplete, as a Hugging Face dataset's with a shuffle buffer. With
             False the samples in the buffer are lost at a resume.
         steps_per_message: for a stream only, largest number of small steps in one message between ranks; by default 1
             with workers, else 8, which are read at once. The first message holds one step.
@@ -402,7 +398,9 @@ def prepare_loader(
     rank, world_size = _place(ctx, data_parallel)
     if stream is not None or is_stream(loader):
         idle = {"batch_tokens": batch_tokens, "lengths": lengths, "batches_per_step": batches_per_step}
-        _refuse_idle({**idle, "seed_samples": seed_samples})
+        for name in (name for name, value in {**idle, "seed_samples": seed_samples}.items() if value is not None):
+            problem, where = f"{name} has no effect on a stream", f"prepare_loader({name}=)"
+            raise ConfigError(problem, where=where, fix="Leave it out.")
         return stream_loader(
             ctx,
             loader,
@@ -438,14 +436,6 @@ def prepare_loader(
         options=reading_options(raw) | {"persistent_workers": raw.persistent_workers},
         workers=Workers() if raw.persistent_workers else None,
     )
-
-
-def _refuse_idle(given: dict[str, object]) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise ConfigError(
-                f"{name} has no effect on a stream", where=f"prepare_loader({name}=)", fix="Leave it out."
-            )
 
 
 def _place(ctx: DistContext, data_parallel: tuple[int, int] | None) -> tuple[int, int]:

@@ -225,7 +225,7 @@ def _stated(known: int | None, steps: int | None) -> int:
 
 
 def _prepared(loader: object, ctx: DistContext | None, cut: dict[str, Any]) -> Loader:
-    """Return the prepared loader whose steps are counted; `cut` has the passed keywords of `prepare_loader`."""
+    """Return the prepared loader to count steps of; `cut` has the passed keywords of `prepare_loader`."""
     if isinstance(loader, Loader):
         if ctx is not None or cut:
             raise ConfigError(
@@ -295,7 +295,7 @@ def gather_for_metrics(
 
     Raises:
         TreeError: a nested, jagged or sparse tensor, or a leaf that is no tensor; on every rank.
-        DataError: a tensor whose first dimension is not the batch's, or not a list of as many objects; on every rank.
+        DataError: a tensor with another first dimension than the batch, or not a list of as many objects; on all ranks.
         ConfigError: an object that cannot be pickled, as `gather_object`; on every rank.
         CollectiveMismatch: as `gather`. Tensors that differ in another dimension than the first need
             `pad_across_processes` before.

@@ -102,7 +102,7 @@ class Workers:
 
 
 class _Feed:
-    """A batch sampler whose batches are set anew for each epoch."""
+    """A batch sampler that gets new batches for each epoch."""
 
     def __init__(self) -> None:
         self.source: Iterable[Any] = ()
@@ -155,7 +155,7 @@ class RequestedDataset(Dataset[Any]):
     def _read(self, base: int | None, start: int, stop: int, samples: list[int]) -> Any:
         dataset = self.__dict__["_dataset"]
         whole = self.__dict__["_whole"]
-        if whole or _reads_batches(dataset):
+        if whole or callable(getattr(_undivided(dataset), "__getitems__", None)):  # it reads several at once itself
             if base is not None:
                 seed_streams(base, start)
             return dataset[samples] if whole else dataset.__getitems__(samples)
@@ -226,11 +226,6 @@ def read_here(dataset: Any, collate: Callable[[Any], Any], asked: Iterable[Any])
     return map(read, asked)
 
 
-def _reads_batches(dataset: Any) -> bool:
-    """Whether a dataset has its own way to read several samples at once."""
-    return callable(getattr(_undivided(dataset), "__getitems__", None))
-
-
 def _draws_nothing(dataset: Any) -> bool:
     """Return whether reading a sample runs code of python, numpy and torch only, which draws no numbers there."""
     dataset = _undivided(dataset)
@@ -253,7 +248,7 @@ def seed_base(key: Key) -> int:
 
 
 def seed_streams(base: int, position: int) -> None:
-    """Seed python's, numpy's and torch's global streams; the mixing is that of SplitMix64 (Steele et al. 2014)."""
+    """Seed python's, numpy's and torch's global streams; the mixing is SplitMix64's (Steele et al. 2014)."""
     word = (base + (position + 1) * 0x9E3779B97F4A7C15) & _WORD
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD

@@ -91,7 +91,7 @@ class BatchPlan(msgspec.Struct, frozen=True):
         batches_per_step: batches of all ranks in one step.
         tail: treatment of a last step with fewer batches: `ragged` leaves some ranks with none, `drop` leaves the
             step out.
-        batch_tokens: largest number of tokens in a batch that is cut by length; None for those of a batch sampler.
+        batch_tokens: largest number of tokens in a batch that is cut by length; None for a batch sampler's.
     """
 
     batches_per_step: int
@@ -148,8 +148,7 @@ class BatchBounds(msgspec.Struct, frozen=True):
         return batches // self.batches_per_step if self.drop else -(-batches // self.batches_per_step)
 
     def shard(self, cursor: Cursor, rank: int, world_size: int) -> Shard:
-        """Return a rank's part of the step at the cursor: whole batches, one after another, in rank order; `DataError`
-        past the end, or within a batch."""
+        """Return a rank's part of the step at the cursor, in rank order; `DataError` past the end or within a batch."""
         steps = self.steps_after(cursor.consumed)
         first = self.batch_at(cursor.consumed)
         if not steps:

@@ -30,7 +30,7 @@ def moved(
     """
     if streams.is_pinnable:
         copier = _Copier(streams, containers)
-        copies = one_ahead(items, copier.start) if ahead else _each(items, copier.start)
+        copies = one_ahead(items, copier.start) if ahead else ((copier.start(data), other) for data, other in items)
         return ((copier.finish(copy), other) for copy, other in copies)
     device = streams.device
     if device.type == "cpu":
@@ -91,10 +91,6 @@ def _by_steps(
     for data, other in items:
         yield to_device(data, device, containers), other
         xla.end_step()
-
-
-def _each(items: Iterator[tuple[Any, T]], start: Callable[[Any], P]) -> Iterator[tuple[P, T]]:
-    return ((start(data), other) for data, other in items)
 
 
 class _Copy:

@@ -55,17 +55,17 @@ def integer(
     least: int = 0,
     most: int | None = None,
     default: int | None = None,
-    beside: Iterable[str] = (),
+    related: Iterable[str] = (),
 ) -> int:
     """Return the integer of a variable, from `least` to `most`; a missing or invalid one is an `EnvError`.
 
-    A `default` of None: the variable must be set. `beside` names variables it belongs to, for the error.
+    A `default` of None: the variable must be set. `related` are variables that come with it, for the error.
     """
     text = environ.get(name)
     if text is None:
         if default is not None:
             return default
-        present = sorted(set(beside) & environ.keys())
+        present = sorted(set(related) & environ.keys())
         raise EnvError(
             "the launcher's variables are incomplete",
             expected=name,

@@ -7,8 +7,10 @@ import contextlib
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, cast
+
+import msgspec
 
 from accel.env._launch_env import LaunchEnv, below, integer
 from accel.errors import EnvError
@@ -43,7 +45,7 @@ def first_host(text: str) -> str:
 
 
 class TpuPod(NamedTuple):
-    """This host among those of a slice of TPUs.
+    """This host among the hosts of a slice of TPUs.
 
     Attributes:
         worker: number of this host.
@@ -65,7 +67,7 @@ def read_pod(environ: Mapping[str, str]) -> TpuPod | None:
     hosts = pod_hosts(environ)
     if len(hosts) < 2:
         return None
-    worker = integer(environ, "TPU_WORKER_ID", beside=("TPU_WORKER_HOSTNAMES",))
+    worker = integer(environ, "TPU_WORKER_ID", related=("TPU_WORKER_HOSTNAMES",))
     below("TPU_WORKER_ID", worker, "the hosts in TPU_WORKER_HOSTNAMES", len(hosts))
     return TpuPod(worker, hosts)
 
@@ -155,7 +157,7 @@ def find_place(environ: Mapping[str, str]) -> LaunchEnv | None:
 
 
 def check_unplaced(environ: Mapping[str, str]) -> None:
-    """Raise `EnvError` for a rank whose place on its host is unknown: it would run as rank 0 of 1.
+    """Raise `EnvError` for a rank with an unknown place on its host: it would run as rank 0 of 1.
 
     That is where an MPI names a rank or a number of ranks above one, and not the rank's place on its host.
     """
@@ -176,40 +178,26 @@ def check_unplaced(environ: Mapping[str, str]) -> None:
 def _torchrun(environ: Mapping[str, str]) -> LaunchEnv | None:
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return None
-    rank = integer(environ, "RANK", beside=_TORCHRUN)
-    world_size = integer(environ, "WORLD_SIZE", least=1, beside=_TORCHRUN)
-    below("RANK", rank, "WORLD_SIZE", world_size)
+    rank, world_size = _position(environ, "RANK", "WORLD_SIZE", related=_TORCHRUN)
     local_world_size = integer(environ, "LOCAL_WORLD_SIZE", least=1, default=world_size)
     num_nodes = _nodes(world_size, local_world_size, "LOCAL_WORLD_SIZE", "WORLD_SIZE")
     local_rank = integer(environ, "LOCAL_RANK", default=rank % local_world_size)
     below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size)
     node_rank = integer(environ, "GROUP_RANK", default=rank // local_world_size)
     below("GROUP_RANK", node_rank, "the number of nodes", num_nodes)
-    return LaunchEnv(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        node_rank=node_rank,
-        num_nodes=num_nodes,
-        master_addr=_master_addr(environ, world_size, "Start the script with `accel launch` or `torchrun`."),
-        master_port=integer(environ, "MASTER_PORT", least=1, most=65535, beside=_TORCHRUN) if world_size > 1 else None,
-        launcher="torchrun",
-    )
+    place = _place(rank, world_size, local_world_size, local_rank=local_rank, node_rank=node_rank)
+    fix = "Start the script with `accel launch` or `torchrun`."
+    return _with_address(environ, place, "torchrun", fix=fix, port=None)
 
 
 def _mpi(environ: Mapping[str, str], names: _Names) -> LaunchEnv | None:
     # Slurm sets variables of PMI, too, but its own have more.
     if names.rank not in environ or names.local_rank not in environ:
         return None
-    beside = (names.rank, names.local_rank)
-    rank = integer(environ, names.rank)
-    world_size = integer(environ, names.world_size, least=1, beside=beside)
-    below(names.rank, rank, names.world_size, world_size)
-    local_world_size = integer(environ, names.local_world_size, least=1, beside=beside)
+    related = (names.rank, names.local_rank)
+    rank, world_size = _position(environ, names.rank, names.world_size, related=related)
+    local_rank, local_world_size = _position(environ, names.local_rank, names.local_world_size, related=related)
     num_nodes = _nodes(world_size, local_world_size, names.local_world_size, names.world_size)
-    local_rank = integer(environ, names.local_rank)
-    below(names.local_rank, local_rank, names.local_world_size, local_world_size)
     if rank % local_world_size != local_rank:
         raise EnvError(
             "ranks do not fill one host after another",
@@ -219,16 +207,10 @@ def _mpi(environ: Mapping[str, str], names: _Names) -> LaunchEnv | None:
             fix="Let mpirun place them so, with `--map-by slot` or `-ppn`.",
         )
     fix = "Tell all ranks the host of rank 0, such as by `mpirun -x MASTER_ADDR=node0` or `-env MASTER_ADDR node0`."
-    return LaunchEnv(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        node_rank=rank // local_world_size,
-        num_nodes=num_nodes,
-        master_addr=_master_addr(environ, world_size, fix, found=_LOCALHOST if num_nodes == 1 else ""),
-        master_port=_master_port(environ, world_size, job=environ.get(names.job, "")),
-        launcher=names.launcher,
+    place = _place(rank, world_size, local_world_size)
+    found = _LOCALHOST if num_nodes == 1 else ""
+    return _with_address(
+        environ, place, names.launcher, fix=fix, found=found, port=_port_of(environ.get(names.job, ""))
     )
 
 
@@ -236,13 +218,9 @@ def _slurm(environ: Mapping[str, str]) -> LaunchEnv | None:
     # A batch script has all of them but the step's: it is no rank, whatever the value of SLURM_PROCID.
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return None
-    beside = ("SLURM_PROCID", "SLURM_STEP_ID")
-    rank = integer(environ, "SLURM_PROCID")
-    world_size = integer(environ, "SLURM_STEP_NUM_TASKS", least=1, beside=beside)
-    below("SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS", world_size)
-    num_nodes = integer(environ, "SLURM_STEP_NUM_NODES", least=1, beside=beside)
-    node_rank = integer(environ, "SLURM_NODEID", beside=beside)
-    below("SLURM_NODEID", node_rank, "SLURM_STEP_NUM_NODES", num_nodes)
+    related = ("SLURM_PROCID", "SLURM_STEP_ID")
+    rank, world_size = _position(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", related=related)
+    node_rank, num_nodes = _position(environ, "SLURM_NODEID", "SLURM_STEP_NUM_NODES", related=related)
     counts = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if counts != [world_size // num_nodes] * num_nodes:
         raise EnvError(
@@ -252,21 +230,12 @@ def _slurm(environ: Mapping[str, str]) -> LaunchEnv | None:
             where="the environment",
             fix="Start as many on every node: `srun --ntasks-per-node`.",
         )
-    local_rank = integer(environ, "SLURM_LOCALID", beside=beside)
+    local_rank = integer(environ, "SLURM_LOCALID", related=related)
     below("SLURM_LOCALID", local_rank, "the tasks of a node", counts[0])
     first = first_host(environ.get("SLURM_STEP_NODELIST", "")) if num_nodes > 1 else _LOCALHOST
     job = f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
-    return LaunchEnv(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=counts[0],
-        node_rank=node_rank,
-        num_nodes=num_nodes,
-        master_addr=_master_addr(environ, world_size, _SET_ADDRESS, found=first),
-        master_port=_master_port(environ, world_size, job=job),
-        launcher="slurm",
-    )
+    place = _place(rank, world_size, counts[0], local_rank=local_rank, node_rank=node_rank)
+    return _with_address(environ, place, "slurm", found=first, port=_port_of(job))
 
 
 def _kubernetes(environ: Mapping[str, str]) -> LaunchEnv | None:
@@ -281,10 +250,8 @@ def _kubernetes(environ: Mapping[str, str]) -> LaunchEnv | None:
             where="the environment",
             fix="Let the pod's command be `torchrun train.py` or `accel launch`, or set nprocPerNode to 1.",
         )
-    rank = integer(environ, "RANK")
-    world_size = integer(environ, "WORLD_SIZE", least=1, beside=_TORCHRUN)
-    below("RANK", rank, "WORLD_SIZE", world_size)
-    return _one_a_host(environ, rank, world_size, "", "kubernetes")
+    rank, world_size = _position(environ, "RANK", "WORLD_SIZE", related=_TORCHRUN)
+    return _with_address(environ, _place(rank, world_size, 1), "kubernetes")
 
 
 def _sagemaker(environ: Mapping[str, str]) -> LaunchEnv | None:
@@ -302,7 +269,8 @@ def _sagemaker(environ: Mapping[str, str]) -> LaunchEnv | None:
             where="the environment",
         )
     named = sorted(map(str, cast(list[object], hosts)))  # in the same order everywhere
-    return _one_a_host(environ, named.index(environ["SM_CURRENT_HOST"]), len(named), named[0], "sagemaker")
+    place = _place(named.index(environ["SM_CURRENT_HOST"]), len(named), 1)
+    return _with_address(environ, place, "sagemaker", found=named[0])
 
 
 def _torch_xla(environ: Mapping[str, str]) -> LaunchEnv | None:
@@ -311,33 +279,34 @@ def _torch_xla(environ: Mapping[str, str]) -> LaunchEnv | None:
         return None
     rank = integer(environ, "CLOUD_TPU_TASK_ID")
     below("CLOUD_TPU_TASK_ID", rank, "the processes in TPU_PROCESS_ADDRESSES", len(hosts))
-    local_world_size = hosts.count(hosts[rank])
-    return LaunchEnv(
-        rank=rank,
-        world_size=len(hosts),
-        local_rank=rank % local_world_size,
-        local_world_size=local_world_size,
-        node_rank=rank // local_world_size,
-        num_nodes=len(hosts) // local_world_size,
-        master_addr=_master_addr(environ, len(hosts), _SET_ADDRESS, found=hosts[0]),
-        master_port=_master_port(environ, len(hosts)),
-        launcher="torch_xla",
-    )
+    place = _place(rank, len(hosts), hosts.count(hosts[rank]))
+    return _with_address(environ, place, "torch_xla", found=hosts[0])
 
 
-def _one_a_host(
-    environ: Mapping[str, str], rank: int, count: int, first: str, launcher: Literal["kubernetes", "sagemaker"]
+def _position(environ: Mapping[str, str], name: str, count_name: str, *, related: Sequence[str]) -> tuple[int, int]:
+    """Return a position and the number of positions, which must be above it."""
+    at = integer(environ, name, related=related)
+    count = integer(environ, count_name, least=1, related=related)
+    below(name, at, count_name, count)
+    return at, count
+
+
+def _place(
+    rank: int,
+    world_size: int,
+    local_world_size: int,
+    *,
+    local_rank: int | None = None,
+    node_rank: int | None = None,
 ) -> LaunchEnv:
+    """Return a place without an address; by default ranks fill one host after another."""
     return LaunchEnv(
         rank=rank,
-        world_size=count,
-        local_rank=0,
-        local_world_size=1,
-        node_rank=rank,
-        num_nodes=count,
-        master_addr=_master_addr(environ, count, _SET_ADDRESS, found=first),
-        master_port=_master_port(environ, count),
-        launcher=launcher,
+        world_size=world_size,
+        local_rank=rank % local_world_size if local_rank is None else local_rank,
+        local_world_size=local_world_size,
+        node_rank=rank // local_world_size if node_rank is None else node_rank,
+        num_nodes=world_size // local_world_size,
     )
 
 
@@ -353,27 +322,35 @@ def _nodes(world_size: int, local_world_size: int, local_name: str, name: str) -
     return world_size // local_world_size
 
 
-def _master_addr(environ: Mapping[str, str], world_size: int, fix: str, *, found: str = "") -> str | None:
-    if world_size == 1:
-        return None
+def _with_address(
+    environ: Mapping[str, str],
+    place: LaunchEnv,
+    launcher: str,
+    *,
+    fix: str = _SET_ADDRESS,
+    found: str = "",
+    port: int | None = _PORT,
+) -> LaunchEnv:
+    """Return a launcher's place with the address of rank 0, by default `found` and `port`; one process needs none."""
+    place = msgspec.structs.replace(place, launcher=launcher)
+    if place.world_size == 1:
+        return place
     address = environ.get("MASTER_ADDR") or found
     if not address:
         raise EnvError(
             "the address of rank 0 is unknown",
-            expected=f"MASTER_ADDR for {world_size} processes",
+            expected=f"MASTER_ADDR for {place.world_size} processes",
             got="no MASTER_ADDR",
             where="the environment",
             fix=fix,
         )
-    return address
+    port = integer(environ, "MASTER_PORT", least=1, most=65535, default=port, related=_TORCHRUN)
+    return msgspec.structs.replace(place, master_addr=address, master_port=port)
 
 
-def _master_port(environ: Mapping[str, str], world_size: int, *, job: str = "") -> int | None:
-    """Return the port that is set, or one that two jobs on a host are unlikely to share."""
-    if world_size == 1:
-        return None
-    default = 20000 + zlib.crc32(job.encode()) % 10000 if job else _PORT
-    return integer(environ, "MASTER_PORT", least=1, most=65535, default=default)
+def _port_of(job: str) -> int:
+    """Return a port that two jobs on a host are unlikely to share."""
+    return 20000 + zlib.crc32(job.encode()) % 10000 if job else _PORT
 
 
 _SLURM = "SLURM_STEP_NUM_TASKS"

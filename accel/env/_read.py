@@ -57,7 +57,7 @@ def _no_meeting(init_method: object) -> ConfigError:
 def read_env(environ: Mapping[str, str], *, init_method: str | None = None) -> LaunchEnv:
     """Read a launcher's variables, or none, and the `ACCEL_*` settings out of a mapping.
 
-    Known are those of `accel launch` and torchrun, Open MPI, MVAPICH, MPICH and Intel MPI, Slurm's `srun`, Kubeflow's
+    The known launchers are `accel launch`, torchrun, Open MPI, MVAPICH, MPICH, Intel MPI, Slurm's `srun`, Kubeflow's
     PyTorchJob, SageMaker, and torch_xla; the first of these that is there counts.
 
     Args:

@@ -97,10 +97,11 @@ def check_choice(
     *,
     where: str,
     fix: str = "",
+    error: type[AccelError] = ConfigError,
 ) -> None:
-    """Raise `ConfigError` unless a value is one of the choices, which it lists with a fix or the closest name."""
+    """Raise `error` unless a value is one of the choices, which it lists with a fix or the closest name."""
     if got not in choices:
-        raise ConfigError(
+        raise error(
             problem,
             expected=f"one of {', '.join(choices)}",
             got=repr(got),
@@ -145,12 +146,19 @@ def check_styles(styles: object, known: Sequence[str], *, where: str) -> None:
 
 
 def check_count(
-    value: object, problem: str, *, least: int = 1, most: int | None = None, expected: str = "", where: str
+    value: object,
+    problem: str,
+    *,
+    least: int = 1,
+    most: int | None = None,
+    expected: str = "",
+    where: str,
+    error: type[AccelError] = ConfigError,
 ) -> None:
-    """Raise `ConfigError` unless a value is an integer from `least` to `most`; True is none."""
+    """Raise `error` unless a value is an integer from `least` to `most`; True is none."""
     if type(value) is not int or value < least or (most is not None and value > most):
         end = "" if most is None else f" to {most}"
-        raise ConfigError(problem, expected=expected or f"an integer from {least}{end}", got=repr(value), where=where)
+        raise error(problem, expected=expected or f"an integer from {least}{end}", got=repr(value), where=where)
 
 
 def check_kind(
@@ -166,6 +174,12 @@ def check_kind(
     """Raise `error` unless a value is of a kind; the message names the class that came."""
     if not isinstance(value, kind):
         raise error(problem, expected=expected, got=type(value).__name__, where=where, fix=fix)
+
+
+def check_arguments(problems: Mapping[str, object], *, where: str) -> None:
+    """Raise one `ConfigError` with all problems that hold, by texts such as "nproc=0, expected at least 1"."""
+    if found := [text for text, holds in problems.items() if holds]:
+        raise ConfigError("arguments outside their range", got="; ".join(found), where=where)
 
 
 def check_spelling(environ: Mapping[str, str], known: Sequence[str]) -> None:

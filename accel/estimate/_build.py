@@ -171,7 +171,14 @@ def _parameter(name: str, tensor: torch.Tensor) -> Parameter:
 def built(make: Callable[[], nn.Module], source: str) -> Generator[nn.Module]:
     """Build a model on fake tensors, which have no memory, for the length of a block; `make` runs unchanged."""
     tensors = import_module("accel.tensors")
-    with tensors.emptied_caches(), tensors.fake_mode(), _without_values(source):
+    problem = "the model cannot be built and run without values"
+    fix = "Check --input; code that looks at a tensor's values cannot run."
+    with (
+        tensors.emptied_caches(),
+        tensors.fake_mode(),
+        users_code(problem, lambda: source, fix),
+        quiet_fakes(),
+    ):
         model = make()
         nn: Any = import_module("torch.nn")
         check_kind(model, nn.Module, "the object is not a model", expected="an nn.Module", where=source)
@@ -286,8 +293,7 @@ def _tensor(each: Input) -> torch.Tensor:
 
 @contextmanager
 def quiet_fakes() -> Generator[None]:
-    """Keep work of this thread on fake tensors quiet: torch warns about copies, and torch 2.14 logs the traceback
-    of an operation that fails, whose error has its text."""
+    """Silence this thread's work on fake tensors: torch warns about copies, and torch 2.14 logs failing operations."""
     here = threading.get_ident()
 
     def other_thread(record: logging.LogRecord) -> bool:
@@ -304,19 +310,15 @@ def quiet_fakes() -> Generator[None]:
 
 
 @contextmanager
-def _without_values(source: str) -> Generator[None]:
+def users_code(problem: str, where: Callable[[], str], fix: str) -> Generator[None]:
+    """Raise `ConfigError` in the place of whatever the user's code raises in the block."""
     try:
-        with quiet_fakes():
-            yield
+        yield
     except AccelError:
         raise
-    except Exception as error:  # the user's own code runs here
-        raise ConfigError(
-            "the model cannot be built and run without values",
-            got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            where=source,
-            fix="Check --input; code that looks at a tensor's values cannot run.",
-        ) from error
+    except Exception as error:
+        text = str(error).splitlines()[0] if str(error) else ""
+        raise ConfigError(problem, got=f"{type(error).__name__}: {text}", where=where(), fix=fix) from error
 
 
 def timm_maker(name: str) -> Callable[[], nn.Module]:

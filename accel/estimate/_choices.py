@@ -174,7 +174,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         hosts: speeds of the machine.
         images: number of images of a sequence, for models with an encoder of them.
         side: side of an image in pixels, for encoders that take images of any size.
-        offload, chunks: as of `EstimatedStep`. Copies to the host count no time.
+        offload, chunks: as for `EstimatedStep`. Copies to the host count no time.
         plan: `logits` and `offload` of the plans to choose among.
     """
 
@@ -257,9 +257,9 @@ class Choices(NamedTuple):
     """Meshes of a job.
 
     Attributes:
-        fitting: those that fit, the fastest first; of equally fast ones those of fewer axes.
-        too_large: those that need more memory, the smallest need first.
-        refused: those that divide what cannot be divided.
+        fitting: meshes that fit, the fastest first; of equally fast ones, fewer axes first.
+        too_large: meshes that need more memory, the smallest need first.
+        refused: meshes that the model or the batch cannot be divided by.
     """
 
     fitting: Sequence[Choice]
@@ -275,8 +275,8 @@ def choose_meshes(model: Transformer, job: Job) -> Choices:
         job: the training.
 
     Returns:
-        Meshes that fit, the fastest first; those that need more memory, the smallest need first; and those that the
-        model cannot be divided by.
+        Meshes that fit, the fastest first; meshes that need more memory, the smallest need first; and meshes that
+        the model cannot be divided by.
 
     Raises:
         ConfigError: sequences that their images, or the model's positions, do not fit.
@@ -285,7 +285,11 @@ def choose_meshes(model: Transformer, job: Job) -> Choices:
     too_large: list[Choice] = []
     refused: list[Refusal] = []
     for axes in list_meshes(job.ranks, experts=model.experts):
-        for strategy in _strategies(axes):
+        # a mesh that names its shards, or has no ranks with equal parameters, leaves no choice
+        strategies: Sequence[StrategyName] = (
+            ("ddp", "fsdp") if axes.dp_shard == 1 and axes.dp * axes.cp > 1 else ("fsdp",)
+        )
+        for strategy in strategies:
             found = _choice(model, axes, strategy, job)
             if isinstance(found, ConfigError):
                 refused.append(Refusal(axes, strategy, found))
@@ -296,13 +300,12 @@ def choose_meshes(model: Transformer, job: Job) -> Choices:
     return Choices(fitting, too_large, refused)
 
 
+_OF_A_STEP = [name for name in EstimatedStep.__struct_fields__ if name in Job.__struct_fields__]
+
+
 def _order(choice: Choice) -> tuple[int, int, int]:
     """Fast meshes first; of those alike by a hundredth, the ones of fewer axes, then of less memory."""
     return math.ceil(math.log(choice.time.total) / math.log(1.01)), len(choice.axes.sizes), choice.memory.total
-
-
-def _strategies(axes: Axes) -> Sequence[StrategyName]:
-    return ("ddp", "fsdp") if axes.dp_shard == 1 and axes.dp * axes.cp > 1 else ("fsdp",)
 
 
 def _choice(model: Transformer, axes: Axes, strategy: StrategyName, job: Job) -> Choice | ConfigError:
@@ -315,19 +318,8 @@ def _choice(model: Transformer, axes: Axes, strategy: StrategyName, job: Job) ->
         return ConfigError(
             "the batch cannot be divided among the data-parallel ranks", expected=expected, got=f"{batch}"
         )
-    base = EstimatedStep(
-        tokens=job.tokens,
-        rows=job.rows,
-        micro_batches=micro_batches,
-        precision=job.precision,
-        optimizer=job.optimizer,
-        strategy=strategy,
-        compiled=job.compiled,
-        images=job.images,
-        side=job.side,
-        offload=job.offload,
-        chunks=job.chunks,
-    )
+    options = {name: getattr(job, name) for name in _OF_A_STEP}
+    base = EstimatedStep(micro_batches=micro_batches, strategy=strategy, **options)
     check_images(model, base)
     problem: ConfigError | None = None
     best: Choice | None = None

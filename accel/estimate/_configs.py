@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from accel.errors import ConfigError
-from accel.errors._checks import check_choice
+from accel.errors._checks import check_choice, check_count
 from accel.estimate._model import Latent, Parameter, Tower, Transformer
 from accel.opening import read_regular
 
@@ -72,14 +72,14 @@ def read_transformer(path: Path) -> Transformer:
     """Return the sizes in a `config.json` of Hugging Face's transformers, given the file or its folder.
 
     Raises:
-        ConfigError: no such file, or a kind of model whose blocks are not known.
+        ConfigError: no such file, or a kind of model with unknown blocks.
     """
     path = path / "config.json" if path.is_dir() else path
     return transformer_from(read_fields(path), where=str(path))
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """Return the fields of a `config.json`, whose sizes are those of a model that can exist."""
+    """Return the fields of a `config.json`; sizes that no model can have are refused."""
     try:
         fields = msgspec.json.decode(read_regular(path), type=dict[str, Any])
     except FileNotFoundError as error:
@@ -183,23 +183,13 @@ def _latents(fields: Mapping[str, Any], kind: str, sizes: Mapping[str, int], whe
     queries = 0 if fields.get("q_lora_rank", 1536) is None else _size(fields, "q_lora_rank", where, 1536)
     found = {name: _size(fields, name, where, usual) for name, usual in _LATENTS.items()}
     dense = fields.get("first_k_dense_replace", _FIRST_DENSE[kind])
-    if type(dense) is not int or dense < 0:
-        raise ConfigError(
-            "the number of blocks is not valid",
-            expected="0 or above",
-            got=repr(dense),
-            where=f"{where}, first_k_dense_replace",
-        )
-    latent = Latent(
-        queries=queries,
-        keys=found["kv_lora_rank"],
-        rotated=found["qk_rope_head_dim"],
-        values=found["v_head_dim"],
-    )
+    named = f"{where}, first_k_dense_replace"
+    check_count(dense, "the number of blocks is not valid", least=0, expected="0 or above", where=named)
+    rotated = found["qk_rope_head_dim"]
     return {
-        "latent": latent,
+        "latent": Latent(queries=queries, keys=found["kv_lora_rank"], rotated=rotated, values=found["v_head_dim"]),
         "kv_heads": sizes["heads"],
-        "head_width": found["qk_nope_head_dim"] + found["qk_rope_head_dim"],
+        "head_width": found["qk_nope_head_dim"] + rotated,
         "shared_inner": sizes["inner"] * _size(fields, "n_shared_experts", where, _SHARED[kind]),
         "dense": min(dense, sizes["layers"]),
     }
@@ -223,15 +213,11 @@ def _windows(fields: Mapping[str, Any], kind: str, layers: int, where: str) -> d
 
 
 def _size(fields: Mapping[str, Any], name: str, where: str, default: int | None = None) -> int:
-    value = fields.get(name)
+    value: object = fields.get(name)
     if value is None and default is not None:
         return default
-    if type(value) is not int or value < 1:
-        got = "none" if value is None else repr(value)
-        raise ConfigError(
-            "the size of the model is not valid", expected="1 or above", got=got, where=f"{where}, {name}"
-        )
-    return value
+    check_count(value, "the size of the model is not valid", expected="1 or above", where=f"{where}, {name}")
+    return cast(int, value)
 
 
 # Of each kind of model with an encoder of images: the kind of its decoder, and transformers' sizes of the encoder, and
@@ -270,7 +256,7 @@ _PIXELS = 3
 
 
 def _with_tower(fields: Mapping[str, Any], kind: str, where: str) -> Transformer:
-    """Sizes of a decoder and of the encoder of images beside it."""
+    """Return the sizes of a decoder with an encoder of images."""
     inner, usual, words = _SEEING[kind]
     vision = {**usual, **_nested(fields, "vision_config", where)}
     text = {**words, **(_nested(fields, "text_config", where) if "text_config" in fields else fields)}
@@ -372,7 +358,7 @@ def _clip_encoder(fields: Mapping[str, Any], where: str) -> Transformer:
 
 
 def _qwen_tower(_: Mapping[str, Any], vision: Mapping[str, Any], width: int, where: str) -> Tower:
-    """Sizes of the encoder of Qwen2-VL, or of Qwen2.5-VL, whose blocks are those of a Llama with windows."""
+    """Return the sizes of the encoder of Qwen2-VL, or of Qwen2.5-VL: blocks of a Llama with windows."""
     gated = "embed_dim" not in vision
     own = _size(vision, "hidden_size" if gated else "embed_dim", where)
     depth, heads, patch = (_size(vision, name, where) for name in ("depth", "num_heads", "patch_size"))

@@ -78,7 +78,7 @@ def step_traffic(
         model: sizes of the model.
         axes: the mesh.
         step: the step.
-        plan: options of the spreading; those of `Plan()` by default.
+        plan: options of the spreading; `Plan()` by default.
         stage: the index along pp.
     """
     chosen = plan or Plan()
@@ -167,7 +167,7 @@ def _along_tp(
         yield _message("tp", axes.tp, "all-gather", (4 + 2 * again) * calls, whole * layers * entered)
         yield _message("tp", axes.tp, "reduce-scatter", (4 + again) * calls, whole * layers * left)
     else:
-        forward = (2 + again) * size  # recomputation stops before the last sum, whose result is not kept
+        forward = (2 + again) * size  # recomputation stops before the last sum: its result is not kept
         yield _message("tp", axes.tp, "all-reduce", (4 + again) * calls, whole * layers * (forward + 2 * stream))
     if (
         divides_heads(model) and model.kv_heads % axes.tp
@@ -181,8 +181,8 @@ def _along_tp(
 def _along_tp_with_experts(
     model: Transformer, held: HeldParameters, axes: Axes, step: EstimatedStep, copies: EqualRanks
 ) -> Iterator[Traffic]:
-    """Yield sums of attention, and of MLPs in the place of experts and beside them; each rank takes its part of the
-    tokens to the experts, and gathers all outputs, where ranks along tp do not hold all experts."""
+    """Yield sums of attention and of MLPs. Where ranks along tp do not hold all experts, each takes a part of the
+    tokens to the experts, and gathers all outputs."""
     stream = stream_bytes(step, copies.engine)
     tokens = step.rows * step.tokens // axes.cp * step.micro_batches
     size = step.compute_bytes
@@ -199,7 +199,7 @@ def _along_tp_with_experts(
         yield _message("tp", axes.tp, "all-reduce", *(layers * each for each in latent_gradients(model, step, copies)))
     if axes.ep == 1:
         return
-    # what an MLP beside the experts keeps comes behind their outputs, which are gathered again for it
+    # a shared MLP keeps its tensors after the experts' outputs, which are gathered again for it
     gathers = 2 + (again if model.shared_inner else 0)
     chosen = tokens * model.experts_per_token * (size if model.corrected else 4)  # softmax computes in fp32
     some = layers - dense
@@ -252,7 +252,7 @@ def _along_cp(
         total = calls * pair * (shifts * size + axes.cp * 4)  # gradients go round in fp32
         yield _message("cp", axes.cp, "send", calls * (shifts + axes.cp), total)
     else:
-        repeated = keys * (axes.cp // _common(keys, axes.cp))
+        repeated = keys * (axes.cp // math.gcd(keys, axes.cp))
         both = model.head_width + model.value_width
         given = tokens * (model.head_width * heads + both * repeated) * size
         back = tokens * model.value_width * heads * size
@@ -285,12 +285,6 @@ def _along_ep(model: Transformer, held: HeldParameters, axes: Axes, step: Estima
     size = rows * model.width * step.compute_bytes
     counts = model.experts * _INDEX_BYTES * (1 + again)
     yield _message("ep", axes.ep, "all-to-all", calls * (5 + 3 * again), calls * (size * (4 + 2 * again) + counts))
-
-
-def _common(one: int, other: int) -> int:
-    while other:
-        one, other = other, one % other
-    return one
 
 
 def _message(axis: str, ranks: int, operation: Operation, calls: int, size: int) -> Traffic:
@@ -412,8 +406,7 @@ def _attention_time(
 
 
 def _tower_time(tower: Tower, axes: Axes, step: EstimatedStep, hosts: Hosts, passes: int) -> tuple[float, float]:
-    """Seconds of an encoder's attention and products in a micro-batch. Blocks behind the last one whose output is used
-    have no backward, and neither have the pixels."""
+    """Seconds of an encoder's attention and products in a micro-batch. Blocks with unused output have no backward."""
     parts = Axes(tp=axes.tp if tower.divided else 1)
     side = tower_side(tower, step)
     images = msgspec.structs.replace(step, rows=step.rows * step.images, tokens=tower.patches(side))
@@ -470,7 +463,7 @@ def _dtype(step: EstimatedStep) -> str:
 
 
 def _product_time(m: int, n: int, k: int, dtype: str, hosts: Hosts, passes: int, *, backward: int = 2) -> float:
-    """Seconds of a product with a parameter, and of those of its backward: of the weight, and of the input."""
+    """Seconds of a product with a parameter, and of its backward: products for the weight and for the input."""
     work = 2 * m * n * k
     if hosts.flops:
         return (passes + backward) * work / hosts.flops
@@ -494,7 +487,7 @@ def _exposed(each: Traffic, took: float, compute: float, attention: float, layer
         return took
     if each.axis == "cp" and each.operation == "all-to-all":
         return took
-    # keys and values of a ring are sent during attention, parameters and gradients during other blocks; those of the
-    # first and the last block have nothing beside them
-    beside = attention if each.operation == "send" else compute
-    return max(took - beside, took / max(1, layers))
+    # keys and values of a ring are sent during attention, parameters and gradients during other blocks; nothing hides
+    # the messages of the first and the last block
+    hiding = attention if each.operation == "send" else compute
+    return max(took - hiding, took / max(1, layers))

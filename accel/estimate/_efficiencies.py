@@ -43,10 +43,10 @@ class ProductSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttentionSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """Causal attention, whose masked half is no operation.
+    """Causal attention; its masked half counts no operations.
 
     Attributes:
-        dtype: as of products.
+        dtype: as for products.
         tokens: length of a sequence.
         head_width: size of a head.
         forward: operations a second of the forward.
@@ -162,7 +162,7 @@ def _product(table: Efficiencies, dtype: str, m: int, n: int, k: int) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def attention_flops(table: Efficiencies, dtype: str, tokens: int, head_width: int) -> tuple[float, float]:
-    """Return operations a second of causal attention, forward and backward; those of a product where none is known."""
+    """Return operations a second of causal attention, forward and backward; a product's where none is known."""
     rows = [each for each in table.attention if each.dtype == dtype]
     if not rows:
         speed = _product(table, dtype, tokens, tokens, head_width)
@@ -266,7 +266,7 @@ H100 = Efficiencies(
         "https://github.com/openxla/xla/blob/main/xla/service/gpu/model/matmul_interpolator_data.h",
         "https://github.com/meta-pytorch/float8_experimental/pull/38",
         "https://github.com/deepseek-ai/DeepGEMM",
-        "https://arxiv.org/abs/2407.08608",  # FlashAttention-3, whose figures compare FlashAttention-2
+        "https://arxiv.org/abs/2407.08608",  # FlashAttention-3, with figures of FlashAttention-2
         "https://glennklockwood.com/garden/peak-FLOPS",  # fp32
         "https://github.com/Azure/AI-benchmarking-guide/blob/main/Azure_Results/ND_H100_v5_results.md",  # memory
     ),
@@ -455,7 +455,7 @@ def _measured_messages(ctx: DistContext, sizes: Iterable[int]) -> Iterator[Messa
 
 
 class Hosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Speeds of the machine. The defaults are those of hosts of eight H100.
+    """Speeds of the machine. The defaults describe hosts of eight H100.
 
     Attributes:
         ranks: number of GPUs of a host.
@@ -464,7 +464,7 @@ class Hosts(msgspec.Struct, frozen=True, kw_only=True):
         latency_s: seconds of a message, whatever its length.
         efficiencies: speeds of a GPU by shape; those published for H100 by default.
         flops: operations a second of a GPU, in their place, for products and attention of any shape and format.
-        power_w: power limit of a GPU in watts; that of the table by default.
+        power_w: power limit of a GPU in watts; the table's by default.
 
     Raises:
         ConfigError: a number that is not above 0, or a power limit for speeds of an unknown one.
@@ -479,10 +479,7 @@ class Hosts(msgspec.Struct, frozen=True, kw_only=True):
     power_w: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "inside", "between", "latency_s", "flops", "power_w"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                got = str(getattr(self, name))
-                raise ConfigError("the speed is not valid", expected="a number above 0", got=got, where=f"Hosts.{name}")
+        _check_numbers(self, "Hosts")
         if self.power_w and (self.flops or not self.efficiencies.power_w):
             got = "one speed" if self.flops else "a table without `power_w`"
             expected = "a table of speeds with its power limit, such as the one of H100"
@@ -492,7 +489,7 @@ class Hosts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def clock(self) -> float:
-        """The GPU's clock under its power limit, as a part of that of the table.
+        """The GPU's clock under its power limit, as a part of the table's.
 
         The power of a circuit goes with its clock and the square of its voltage, which goes with the clock. The data
         sheets of H100 SXM (700 W) and NVL (400 W) agree: 989 and 835 Tflop/s are an exponent of 0.30.

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of operators on a rank, from sizes: activations kept for the backward, and memory traffic of a step beside
-products; pure."""
+"""Bytes of operators on a rank, from sizes: activations kept for the backward, and memory traffic of a step; pure."""
 
 from __future__ import annotations
 
@@ -119,7 +118,7 @@ def _kept_by_sizes(model: Transformer, axes: Axes, plan: Plan, step: EstimatedSt
 
 
 def _loss(model: Transformer, axes: Axes, plan: Plan, step: EstimatedStep, tokens: int) -> tuple[int, int]:
-    """Return bytes that head and loss keep until their backward, and the bytes beside them at the peak."""
+    """Return the bytes that head and loss keep until their backward, and further bytes at the peak."""
     if model.compared:
         return 0, 0
     if plan.logits == "full":
@@ -129,11 +128,11 @@ def _loss(model: Transformer, axes: Axes, plan: Plan, step: EstimatedStep, token
     vocabulary = -(-model.vocabulary // split)
     rows = min(tokens, max(_LEAST_ROWS, -(-tokens * model.width // vocabulary)))  # of a chunk
     weight = vocabulary * model.width
-    beside = weight * _FP32 + 3 * rows * vocabulary * _FP32
+    further = weight * _FP32 + 3 * rows * vocabulary * _FP32
     if split > 1:  # logits are made again in the backward
-        return 0, beside
+        return 0, further
     gradients = (weight + tokens * model.width) * step.compute_bytes
-    return gradients, beside - weight * step.compute_bytes
+    return gradients, further - weight * step.compute_bytes
 
 
 def _of_tower(tower: Tower | None, axes: Axes, step: EstimatedStep, stream: int) -> tuple[int, KeptBlock] | None:
@@ -173,7 +172,7 @@ def _block(
 def _of_inputs(
     model: Transformer, axes: Axes, block: KeptBlock, own: int, tokens: int, stream: int, size: int
 ) -> KeptBlock:
-    """Return what a block keeps whose MLP keeps its input alone."""
+    """Return the memory of a block if its MLP keeps its input alone."""
     if model.experts:
         raise ConfigError(
             "experts cannot run on parts of a sequence", expected="chunks=1", got="a mixture of experts",
@@ -188,7 +187,7 @@ def _of_inputs(
 def _inside_parts(
     model: Transformer, axes: Axes, step: EstimatedStep, own: int, tokens: int, stream: int, engine: Engine
 ) -> int:
-    """Bytes of temporaries in the backward of a block whose MLP runs on parts: in the MLP, or in the norm before."""
+    """Bytes of temporaries in a block's backward with an MLP on parts: in the MLP, or in the norm before it."""
     size = step.compute_bytes
     part = _mlp(model, axes, -(-tokens // step.chunks), size)
     weights = (2 + model.gated) * model.width * -(-model.inner // axes.tp)
@@ -218,7 +217,7 @@ def _attention(model: Transformer, axes: Axes, plan: Plan, tokens: int, size: in
     if axes.cp > 1 and plan.context == "heads":
         values = 4 * heads  # keys repeated for the heads that share them
     if axes.cp > 1 and plan.context == "gather":
-        # each half of the queries keeps the keys up to its own end; together those of the sequence and half a part
+        # each half of the queries keeps the keys up to its end; together the keys of the sequence and half a part
         seen = heads * (2 * axes.cp + 1) if keys < heads else 2 * keys * axes.cp
         values = 2 * heads + seen
     return tokens * (values * model.head_width * size + heads * _FP32 + norms)
@@ -277,7 +276,7 @@ def _products(model: Transformer, axes: Axes, plan: Plan, tokens: int, size: int
 
 
 # Bytes that the operators between products read and write, for each value of a token between blocks, in heads and
-# inside the MLP, in a step and in its forward alone: of a Llama of transformers, whose RMSNorm and rotations are many
+# inside the MLP, in a step and in its forward alone: of transformers' Llama, where RMSNorm and rotations are many
 # operators, and of a block of torch's LayerNorm and GELU.
 _EAGER = ((307, 52, 28), (79, 20, 10))
 _PLAIN = ((60, 0, 10), (20, 0, 4))
@@ -290,8 +289,7 @@ _CAST = 15  # of fp8: a tensor is read for its maximum, read again and written, 
 def passed_bytes(
     model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan, held: HeldParameters, *, heads: int
 ) -> float:
-    """Return the bytes that a rank's operators other than products and attention read and write in a step, with the
-    head's `heads` times."""
+    """Return the bytes that operators other than products and attention read and write; `heads`: runs of the head."""
     tokens = step.rows * step.tokens // axes.cp
     own = tokens // axes.tp if plan.sequence else tokens
     dense = sum(held.dense)

@@ -22,10 +22,10 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
         name: name in the model.
         shape: sizes.
         dtype: safetensors' name of the dtype in training.
-        file_dtype: that of the dtype in its checkpoint; None for `dtype`.
+        file_dtype: the same for its checkpoint; None for `dtype`.
         trained: whether it has a gradient.
         stored: whether checkpoints hold it; False for a non-persistent buffer.
-        looked_up: whether it is known as a table whose rows are read, without a product.
+        looked_up: whether it is known as a lookup table, without a product.
         whole: whether it is known that ranks along tp hold it whole, whatever its name.
     """
 
@@ -79,7 +79,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         parameters: each once, even if several modules share it.
         buffers: likewise.
         activations: of one step on one rank, by compute format; empty without inputs, and where `sizes` give them.
-        sizes: of a transformer whose blocks are known; None for other models.
+        sizes: of a transformer with known blocks; None for other models.
     """
 
     source: str
@@ -109,7 +109,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sizes_of(model: Model | Transformer) -> Transformer | None:
-    """Return the sizes of a transformer; None for a model whose blocks are not known."""
+    """Return the sizes of a transformer; None for a model with unknown blocks."""
     return model if isinstance(model, Transformer) else model.sizes
 
 
@@ -123,7 +123,7 @@ def units_of(parameters: Iterable[Parameter]) -> dict[str, list[Parameter]]:
 
 
 class Latent(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of attention whose keys and values come from a latent of each token, as of DeepSeek-V2.
+    """Sizes of attention with keys and values from a latent of each token, as in DeepSeek-V2.
 
     Attributes:
         queries: size of the latent of queries; 0 where they come from tokens.
@@ -144,15 +144,15 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tower(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of an encoder of images beside a decoder.
+    """Sizes of the image encoder of a decoder.
 
     Attributes:
-        blocks: sizes of its blocks, whose tokens are patches and see each other; `vocabulary` is 0.
+        blocks: sizes of its blocks; tokens are patches that see each other, and `vocabulary` is 0.
         patch: side of a patch in pixels.
         side: side of an image in pixels; 0 for images of any size.
         merged: number of patches of a token of the decoder; 0 for an image that is one vector.
-        classed: whether each image has a token beside its patches.
-        taken: number of blocks whose output is used.
+        classed: whether each image has a class token.
+        taken: number of blocks with used output.
         ends: parameters before and behind the blocks.
         divided: whether the tensor-parallel plan of the model divides the blocks.
     """
@@ -203,15 +203,15 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
         head_norms: whether queries and keys are normalised head by head.
         latent: sizes of latents that queries, keys and values come from; None without.
         window: number of tokens that a query of some blocks sees, itself among them; 0 without such blocks.
-        windowed: number of blocks whose attention has the window.
-        causal: whether a token sees those before it alone.
+        windowed: number of blocks with the window.
+        causal: whether a token sees earlier tokens only.
         experts: number of experts in each block; 0 for an MLP.
         experts_per_token: number of experts that a token goes to.
-        shared_inner: size of a token inside the MLP beside the experts; 0 without one.
+        shared_inner: size of a token inside the shared expert; 0 without one.
         dense: number of blocks, the first ones, with an MLP in the place of experts.
         dense_inner: size of a token inside these.
         corrected: whether routers have a stored bias for each expert, which is no parameter.
-        tied: whether the head's weight is that of the embedding.
+        tied: whether the head shares the embedding's weight.
         divided_ends: whether the tensor-parallel plan of the model divides embedding and head.
         compared: size of the vectors of texts and images that are compared, in the place of a head; 0 for a head.
         tower: encoder of images; None without one.
@@ -266,7 +266,7 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """All parameters, those of a block with the block's path before their names."""
+        """All parameters; names of a block's parameters begin with its path."""
         found = [*self.embedding()]
         for at in range(self.layers):
             found += _inside(f"layers.{at}", self.block(dense=at < self.dense))
@@ -407,5 +407,5 @@ def _inside(path: str, parameters: Iterable[Parameter]) -> Iterator[Parameter]:
 
 
 def is_expert(parameter: Parameter) -> bool:
-    """Return whether a parameter of a block is that of its experts, expert after expert along its first dimension."""
+    """Return whether a parameter of a block belongs to its experts, expert after expert along its first dimension."""
     return parameter.name.startswith("mlp.experts.")

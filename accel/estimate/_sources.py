@@ -196,7 +196,7 @@ def _pickled(file: Path) -> Header:
     try:
         with open(open_regular(file), "rb") as opened, fake:  # tensors get no memory, and no bytes of them are read
             loaded: object = torch.load(opened, weights_only=True)
-    except Exception as error:  # whatever torch raises for a file that is none of its own
+    except Exception as error:  # whatever torch raises for a file that torch.save has not written
         fix = "Load it where you trust it, and save its tensors as safetensors."
         raise CheckpointError("cannot be read as weights", got=str(error), where=str(file), fix=fix) from error
     found: dict[str, TensorHeader] = {}
@@ -252,7 +252,7 @@ def cached_model(name: str, environ: Mapping[str, str]) -> Path:
 
 
 def is_model_name(source: str) -> bool:
-    """Return whether a text may be the name of a model on the Hub, and is not that of a file."""
+    """Return whether a text may be the name of a model on the Hub, and names no file."""
     return _NAME.fullmatch(source) is not None and not source.endswith(_FILES)
 
 

@@ -181,7 +181,7 @@ def stream_bytes(step: EstimatedStep, engine: Engine) -> int:
 
 
 def tower_side(tower: Tower, step: EstimatedStep) -> int:
-    """Return the side of an image in pixels: the encoder's own, or that of the step."""
+    """Return the side of an image in pixels: the encoder's, or without one the step's."""
     return tower.side or step.side
 
 
@@ -191,8 +191,7 @@ def has_encoder(model: Transformer, axes: Axes) -> bool:
 
 
 def feature_bytes(model: Transformer, axes: Axes, step: EstimatedStep) -> int:
-    """Return the bytes of images sent between stages with the tokens, as the model returns them. A linear
-    layer makes them last, so that they have the compute format."""
+    """Return the bytes of images sent between stages with the tokens; a linear layer gives them the compute dtype."""
     if model.tower is None or axes.pp == 1:
         return 0
     values = step.rows * step.images * model.tower.tokens(tower_side(model.tower, step)) * model.width
@@ -200,7 +199,7 @@ def feature_bytes(model: Transformer, axes: Axes, step: EstimatedStep) -> int:
 
 
 def keeps_blocks(plan: Plan, axes: Axes) -> bool:
-    """Return whether blocks stay gathered from forward to backward; those of a pipeline do for the whole step."""
+    """Return whether blocks stay gathered from forward to backward; in a pipeline they do for the full step."""
     return axes.pp > 1 or plan.reshard_after_forward is False
 
 
@@ -277,9 +276,9 @@ class Unit(NamedTuple):
 
     Attributes:
         whole: of the parts that this rank computes with.
-        matrices: of those of two dimensions and more that autocast converts.
+        matrices: of the parameters of two dimensions and more that autocast converts.
         shards: of its shards, each as long as the longest.
-        experts: of those of experts.
+        experts: of the shards of experts.
         gradients: of the trained ones of `whole`.
         tensors: number of trained parameters.
         stored: bytes of the shards.
@@ -436,8 +435,7 @@ def own_heads(model: Transformer, axes: Axes) -> tuple[int, int]:
 
 
 def latent_gradients(model: Transformer, step: EstimatedStep, copies: EqualRanks) -> tuple[int, int]:
-    """Return how many parameters of a block make latents, of whose gradients ranks along tp have summands, and the
-    bytes of their shards."""
+    """Return the number of a block's parameters that make latents, and bytes of their shards; tp sums the gradients."""
     latent = model.latent
     if latent is None:
         return 0, 0

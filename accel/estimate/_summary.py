@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
-from accel.errors import AccelError, ConfigError
+from accel.errors import ConfigError
 from accel.errors._checks import check_count, check_kind
-from accel.estimate._build import Input, as_on_gpus, quiet_fakes, storage_of
+from accel.estimate._build import Input, as_on_gpus, quiet_fakes, storage_of, users_code
 from accel.random import isolated_rng
 from accel.tensors import emptied_caches, fake_mode, is_dtensor, local_part, packed
 from accel.terminal import show_size, show_table
@@ -25,14 +25,14 @@ from accel.tree import map_tensors
 
 
 class ModuleRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A module of a summary. Its numbers include those of the modules inside.
+    """A module of a summary. Its numbers include its submodules' numbers.
 
     Attributes:
         path: name in the model; empty for the model itself.
         kind: name of its class.
         depth: number of modules around it.
         parameters: elements of parameters; one that several modules share counts in the first.
-        trained: those of them with a gradient.
+        trained: elements of `parameters` with a gradient.
         shared: elements of parameters that count in an earlier module.
         local: elements of `parameters` that this rank holds.
         parameter_bytes: their bytes on this rank.
@@ -264,7 +264,7 @@ def _folded(rows: Sequence[ModuleRow]) -> Iterator[tuple[str, ModuleRow]]:
 
 
 def _block(rows: Sequence[ModuleRow], at: int) -> Sequence[ModuleRow]:
-    """Return a row and those of the modules inside."""
+    """Return a row and the rows of its submodules."""
     end = at + 1
     while end < len(rows) and rows[end].depth > rows[at].depth:
         end += 1
@@ -319,7 +319,7 @@ def run_fake(model: nn.Module, inputs: Any) -> Forward:
 
 
 def _shaped(model: nn.Module, inputs: Any, entered: list[str]) -> nn.Module:
-    """Return a copy on the meta device whose lazy modules have their shapes; fake tensors cannot become theirs."""
+    """Return a copy on the meta device with shapes in its lazy modules, which take no fake tensors."""
     twin = _copied(model, _on_meta)
     with _refused("the model cannot be called on these inputs without values", _HOW, entered), torch.no_grad():
         args, options = _arguments(inputs, _on_meta)
@@ -379,7 +379,7 @@ def _copied(model: nn.Module, empty: Callable[[torch.Tensor], torch.Tensor]) -> 
         twin = copy.deepcopy(model, known)
     for _, module in modules_of(twin):
         if _is_lazy(module):
-            continue  # a hook of its own makes its parameters
+            continue  # its hook makes its parameters
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
         module._backward_hooks.clear()
@@ -453,18 +453,9 @@ def _shapes(output: object) -> Iterator[Shape]:
         yield tuple(tensor.shape)
 
 
-@contextlib.contextmanager
-def _refused(problem: str, fix: str, entered: Sequence[str] = ()) -> Generator[None]:
-    """Raise `ConfigError` in the place of whatever the user's code raises."""
-    try:
-        yield
-    except AccelError:
-        raise
-    except Exception as error:
-        path = next(reversed(entered), "")
-        text = str(error).splitlines()[0] if str(error) else ""
-        where = f"summary, module {path}" if path else "summary"
-        raise ConfigError(problem, got=f"{type(error).__name__}: {text}", where=where, fix=fix) from error
+def _refused(problem: str, fix: str, entered: Sequence[str] = ()) -> AbstractContextManager[None]:
+    """Raise `ConfigError` for an error of the model; it names the module that runs, the last of `entered`."""
+    return users_code(problem, lambda: f"summary, module {entered[-1]}" if any(entered[-1:]) else "summary", fix)
 
 
 def _around(path: str) -> Iterator[str]:

@@ -28,19 +28,12 @@ _WORD = 8
 
 
 class Sums(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's sums of a sharded parameter.
+    """One rank's sums of a sharded parameter."""
 
-    Attributes:
-        facts: dtype and shape of the whole.
-        box: this rank's piece; None for none.
-        bits: sums of the words inside the piece.
-        loose: bytes of words partly inside the piece, by position; other bytes are 0.
-    """
-
-    facts: Facts
-    box: Box | None
-    bits: tuple[int, int] = (0, 0)
-    loose: dict[int, int] = {}
+    facts: Facts  # dtype and shape of the whole
+    box: Box | None  # this rank's piece; None for none
+    bits: tuple[int, int] = (0, 0)  # sums of the words inside the piece
+    loose: dict[int, int] = {}  # bytes of words partly inside the piece, by position; other bytes are 0
 
 
 def without_base(
@@ -83,7 +76,7 @@ def has_sums(value: object) -> bool:
 
 
 def differing_bases(stored: Mapping[str, str], ranks: Sequence[Mapping[str, Sums]]) -> Problems:
-    """Return the sharded parameters whose digest, from the sums of all ranks, differs from the stored one."""
+    """Return the sharded parameters that differ from their stored digest, by the sums of all ranks."""
     problems = Problems()
     for name, each in stored.items():
         if _joined(name, [sums[name] for sums in ranks if name in sums]) != each:

@@ -22,7 +22,7 @@ from accel.storage import disk_errors
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """An item whose state is a folder of files: functions write it for a save, and read it for a load.
+    """An item that is a folder of files: functions write it for a save, and read it for a load.
 
     Takes what another library saves its own way, such as an adapter of PEFT or an engine's checkpoint, into the same
     commit: the files are part of the checkpoint, their digests are in its manifest, and stores of objects take them.
@@ -82,7 +82,7 @@ class FolderLoad(ItemLoad):
     live: Folder
 
     def compare(self) -> None:
-        """Check that the stored names are those of files inside a folder, and want those that this rank reads."""
+        """Check that the stored names are names of files inside a folder, and want the files that this rank reads."""
         if self.live.load is None:
             raise ConfigError(
                 "the Folder has no load function", where=f"item {self.name}", fix="Pass accel.items.Folder(load=...)."
@@ -167,7 +167,7 @@ def _is_inside(path: str) -> bool:
 
 
 def _reserve(file: Path, size: int) -> None:
-    """Make a file of a size, whose blocks are on the disk already: a full disk is an error here, not a signal later."""
+    """Make a file of a size, with its blocks on the disk: a full disk is an error here, not a signal later."""
     with disk_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("xb") as opened:

@@ -20,8 +20,7 @@ from accel.items._folder_files import FOLDER
 from accel.items._module import MODULE
 from accel.items._optimizer import OPTIMIZER
 from accel.items._source import Captured, ItemHandler
-from accel.items._stateful import STATEFUL, Stateful
-from accel.items._value import RECORD, VALUE
+from accel.items._values import RECORD, STATEFUL, VALUE, Stateful
 from accel.parallel._engines import ENGINES, engine_items
 
 HANDLERS: tuple[ItemHandler, ...] = (

@@ -18,8 +18,7 @@ from accel.checkpoint._boxes import Box, plan_checks
 from accel.checkpoint._hosts import hold_on_hosts
 from accel.checkpoint._live_tensors import held_box
 from accel.checkpoint._manifest import Manifest
-from accel.checkpoint._newest import Held, SkippedCheckpoints, divide_files, hold_newest
-from accel.checkpoint._read import Saved
+from accel.checkpoint._read import Held, Saved, SkippedCheckpoints, divide_files, hold_newest
 from accel.checkpoint._records import MisfitError
 from accel.comm import Call, agreed, agreed_values, call_site
 from accel.context import DistContext, context_first
@@ -49,10 +48,9 @@ from accel.items._source import (
     LoadTransform,
     Problems,
     Wanted,
-    apply_changes,
-    undo_changes,
+    apply_on_all_ranks,
 )
-from accel.items._value import VALUE
+from accel.items._values import VALUE
 from accel.metrics import Metrics, StepStatistics
 from accel.optim import Accumulation
 from accel.parallel import LocalSgd
@@ -190,21 +188,14 @@ def load_newest(
 
 
 class _Request(msgspec.Struct, frozen=True):
-    """A rank's intention.
+    """A rank's intention."""
 
-    Attributes:
-        bytes_of_files: bytes to read of each file; empty in a large group, where they would be most of the message.
-        left: entries of `Part`s that this rank does not load.
-        bases: sums of sharded frozen parameters, by name.
-        damage: reason why this rank cannot read a replaceable checkpoint; "" for none.
-        node: as in `Held`.
-    """
-
+    # Bytes to read of each file; empty in a large group, where they would be most of the message.
     bytes_of_files: list[int] = []
-    left: set[str] = set()
-    bases: dict[str, Sums] = {}
-    damage: str = ""
-    node: int | None = None
+    left: set[str] = set()  # entries of `Part`s that this rank does not load
+    bases: dict[str, Sums] = {}  # sums of sharded frozen parameters, by name
+    damage: str = ""  # reason why this rank cannot read a replaceable checkpoint; "" for none
+    node: int | None = None  # as in `Held`
 
 
 class _Loading:
@@ -273,15 +264,7 @@ class _Loading:
         """Read the tensors, then change the items. Mutates them; an error before `copying` leaves them unchanged."""
         matching = self._matching
         assert matching is not None
-        applied: list[Change] = []
-        try:
-            with agreed(self._ctx.comm, self._call("applying")):
-                changes = matching.read()
-                apply_changes(changes)
-                applied = changes
-        except BaseException:
-            undo_changes(applied)
-            raise
+        apply_on_all_ranks(self._ctx.comm, self._call("applying"), matching.read)
         with agreed(self._ctx.comm, self._call("copying")):
             matching.finish()
         source = matching.source
@@ -318,22 +301,15 @@ class _Loading:
 
 @dataclass(slots=True)
 class Matching:
-    """A checkpoint that fits live items.
+    """A checkpoint that fits live items."""
 
-    Attributes:
-        source: the checkpoint.
-        passed: the caller's live items.
-        loads: the items to load, in order of names; folders last, as what they load is not undone.
-        rows: position of the rows of ranks that this rank reads.
-        streams: this rank's random streams, once read.
-        whole: items through which an engine's are loaded, by name.
-    """
-
-    source: CheckpointSource
-    passed: Mapping[str, object]
+    source: CheckpointSource  # the checkpoint
+    passed: Mapping[str, object]  # the caller's live items
+    # The items to load, in order of names; folders last, as what they load is not undone.
     loads: list[ItemLoad] = field(default_factory=list[ItemLoad])
-    rows: tuple[str, Box] | None = None
-    streams: RngState | None = None
+    rows: tuple[str, Box] | None = None  # position of the rows of ranks that this rank reads
+    streams: RngState | None = None  # this rank's random streams, once read
+    # Items through which an engine's are loaded, by name.
     whole: Mapping[str, object] = field(default_factory=dict[str, object])
 
     def wanted(self) -> list[Wanted]:

@@ -6,22 +6,20 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from accel.checkpoint import Recipe
-from accel.checkpoint._live_tensors import check_tensor, checksum, tied
+from accel.checkpoint._live_tensors import check_tensor, checksum
 from accel.checkpoint._recipes import Strided, apply_recipes, check_recipes, in_file, inverse
 from accel.checkpoint._retention import warn
 from accel.comm import Call, agreed, broadcast_value, call_site, reduce_ints, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError, ConfigError
-from accel.items._whole import StagedTensors, facts, live_tensors, staged_tensors
+from accel.items._whole import StagedTensors, distinct_tensors, facts, live_tensors, staged_tensors
 from accel.parallel._empty import check_filled
 from accel.parallel._engines import whole_model
 from accel.storage import (
@@ -29,19 +27,16 @@ from accel.storage import (
     file_names,
     is_file_name,
     local_target,
-    make_folder,
     parse_size,
     plan_shards,
     publish_file,
     publish_weights,
-    remove_flat,
-    stage_files,
+    staged,
     stored_dtype,
-    take_lock,
     torch_dtypes,
     write_tensors,
 )
-from accel.tensors import full_tensor, is_dtensor
+from accel.tensors import is_dtensor
 
 _WHERE = "save_model, rename="
 
@@ -74,7 +69,7 @@ class StoredTensors:
         }
 
     def whole(self, name: str) -> torch.Tensor:
-        """Return a stored tensor, in memory of its own unless the model has it as it is. A collective."""
+        """Return a stored tensor, in new memory unless the model has it as it is. A collective."""
         stored = self._stored[name]
         made: torch.Tensor | None = None
         for part in stored.parts:
@@ -209,7 +204,8 @@ def save(ctx: DistContext, tensors: Mapping[str, torch.Tensor] | None, path: str
 
 def _plan(ctx: DistContext, own: Mapping[str, torch.Tensor], stages: StagedTensors | None, limit: int) -> _Weights:
     """List what is written of a model, and in which files."""
-    kept, aliases, whole = distinct_tensors(own, stages, "save_model")
+    check_storable(own if stages is None else stages.facts, "save_model")
+    kept, aliases, whole = distinct_tensors(own, stages)
     shards = plan_shards({name: tensor.nbytes for name, tensor in kept.items()}, limit)
     if stages is not None:
         return _Weights(kept, shards, aliases, 0, whole)
@@ -217,45 +213,18 @@ def _plan(ctx: DistContext, own: Mapping[str, torch.Tensor], stages: StagedTenso
     return _Weights(kept, shards, aliases, checksum(compared), whole)
 
 
-def distinct_tensors(
-    own: Mapping[str, torch.Tensor], stages: StagedTensors | None, where: str
-) -> tuple[dict[str, torch.Tensor], dict[str, str], Callable[[str], torch.Tensor]]:
-    """List a model's tensors once each, under their first names in its order.
-
-    Args:
-        own: this rank's tensors, of `live_tensors`.
-        stages: those of all stages, of a model with a pipeline.
-        where: the call, for errors.
-
-    Returns:
-        The tensors, some on the meta device; the first name of each other name; and a function that returns a tensor
-        whole, a collective that every rank calls alike.
-    """
-    live = own if stages is None else stages.facts
-    if not live:
+def check_storable(tensors: Mapping[str, torch.Tensor], where: str) -> None:
+    """Refuse a model without tensors, and dtypes that safetensors lacks, by a `CheckpointError`."""
+    if not tensors:
         raise CheckpointError("the model has no tensors", where=where)
-    for name, tensor in live.items():
+    for name, tensor in tensors.items():
         if tensor.dtype == torch.complex128:
             fix = "Keep it in complex64, or as pairs of float64."
             raise CheckpointError("safetensors holds no complex128", where=name, fix=fix)
-    kept: dict[str, torch.Tensor] = {}
-    first: dict[object, str] = {}
-    aliases: dict[str, str] = {}
-    plain = {name: tensor for name, tensor in live.items() if not is_dtensor(tensor)}
-    groups = tied(plain) if stages is None else stages.aliases
-    for name, tensor in live.items():
-        group = id(tensor) if is_dtensor(tensor) else groups.get(name, name)
-        if (known := first.setdefault(group, name)) == name:
-            kept[name] = tensor
-        else:
-            aliases[name] = known
-    if stages is not None:
-        return kept, aliases, partial(stages.whole, own=own)
-    return kept, aliases, lambda name: full_tensor(kept[name])
 
 
 def _as_stored(weights: _Weights, rename: Sequence[Recipe], limit: int) -> _Weights:
-    """List the stored tensors of a model whose checkpoint layout differs."""
+    """List the stored tensors of a model with another checkpoint layout."""
     stored = StoredTensors(weights.tensors, weights.whole, rename)
     shards = plan_shards({name: tensor.nbytes for name, tensor in stored.facts.items()}, limit)
     aliases = {alias: name for alias, name in weights.aliases.items() if name in stored.facts}
@@ -285,29 +254,19 @@ def _write(ctx: DistContext, stage: Path, weights: _Weights, *, writers: int) ->
 
 @contextlib.contextmanager
 def _stage(ctx: DistContext, target: Path, name: str, site: str) -> Generator[Path]:
-    """Hold a folder beside the target in which all ranks write, and the lock of their common folder. A collective."""
+    """Hold a folder next to the target in which all ranks write, and the lock of their common folder. A collective."""
     parent = target.parent
     with contextlib.ExitStack() as held:
 
         def make() -> str:
             if not ctx.is_main_process:
                 return ""
-            make_folder(parent)
-            held.callback(take_lock(parent).release)
-            stage = stage_files(target)
-            held.callback(_remove, stage)
-            return stage.name
+            return held.enter_context(staged(target)).name
 
         call = Call(f"{name}: opening the stage", site=site)
         with shared_failure(ctx.comm, call):
             made = make()
         yield parent / broadcast_value(ctx.comm, call, made, str)
-
-
-def _remove(stage: Path) -> None:
-    if stage.exists():
-        with suppress(CheckpointError):  # a disk that fails: the first error is the one to raise
-            remove_flat(stage)
 
 
 def _check_named(tensors: Mapping[str, torch.Tensor] | None, target: Path) -> None:

@@ -33,7 +33,7 @@ from accel.items._source import (
     join_fields,
 )
 from accel.parallel._leftovers import clear_gradients
-from accel.parallel._modules import is_divided, is_pipelined, prepared_of, unwrap_model, wrapped_name
+from accel.parallel._modules import is_divided, is_pipelined, name_and_owner, prepared_of, reshard, unwrap_model
 from accel.parallel.axes.pipeline import pipeline_of
 from accel.tensors import is_absent, is_dtensor, local_part, part_names, state_tensors, stored_values
 
@@ -98,7 +98,7 @@ def overlap_change(where: str, live: torch.Tensor, value: torch.Tensor) -> Chang
 
 _OfItem = tuple[str, torch.Tensor]  # a tensor after the item that it is of
 
-_EXTRA_STATE = "_extra_state"  # the key that torch gives to what get_extra_state() returns
+EXTRA_STATE = "_extra_state"  # the key that torch gives to what get_extra_state() returns
 
 
 def module_states(items: Mapping[str, object]) -> dict[str, ModuleState]:
@@ -117,8 +117,8 @@ def module_state(module: nn.Module, item: str) -> ModuleState:
     extras: dict[str, Any] = {}
     owners: dict[str, nn.Module] = {}
     for raw, value in cast("dict[str, Any]", state_tensors(module)).items():
-        name, owner = _clean(module, raw)
-        if raw.rpartition(".")[2] == _EXTRA_STATE:
+        name, owner = name_and_owner(module, raw)
+        if raw.rpartition(".")[2] == EXTRA_STATE:
             extras[name], owners[name] = value, owner
             continue
         check_tensor(value, f"{item}.{name}")
@@ -145,19 +145,6 @@ def parameter_names(modules: Mapping[str, ModuleState]) -> dict[int, str]:
         for name, parameter in sorted(state.parameters.items()):
             names.setdefault(id(parameter), f"{item}.{state.twins.get(name, name)}")
     return names
-
-
-def reshard(model: nn.Module) -> None:
-    """Let `fully_shard` drop gathered weights, which are stale once their shards change."""
-    for module in model.modules():
-        kind = type(module)
-        if hasattr(kind, "reshard") and hasattr(kind, "set_requires_gradient_sync"):
-            cast(Any, module).reshard()
-
-
-def clean_name(module: nn.Module, raw: str) -> str:
-    """Return a name in a module without the steps of wrappers."""
-    return _clean(module, raw)[0]
 
 
 def capture_tensors(
@@ -193,17 +180,12 @@ def _capture(name: str, live: nn.Module, to: Captured) -> Item:
 
 @dataclass(kw_only=True, slots=True)
 class ModuleLoad(ItemLoad):
-    """A module: tensors are copied in place at the end, extra state is set before.
+    """A module: tensors are copied in place at the end, extra state is set before."""
 
-    Attributes:
-        live: the module's state.
-        _tensors: live tensors to load, by full name.
-        _extras: stored extra states to load.
-    """
-
-    live: ModuleState
+    live: ModuleState  # the module's state
+    # Live tensors to load, by full name.
     _tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    _extras: dict[str, Any] = field(default_factory=dict[str, Any])
+    _extras: dict[str, Any] = field(default_factory=dict[str, Any])  # stored extra states to load
 
     def compare(self) -> None:
         """Compare names, shapes and dtypes, and a frozen base with its digests."""
@@ -338,15 +320,3 @@ def overlaps(tensor: torch.Tensor) -> bool:
                 return True
             reach += stride * (size - 1)
     return False
-
-
-def _clean(module: nn.Module, raw: str) -> tuple[str, nn.Module]:
-    """Return the name without wrappers' steps, and the innermost submodule on the way."""
-    kept: list[str] = []
-    node = module
-    for part in raw.split("."):
-        if part != wrapped_name(node):
-            kept.append(part)
-        child = getattr(node, part, None)
-        node = child if isinstance(child, nn.Module) else node
-    return ".".join(kept), node

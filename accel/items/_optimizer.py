@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, cast
@@ -57,47 +57,26 @@ class ParamFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OptimizerValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An optimizer's entry in a manifest.
+    """An optimizer's entry in a manifest."""
 
-    Attributes:
-        groups: parameter groups.
-        params: dtype and shape of every parameter.
-        state: encoded state by parameter.
-        rest: encoded state beside torch's own, of some optimizers; its `state` is that of no parameter.
-    """
-
-    groups: tuple[ParameterGroup, ...]
-    params: dict[str, ParamFacts]
-    state: dict[str, Any]
-    rest: dict[str, Any]
+    groups: tuple[ParameterGroup, ...]  # parameter groups
+    params: dict[str, ParamFacts]  # dtype and shape of every parameter
+    state: dict[str, Any]  # encoded state by parameter
+    rest: dict[str, Any]  # further encoded state of some optimizers; its `state` belongs to no parameter
 
     def encoded(self) -> list[Any]:
         """Return all encoded values."""
         return [self.state, self.rest, [group.options for group in self.groups]]
 
-    def renamed(self, moved: Mapping[str, str]) -> OptimizerValue:
-        """Return the value with other names for some parameters."""
-        return OptimizerValue(
-            groups=tuple(
-                ParameterGroup(tuple(moved.get(each, each) for each in group.params), group.options)
-                for group in self.groups
-            ),
-            params={moved.get(each, each): held for each, held in self.params.items()},
-            state={moved.get(each, each): held for each, held in self.state.items()},
-            rest=self.rest,
-        )
-
-    def part(self, names: Iterable[str]) -> OptimizerValue:
-        """Return the value with some of the parameters only."""
-        held = set(names)
-        return OptimizerValue(
-            groups=tuple(
-                ParameterGroup(tuple(n for n in group.params if n in held), group.options) for group in self.groups
-            ),
-            params={name: each for name, each in self.params.items() if name in held},
-            state={name: each for name, each in self.state.items() if name in held},
-            rest=self.rest,
-        )
+    def named(self, name_of: Callable[[str], str | None]) -> OptimizerValue:
+        """Return the value with other names for its parameters, without the parameters that get None."""
+        groups = [
+            ParameterGroup(tuple(new for name in group.params if (new := name_of(name)) is not None), group.options)
+            for group in self.groups
+        ]
+        params = {new: held for name, held in self.params.items() if (new := name_of(name)) is not None}
+        state = {new: held for name, held in self.state.items() if (new := name_of(name)) is not None}
+        return OptimizerValue(tuple(groups), params, state, self.rest)
 
 
 def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -170,7 +149,7 @@ def decode_optimizer(
 ) -> dict[str, Any]:
     """Return a state dict in torch's form, for a live optimizer that fits and may keep the tensors.
 
-    `keeps`: parameters whose live state stays, of an optimizer that fits in part; its options without a stored value
+    `keeps`: parameters that keep their live state, of an optimizer that fits in part; options without a stored value
     stay too. None for one that fits.
     """
     listed, where = named_parameters(optimizer, names), f"item {item}"
@@ -200,7 +179,7 @@ def decode_optimizer(
 def _state_of(optimizer: torch.optim.Optimizer, item: str) -> dict[str, Any]:
     try:
         return state_dict(optimizer)
-    except Exception as error:  # such as of an optimizer whose state is spread over ranks in a way of its own
+    except Exception as error:  # an optimizer may shard its state itself
         raise CheckpointError(
             f"{with_article(type(optimizer).__name__)} that does not give its state: {type(error).__name__}: {error}",
             where=item,
@@ -256,7 +235,7 @@ class OptimizerLoad(ItemLoad):
         _packed: names of tensors that are parts of a packed one, and keep their dtype.
         _inside: names of tensors in objects and arrays, which are not spread as the parameter.
         _slots: live tensors to copy into, by the names of stored ones.
-        _keeps: parameters whose live state stays, of an optimizer that fits in part; None for one that fits.
+        _keeps: parameters that keep their live state, if the optimizer fits in part; None if it fits.
     """
 
     live: torch.optim.Optimizer
@@ -271,10 +250,10 @@ class OptimizerLoad(ItemLoad):
         """Compare parameters and groups, and find the parameter of each stored tensor."""
         source, listed = self.source, named_parameters(self.live, self.source.parameters)
         moved = {old: new for new, old in reversed(source.file_names.items()) if old not in source.file_names}
-        stored = self._read_value().renamed(moved)
+        stored = self._read_value().named(lambda name: moved.get(name, name))
         if self.name in source.parts:
             source.left |= {f"{self.name}: parameter {each}" for each in stored.params.keys() - listed.keys()}
-            stored = stored.part(listed)
+            stored = stored.named(lambda name: name if name in listed else None)
         fitting = self._compare_parameters(stored, listed)
         if self.problems and not source.options.strict:
             stored = self._in_part(stored, listed, fitting)
@@ -325,7 +304,7 @@ class OptimizerLoad(ItemLoad):
             raise CheckpointError(f"the optimizer's state is not valid: {error}", where=f"item {self.name}") from error
 
     def _compare_parameters(self, stored: OptimizerValue, listed: Mapping[str, torch.Tensor]) -> set[str]:
-        """Compare parameters, groups and master weights; return the parameters whose state fits."""
+        """Compare parameters, groups and master weights; return the parameters with a state that fits."""
         problems, title = self.problems, f"{self.name}: parameter "
         problems.compare_names(listed.keys(), stored.params.keys(), title)
         fitting = set[str]()

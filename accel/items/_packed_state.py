@@ -159,7 +159,7 @@ Classes = Mapping[str, type]
 
 
 def classes_of(optimizer: object) -> dict[str, type]:
-    """Return the classes that an optimizer's own modules define or import, by name: those of objects in its state."""
+    """Return the classes that an optimizer's own modules define or import, by name: its state holds objects of them."""
     found = dict[str, type]()
     for kind in reversed(type(optimizer).__mro__):
         if kind.__module__ != "builtins" and not kind.__module__.startswith("torch."):
@@ -214,7 +214,7 @@ def objects_in(value: object, keys: Set[object] = frozenset({_OBJECT})) -> list[
 
 
 def unspread_in(encoded: object) -> list[object]:
-    """Return the parts of an encoded state whose tensors are never spread as a parameter: objects, arrays of numpy,
+    """Return the parts of an encoded state with tensors that are never sharded as a parameter: objects, numpy arrays,
     states of generators."""
     return objects_in(encoded, frozenset({_OBJECT, "$array", "$generator"}))
 

@@ -42,15 +42,10 @@ class _RankPart(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One rank's row.
+    """One rank's row."""
 
-    Attributes:
-        rng: random streams of the rank.
-        parts: parts of records, by path; the path of an item is its name.
-    """
-
-    rng: RngState
-    parts: dict[str, _RankPart]
+    rng: RngState  # random streams of the rank
+    parts: dict[str, _RankPart]  # parts of records, by path; the path of an item is its name
 
 
 def capture_row(ctx: DistContext, records: Mapping[str, object]) -> bytes:
@@ -112,7 +107,7 @@ def _stored_part(where: str) -> Generator[None]:
 
 
 def rehearse_rng(ctx: DistContext, saved: Saved, row: Row | None) -> RngState | None:
-    """Return this rank's stored streams, None if they are those of another set-up; raises if they cannot be set."""
+    """Return this rank's stored streams, None if another set-up saved them; raises if they cannot be set."""
     if row is None:
         return None
     state, where = row.rng, f"{saved.path}, tensor {RANKS}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by kinds of items: the record of a kind, the gathered parts of a save, a checkpoint beside the live items."""
+"""Shared by kinds of items: the record of a kind, the gathered parts of a save, a checkpoint next to the live items."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from accel.checkpoint._live_tensors import held_box
 from accel.checkpoint._manifest import Item, ItemKind, tensors_in
 from accel.checkpoint._read import Saved
 from accel.checkpoint._records import Classes, named_classes
+from accel.comm import Call, Comm, agreed
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.items._rng import Row, with_parts
@@ -49,7 +50,7 @@ LoadTransform = Callable[[Mapping[str, Stored]], Mapping[str, Stored]]
 Facts = tuple[str, tuple[int, ...]]  # dtype and shape
 Wanted = tuple[str, Box | None]  # a tensor's name, and the part that this rank reads; None for all of it
 
-_NAMED_SINCE = 4  # the format whose values name the classes of the records in them
+_NAMED_SINCE = 4  # since this format values name the classes of the records in them
 _CPU = torch.device("cpu")
 
 MISSING = "missing in the checkpoint"
@@ -72,17 +73,11 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of a live object that runs code of others, and so can fail.
+    """A change of a live object that runs code of others, and so can fail."""
 
-    Attributes:
-        where: the item, for errors.
-        apply: makes the change.
-        undo: puts the former state back; None where nothing can.
-    """
-
-    where: str
-    apply: Callable[[], object]
-    undo: Callable[[], object] | None
+    where: str  # the item, for errors
+    apply: Callable[[], object]  # makes the change
+    undo: Callable[[], object] | None  # puts the former state back; None where nothing can
 
 
 def apply_changes(changes: Sequence[Change]) -> None:
@@ -103,6 +98,19 @@ def apply_changes(changes: Sequence[Change]) -> None:
             ) from error
 
 
+def apply_on_all_ranks(comm: Comm, call: Call, find: Callable[[], Sequence[Change]]) -> None:
+    """Make the changes that a function returns, on every rank or on none. A collective."""
+    applied: Sequence[Change] = ()
+    try:
+        with agreed(comm, call):
+            changes = find()
+            apply_changes(changes)
+            applied = changes
+    except BaseException:
+        _ = undo_changes(applied)
+        raise
+
+
 def undo_changes(changes: Sequence[Change]) -> bool:
     """Undo changes, the last first, also after a failure; return whether all were undone."""
     undone = True
@@ -117,15 +125,10 @@ def undo_changes(changes: Sequence[Change]) -> bool:
 
 @dataclass(slots=True)
 class Problems:
-    """A list that grows while one checkpoint is compared; empty means that it fits.
+    """A list that grows while one checkpoint is compared; empty means that it fits."""
 
-    Attributes:
-        cast: whether another floating-point dtype fits, too.
-        found: differences, each under its title.
-    """
-
-    cast: bool = False
-    found: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    cast: bool = False  # whether another floating-point dtype fits, too
+    found: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # differences, each under its title
 
     def __bool__(self) -> bool:
         return bool(self.found)
@@ -175,77 +178,49 @@ class Problems:
 
 @dataclass(frozen=True, slots=True)
 class ModuleState:
-    """A module's live state.
+    """A module's live state."""
 
-    Attributes:
-        parameters, buffers: the live tensors by name; tied ones under every name.
-        extras: values of get_extra_state(), by name.
-        owners: the submodule of each extra state.
-        twins: of each parameter that several stages of a pipeline have, its first name in the whole model.
-    """
-
-    parameters: Mapping[str, torch.Tensor]
-    buffers: Mapping[str, torch.Tensor]
-    extras: Mapping[str, Any]
-    owners: Mapping[str, nn.Module]
+    parameters: Mapping[str, torch.Tensor]  # the live parameters by name; tied ones under every name
+    buffers: Mapping[str, torch.Tensor]  # the live buffers, likewise
+    extras: Mapping[str, Any]  # values of get_extra_state(), by name
+    owners: Mapping[str, nn.Module]  # the submodule of each extra state
+    # Of each parameter that several stages of a pipeline have, its first name in the whole model.
     twins: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(kw_only=True, slots=True)
 class Captured:
-    """The gathered parts of one item, for a save.
+    """The gathered parts of one item, for a save."""
 
-    Attributes:
-        modules: states of all live modules, by item.
-        names: names of parameters in the checkpoint, by `id`.
-        equal: receives tensors by name whose copies on several ranks are equal.
-        loose: receives other tensors by name; of copies the first rank's is saved.
-        kept: receives records by path.
-    """
-
-    modules: Mapping[str, ModuleState]
-    names: Mapping[int, str]
-    equal: dict[str, torch.Tensor]
-    loose: dict[str, torch.Tensor]
-    kept: Kept
+    modules: Mapping[str, ModuleState]  # states of all live modules, by item
+    names: Mapping[int, str]  # names of parameters in the checkpoint, by `id`
+    equal: dict[str, torch.Tensor]  # receives by name the tensors that are equal on several ranks
+    loose: dict[str, torch.Tensor]  # receives other tensors by name; of copies the first rank's is saved
+    kept: Kept  # receives records by path
 
 
 @dataclass(kw_only=True)
 class CheckpointSource:
-    """One checkpoint, as this rank loads it.
+    """One checkpoint, as this rank loads it."""
 
-    Attributes:
-        ctx, saved, options: context, checkpoint and options of the load.
-        file_names: names of modules' tensors in the file, by live name.
-        parameters: full names of the live modules' parameters, by `id`.
-        parts: names of items that are `Part`s.
-        modules: states of the live modules, by item.
-        types: types of the live items and of accel's own records, by which stored records are made.
-        problems: differences that are errors.
-        skipped: differences that `strict=False` allows.
-        counted: allowed differences of items with a summary, which the log has in place of them.
-        summaries: a line for each item that was loaded in part.
-        flags: lines on flags of performance that stay the script's.
-        left: entries of `Part`s that this rank does not load.
-        bases: stored digests and this rank's sums of sharded frozen parameters, by name.
-        rows: rows of ranks, once they have been read: this rank's, or all of another number of ranks on rank 0.
-    """
-
-    ctx: DistContext
-    saved: Saved
-    options: LoadOptions
-    file_names: dict[str, str]
-    parameters: Mapping[int, str]
-    parts: Set[str]
-    modules: Mapping[str, ModuleState]
-    types: Sequence[type]
-    problems: Problems = field(default_factory=Problems)
-    skipped: Problems = field(default_factory=Problems)
+    ctx: DistContext  # context of the load
+    saved: Saved  # the checkpoint
+    options: LoadOptions  # options of the load
+    file_names: dict[str, str]  # names of modules' tensors in the file, by live name
+    parameters: Mapping[int, str]  # full names of the live modules' parameters, by `id`
+    parts: Set[str]  # names of items that are `Part`s
+    modules: Mapping[str, ModuleState]  # states of the live modules, by item
+    types: Sequence[type]  # types of the live items and of accel's own records, by which stored records are made
+    problems: Problems = field(default_factory=Problems)  # differences that are errors
+    skipped: Problems = field(default_factory=Problems)  # differences that `strict=False` allows
+    # Allowed differences of items with a summary, which the log has in place of them.
     counted: Problems = field(default_factory=Problems)
-    summaries: list[str] = field(default_factory=list[str])
-    flags: list[str] = field(default_factory=list[str])
-    left: set[str] = field(default_factory=set[str])
+    summaries: list[str] = field(default_factory=list[str])  # a line for each item that was loaded in part
+    flags: list[str] = field(default_factory=list[str])  # lines on flags of performance that stay the script's
+    left: set[str] = field(default_factory=set[str])  # entries of `Part`s that this rank does not load
+    # Stored digests and this rank's sums of sharded frozen parameters, by name.
     bases: dict[str, tuple[str, Any]] = field(default_factory=dict[str, tuple[str, Any]])
+    # Rows of ranks, once they have been read: this rank's, or all of another number of ranks on rank 0.
     rows: Sequence[Row] = ()
 
     @property
@@ -276,7 +251,7 @@ class CheckpointSource:
         return entry.dtype, entry.shape
 
     def names_in(self, name: str, value: Any) -> set[str]:
-        """Return the tensors that an item's value refers to; raises if it refers to those of others."""
+        """Return the tensors that an item's value refers to; raises if it refers to other items' tensors."""
         found = tensors_in(value)
         for key in found:
             if key not in self.saved.entries or not belongs(key, {name}):
@@ -284,7 +259,7 @@ class CheckpointSource:
         return found
 
     def want(self, keys: Iterable[str], live: Mapping[str, torch.Tensor]) -> list[Wanted]:
-        """Return the boxes that this rank reads of stored tensors: those of live namesakes, else whole tensors."""
+        """Return the boxes that this rank reads of stored tensors: the boxes of live namesakes, else full tensors."""
         wanted: list[Wanted] = []
         for key in keys:
             template = self._template(key, live)
@@ -322,7 +297,7 @@ class CheckpointSource:
         return tensors
 
     def decode(self, path: str, value: Any, live: Mapping[str, torch.Tensor], kept: Kept) -> Any:
-        """Make a value whose tensors nothing else shares."""
+        """Make a value with tensors that nothing else shares."""
         return decode(value, f"item {path}", self.tensors(path, value, live), path, self.making(kept))
 
     def making(self, kept: Kept) -> Making:
@@ -346,26 +321,17 @@ class CheckpointSource:
 
 @dataclass(kw_only=True, slots=True)
 class ItemLoad(ABC):
-    """One stored item beside the live one; each kind of item implements comparing and reading.
+    """One stored item and the live one; each kind of item implements comparing and reading."""
 
-    Attributes:
-        name, item: name and entry in the checkpoint.
-        source: the checkpoint.
-        result: its value in the result of `load_state`.
-        problems: differences, found by `compare`.
-        wanted: entries that this rank reads.
-        copies: live tensors, each with the name of the stored one to copy at the end.
-        summary: with strict=False, counts of what was loaded in part, for the log; "" for none.
-    """
-
-    name: str
-    item: Item
-    source: CheckpointSource
-    result: object
-    problems: Problems
-    wanted: list[Wanted] = field(default_factory=list[Wanted])
+    name: str  # name in the checkpoint
+    item: Item  # entry in the checkpoint
+    source: CheckpointSource  # the checkpoint
+    result: object  # its value in the result of `load_state`
+    problems: Problems  # differences, found by `compare`
+    wanted: list[Wanted] = field(default_factory=list[Wanted])  # entries that this rank reads
+    # Live tensors, each with the name of the stored one to copy at the end.
     copies: list[tuple[torch.Tensor, str]] = field(default_factory=list[tuple[torch.Tensor, str]])
-    summary: str = ""
+    summary: str = ""  # with strict=False, counts of what was loaded in part, for the log; "" for none
 
     @abstractmethod
     def compare(self) -> None:
@@ -382,7 +348,7 @@ class LoadFunction(Protocol):
     def __call__(
         self, *, live: Any, name: str, item: Item, source: CheckpointSource, result: object, problems: Problems
     ) -> ItemLoad:
-        """Set a live item beside the stored one; the arguments are the fields of `ItemLoad`. Compares nothing yet."""
+        """Pair a live item with the stored one; the arguments are the fields of `ItemLoad`. Compares nothing yet."""
         ...
 
 
@@ -403,7 +369,7 @@ class ItemHandler(msgspec.Struct, frozen=True, kw_only=True):
         is_divided: whether ranks hold other parts of a live item for another reason; None where they never do.
         begin_again: drops gradients of before a load; None where there are none.
         tensors: lists the live tensors of an item, or those that an optimizer steps; None where its state shows them.
-        loads_last: whether its changes come after those of other kinds, as they are not undone.
+        loads_last: whether its changes come after other kinds' changes, as they are not undone.
         loads_partly: whether what fits is loaded where the rest does not, with strict=False.
     """
 

@@ -4,31 +4,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import overload
 
-import msgspec
 import torch
 from torch import nn
 
-from accel.checkpoint._live_tensors import check_tensor
+from accel.checkpoint._live_tensors import check_tensor, tied
 from accel.collectives import check_rank
 from accel.comm import Call, Comm, barrier, broadcast_flat, call_site, exchange_values, shared_failure
 from accel.context import DistContext, context_first
-from accel.items._module import clean_name
+from accel.items._module import EXTRA_STATE
+from accel.items._source import Facts
 from accel.parallel._empty import check_filled
 from accel.parallel._engines import whole_model
-from accel.parallel._modules import unwrap_model
+from accel.parallel._modules import clean_name, unwrap_model
 from accel.parallel.axes.pipeline import pipeline_of
 from accel.storage import dtype_name
 from accel.tensors import full_tensor, is_dtensor, state_tensors, stored_values
-
-
-class _Held(msgspec.Struct, frozen=True):
-    """A tensor that a rank holds, as the others see it."""
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class StagedTensors:
@@ -39,15 +33,15 @@ class StagedTensors:
         aliases: of each tied name but the first one of its tensor, that first name.
     """
 
-    def __init__(self, ctx: DistContext, comm: Comm, ranks: list[dict[str, _Held]], order: Mapping[str, int]) -> None:
+    def __init__(self, ctx: DistContext, comm: Comm, ranks: list[dict[str, Facts]], order: Mapping[str, int]) -> None:
         self._ctx = ctx
         self._comm = comm
         self._owners: dict[str, int] = {}
         found: dict[str, torch.Tensor] = {}
         for rank, held in enumerate(ranks):
-            for name, each in held.items():
+            for name, (dtype, shape) in held.items():
                 if self._owners.setdefault(name, rank) == rank:
-                    found[name] = torch.empty(each.shape, dtype=getattr(torch, each.dtype), device="meta")
+                    found[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         self.facts = dict(sorted(found.items(), key=lambda pair: order.get(pair[0], len(order))))
         self.aliases: dict[str, str] = {}
 
@@ -68,17 +62,14 @@ def staged_tensors(ctx: DistContext, model: nn.Module, own: Mapping[str, torch.T
     pipeline = pipeline_of(unwrap_model(model))
     if pipeline is None:
         return None
-    mine = {name: _Held(dtype_name(each.dtype), tuple(each.shape)) for name, each in own.items()}
-    ranks = exchange_values(pipeline.comm, Call("tensors of stages"), mine, dict[str, _Held])
+    mine = {name: (dtype_name(each.dtype), tuple(each.shape)) for name, each in own.items()}
+    ranks = exchange_values(pipeline.comm, Call("tensors of stages"), mine, dict[str, Facts])
     order = {name: at for at, name in enumerate(pipeline.order)}
     found = StagedTensors(ctx, pipeline.comm, ranks, order)
     for names in pipeline.names:
         first, *others = sorted(names, key=lambda name: order.get(name, len(order)))
         found.aliases |= dict.fromkeys(others, first)
     return found
-
-
-_EXTRA_STATE = "_extra_state"
 
 
 @overload
@@ -117,35 +108,47 @@ def get_state_dict(ctx: DistContext, model: nn.Module, *, dst: int | None = 0) -
         model = whole_model(ctx, model)
         check_filled(model, where="get_state_dict")
         tensors = live_tensors(model)
-    if (stages := staged_tensors(ctx, model, tensors)) is not None:
-        barrier(ctx.comm, Call("get_state_dict", "\n".join([f"dst={dst}", *facts(stages.facts)]), site))
-        return _whole_stages(stages, tensors, keeps=dst in (None, ctx.rank))
-    barrier(ctx.comm, Call("get_state_dict", "\n".join([f"dst={dst}", *facts(tensors)]), site))
-    if dst not in (None, ctx.rank):
-        for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
-            _ = full_tensor(tensor)
-        return None
-    found: dict[int, torch.Tensor] = {}
-    for tensor in tensors.values():
-        if id(tensor) not in found:
-            found[id(tensor)] = full_tensor(tensor).cpu()
-    return {name: found[id(tensor)] for name, tensor in tensors.items()}
-
-
-def _whole_stages(
-    stages: StagedTensors, own: dict[str, torch.Tensor], *, keeps: bool
-) -> dict[str, torch.Tensor] | None:
-    """Gather the tensors of a pipelined model; tied ones stay one object."""
+    stages = staged_tensors(ctx, model, tensors)
+    named = tensors if stages is None else stages.facts
+    barrier(ctx.comm, Call("get_state_dict", "\n".join([f"dst={dst}", *facts(named)]), site))
+    kept, aliases, whole = distinct_tensors(tensors, stages)
+    keeps = dst in (None, ctx.rank)
     found: dict[str, torch.Tensor] = {}
-    for name in stages.facts:
-        if (first := stages.aliases.get(name)) in stages.facts:
-            if keeps:
-                found[name] = found[first]
-            continue
-        whole = stages.whole(name, own)
+    for name in kept:
+        tensor = whole(name)
         if keeps:
-            found[name] = whole.cpu()
-    return found if keeps else None
+            found[name] = tensor.cpu()
+    return {name: found[aliases.get(name, name)] for name in named} if keeps else None
+
+
+def distinct_tensors(
+    own: Mapping[str, torch.Tensor], stages: StagedTensors | None
+) -> tuple[dict[str, torch.Tensor], dict[str, str], Callable[[str], torch.Tensor]]:
+    """List a model's tensors once each, under their first names in its order.
+
+    Args:
+        own: this rank's tensors, of `live_tensors`.
+        stages: those of all stages, of a model with a pipeline.
+
+    Returns:
+        The tensors, some on the meta device; the first name of each other name; and a function that returns a tensor
+        whole, a collective that every rank calls alike.
+    """
+    live = own if stages is None else stages.facts
+    kept: dict[str, torch.Tensor] = {}
+    first: dict[object, str] = {}
+    aliases: dict[str, str] = {}
+    plain = {name: tensor for name, tensor in live.items() if not is_dtensor(tensor)}
+    groups = tied(plain) if stages is None else stages.aliases
+    for name, tensor in live.items():
+        group = id(tensor) if is_dtensor(tensor) else groups.get(name, name)
+        if (known := first.setdefault(group, name)) == name:
+            kept[name] = tensor
+        else:
+            aliases[name] = known
+    if stages is not None:
+        return kept, aliases, partial(stages.whole, own=own)
+    return kept, aliases, lambda name: full_tensor(kept[name])
 
 
 def live_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -158,7 +161,7 @@ def live_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
             tensors[name] = (
                 value if is_dtensor(value) else stored_values(value).detach()
             )  # tied shards are known by being one object
-        elif raw.rpartition(".")[2] == _EXTRA_STATE:
+        elif raw.rpartition(".")[2] == EXTRA_STATE:
             logger = logging.getLogger("accel.checkpoint")
             logger.warning("%s is left out: it is extra state, and no tensor", name)
     return tensors

@@ -4,7 +4,7 @@
 Read `_launch.py` first: a target (`_target.py`) and settings become a `LaunchPlan` (`local/_launch_plan.py`), the
 supervisor (`local/_supervisor.py`) carries it out, and `reports/` describes what happened. `_function.py` does so for a
 function. Over several hosts each launcher starts an agent (`hosts/`), which supervises this host's ranks. Only agents
-import torch, and none writes to the environment of its own process. Names resolve on first use, as every rank imports
+import torch, and none writes to its environment. Names resolve on first use, as every rank imports
 this package for the record of its failure alone.
 """
 

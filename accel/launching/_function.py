@@ -116,7 +116,7 @@ def choose_device(
 
 
 def rank_environ(environ: Mapping[str, str], hosted: HostedNotebook | None) -> Mapping[str, str]:
-    """Return the variables for ranks: those of a hosted notebook, without what misleads XLA there."""
+    """Return the variables for ranks, without the ones that mislead XLA in a hosted notebook."""
     if hosted is None or not hosted.tpu:
         return environ
     return {name: text for name, text in environ.items() if name not in _MISLEADING}
@@ -137,7 +137,7 @@ def launch(
     """Run `fn(ctx, *args)` on several processes of this machine, and return their values.
 
     Each rank is a fresh interpreter with a context from `session()`, closed when the function has returned. Functions
-    and classes of modules are sent by name, those of a notebook or a script by value, which takes the extra `notebook`.
+    and classes of modules are sent by name, others by value, which takes the extra `notebook`.
     This process may have used CUDA, and stays as it is. Output of the ranks appears here, with their rank in front.
     Ctrl-C reaches all ranks. When one fails, the others are ended; all start again, `config.max_restarts` times.
 
@@ -145,7 +145,7 @@ def launch(
         fn: called on every rank with its context first.
         args: further arguments, a copy for each rank.
         nproc: number of processes, "auto" for one per visible GPU or TPU chip; None for the number in `config`.
-        config: settings of the launch; None for those of the `ACCEL_*` variables.
+        config: settings of the launch; None for the settings of the `ACCEL_*` variables.
         environ: base environment of each process; `os.environ` if None.
 
     Returns:
@@ -251,8 +251,8 @@ def notebook_launcher(
         fn: called on every rank with its context first; it may be defined in a cell.
         args: further arguments, a copy for each rank.
         nproc: number of processes; "auto" for one per visible GPU or TPU chip, one without them.
-        precision: precision of the run; None for that of `ACCEL_PRECISION` or of the function.
-        max_restarts: number of failures after which all ranks start again; None for that of `ACCEL_MAX_RESTARTS`.
+        precision: precision of the run; None for the one that `ACCEL_PRECISION` or the function sets.
+        max_restarts: number of failures after which all ranks start again; None for `ACCEL_MAX_RESTARTS`.
 
     Returns:
         The value of each rank, in rank order.
@@ -293,7 +293,7 @@ def _name(fn: Callable[..., object]) -> str:
 
 
 def _resolve(flags: Mapping[str, str], environ: Mapping[str, str]) -> Resolved:
-    """Return the settings of flags and of our own variables, without those of torchrun, which launches scripts only."""
+    """Return the settings of flags and `ACCEL_*` variables. torchrun's are ignored: it launches scripts only."""
     own = {name: text for name, text in environ.items() if name not in TORCHRUN_VARIABLES}
     return resolve(flags, own)
 

@@ -52,7 +52,7 @@ def run_launch(
     Args:
         script: path of the script; with `kind`, a module's dotted name or a program.
         args: arguments of the script, passed on unchanged.
-        config: settings of the launch; None for those of `environ`, as `accel launch` resolves them.
+        config: settings of the launch; None for the settings of `environ`, as `accel launch` resolves them.
         sources: source of each setting, for the record of the launch.
         kind: kind of `script`.
         environ: base environment of each process; `os.environ` is never written.
@@ -200,7 +200,7 @@ def record_dir() -> tempfile.TemporaryDirectory[str]:
 CALLED = "accel.launching.local._function_rank"
 _CHUNK_BYTES = 1 << 20
 _REACT_S = 0.1
-_ENDING_S = 5.0  # between the end of the output and that of the process
+_ENDING_S = 5.0  # between the end of the output and the end of the process
 
 
 class RankPosition(msgspec.Struct, frozen=True, kw_only=True):

@@ -88,7 +88,7 @@ def _check_module(module: str) -> None:
 
 
 def _find(name: str, places: list[str]) -> ModuleSpec | None:
-    """Ask all finders, those of editable installs too."""
+    """Ask all finders, including the finders of editable installs."""
     found = (finder.find_spec(name, places) for finder in sys.meta_path)
     return next((spec for spec in found if spec is not None), None)
 
@@ -155,7 +155,7 @@ def assign_node_ranks(terms: Sequence[HostTerms]) -> list[int]:
 
 
 def compare(terms: Sequence[HostTerms], fix: str) -> None:
-    """Refuse hosts whose settings differ, with an error that names them and ends with `fix`."""
+    """Refuse hosts with different settings; the error names the hosts and ends with `fix`."""
     # One difference is reported at a time, as one slip often causes several.
     for name in terms[0].settings:
         hosts_by_value: dict[str, list[str]] = {}

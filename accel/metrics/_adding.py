@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import torch
@@ -45,37 +45,43 @@ class ScalarGroup(msgspec.Struct, frozen=True, eq=False):
 Groups = dict[tuple[str, ...], ScalarGroup]
 
 
-class Scalars(msgspec.Struct, frozen=True, eq=False):
-    """States of scalars, each in one place: on the host, or in a group.
+class States(msgspec.Struct, frozen=True, eq=False):
+    """The states of metrics, each in one place; the attributes are those of `Metrics`."""
 
-    Attributes:
-        numbers, weights: states and weights on the host, by name. A name in a group may have a weight here.
-        groups: states on a device, by the names that came together.
-    """
+    kinds: dict[str, Kind] = {}
+    by_rank: tuple[str, ...] = ()
+    numbers: dict[str, float] = {}
+    weights: dict[str, float] = {}
+    groups: Groups = {}
+    nested: dict[str, Nested] = {}
 
-    numbers: dict[str, float]
-    weights: dict[str, float]
-    groups: Groups
+
+S = TypeVar("S", bound=States)
+
+
+def _copied(states: S) -> S:
+    """Return the record with separate tables of scalars, to be changed."""
+    tables = {name: getattr(states, name).copy() for name in ("numbers", "weights", "groups")}
+    return msgspec.structs.replace(states, **tables)
 
 
 @torch.no_grad()
-def add_on_device(
-    scalars: Scalars, kinds: Mapping[str, Kind], weight: Weight, values: Mapping[str, torch.Tensor]
-) -> Scalars:
+def add_on_device(states: S, weight: Weight, values: Mapping[str, torch.Tensor]) -> S:
     """Return the states with values on a device added, by name; arguments stay unchanged. No wait for the device."""
-    after = Scalars(scalars.numbers.copy(), scalars.weights.copy(), scalars.groups.copy())
+    after = _copied(states)
     by_kind: dict[Kind, list[str]] = {}
     for name in values:
-        by_kind.setdefault(kinds[name], []).append(name)
+        by_kind.setdefault(states.kinds[name], []).append(name)
     for kind, names in by_kind.items():
         for part in _place(after, kind, tuple(names), values[names[0]].device):
             _add(after, part, _stacked([values[name] for name in part]), weight)
     return after
 
 
-def add_contribution(scalars: Scalars, kind: Kind, name: str, added: torch.Tensor, weight: torch.Tensor) -> Scalars:
+def _add_contribution(states: S, name: str, added: torch.Tensor, weight: torch.Tensor) -> S:
     """Return the states with one wide contribution of shape [] on a device added. No wait for the device."""
-    after = Scalars(scalars.numbers.copy(), scalars.weights.copy(), scalars.groups.copy())
+    after = _copied(states)
+    kind = states.kinds[name]
     for part in _place(after, kind, (name,), added.device):
         group = _with_weights(after, part)
         after.groups[part] = ScalarGroup(
@@ -84,23 +90,23 @@ def add_contribution(scalars: Scalars, kind: Kind, name: str, added: torch.Tenso
     return after
 
 
-def fetched(scalars: Scalars) -> dict[str, tuple[float, float]]:
+def fetched(states: States) -> dict[str, tuple[float, float]]:
     """Return value and weight of each name. Waits for each device once."""
-    found = {name: (value, scalars.weights[name]) for name, value in scalars.numbers.items()}
+    found = {name: (value, states.weights[name]) for name, value in states.numbers.items()}
     places: dict[torch.device, list[tuple[tuple[str, ...], ScalarGroup]]] = {}
-    for names, group in scalars.groups.items():
+    for names, group in states.groups.items():
         places.setdefault(group.values.device, []).append((names, group))
     for groups in places.values():
         rows = [row for _, group in groups for row in (group.values, group.weights) if row is not None]
         numbers = iter(cast("list[float]", cast(Any, torch.cat(rows)).tolist()))
         for names, group in groups:
             values = [next(numbers) for _ in names]
-            weights = [scalars.weights[name] if group.weights is None else next(numbers) for name in names]
+            weights = [states.weights[name] if group.weights is None else next(numbers) for name in names]
             found.update(zip(names, zip(values, weights, strict=True), strict=True))
     return found
 
 
-def _add(after: Scalars, names: tuple[str, ...], values: torch.Tensor, weight: Weight) -> None:
+def _add(after: States, names: tuple[str, ...], values: torch.Tensor, weight: Weight) -> None:
     group = after.groups[names]
     if not isinstance(weight, torch.Tensor) and group.weights is None:
         for name in names:
@@ -114,8 +120,8 @@ def _add(after: Scalars, names: tuple[str, ...], values: torch.Tensor, weight: W
     )
 
 
-def _with_weights(after: Scalars, names: tuple[str, ...]) -> ScalarGroup:
-    """Return a group whose weights are on the device, taken from the host if they were there."""
+def _with_weights(after: States, names: tuple[str, ...]) -> ScalarGroup:
+    """Return a group with its weights on the device; weights on the host are moved."""
     group = after.groups[names]
     if group.weights is not None:
         return group
@@ -125,7 +131,7 @@ def _with_weights(after: Scalars, names: tuple[str, ...]) -> ScalarGroup:
     )
 
 
-def _place(after: Scalars, kind: Kind, names: tuple[str, ...], device: torch.device) -> list[tuple[str, ...]]:
+def _place(after: States, kind: Kind, names: tuple[str, ...], device: torch.device) -> list[tuple[str, ...]]:
     """Return the groups that hold the names, made of the host's states where they are new."""
     if names in after.groups:
         return [names]
@@ -144,7 +150,7 @@ def _place(after: Scalars, kind: Kind, names: tuple[str, ...], device: torch.dev
     return parts
 
 
-def _take_apart(after: Scalars, names: tuple[str, ...]) -> None:
+def _take_apart(after: States, names: tuple[str, ...]) -> None:
     if len(names) == 1:
         return
     group = after.groups.pop(names)
@@ -162,60 +168,53 @@ def _stacked(values: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(values)
 
 
-class States(msgspec.Struct, frozen=True, eq=False):
-    """The states of a record: of scalars, and of metrics of several numbers by name."""
-
-    scalars: Scalars
-    nested: dict[str, Nested]
-
-
 @torch.no_grad()
-def add_others(states: States, kinds: Mapping[str, Kind], weight: Weight, values: Mapping[str, Any]) -> States:
+def add_others(states: S, weight: Weight, values: Mapping[str, Any]) -> S:
     """Return the states with values added, tensors or numbers or containers of them. No wait for a device.
 
     `weight` is a number from 0, a tensor of shape [] on a device, or one for each sample, shape [rows].
     """
     if isinstance(weight, torch.Tensor) and weight.ndim:
         for name, value in values.items():
-            states = _add_rows(states, name, kinds[name], value, weight)
+            states = _add_rows(states, name, value, weight)
         return states
     device = weight.device if isinstance(weight, torch.Tensor) else None
     scalars: dict[str, torch.Tensor] = {}
     for name, value in values.items():
+        kind = states.kinds[name]
         number = _scalar(name, value)
         if number is None or name in states.nested:
             _check_new(states, name)
-            nested = add_nested(name, states.nested.get(name), kinds[name], wide_tensors(name, value), weight)
-            states = States(states.scalars, states.nested | {name: nested})
+            nested = add_nested(name, states.nested.get(name), kind, wide_tensors(name, value), weight)
+            states = msgspec.structs.replace(states, nested=states.nested | {name: nested})
             continue
-        place = number.device if not number.is_cpu else _device_of(states.scalars, name) or device
+        place = number.device if not number.is_cpu else _device_of(states, name) or device
         if place is not None:
             scalars[name] = number.to(place)
         elif weight:  # the weight is a number here
-            added = contribution(kinds[name], wide(number), weight).item()
-            states = States(_with_number(states.scalars, name, kinds[name], added, float(weight)), states.nested)
+            states = _with_number(states, name, contribution(kind, wide(number), weight).item(), float(weight))
     if scalars and (isinstance(weight, torch.Tensor) or weight):
-        states = States(add_on_device(states.scalars, kinds, weight, scalars), states.nested)
+        states = add_on_device(states, weight, scalars)
     return states
 
 
-def _add_rows(states: States, name: str, kind: Kind, value: Any, weights: torch.Tensor) -> States:
+def _add_rows(states: S, name: str, value: Any, weights: torch.Tensor) -> S:
     """Return the states with values of single samples added."""
+    kind = states.kinds[name]
     scalar = isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.ndim < 2)
     values = wide_tensors(name, value)
     if not scalar or name in states.nested:
         _check_new(states, name)
         nested = add_nested_rows(name, states.nested.get(name), kind, values, weights)
-        return States(states.scalars, states.nested | {name: nested})
+        return msgspec.structs.replace(states, nested=states.nested | {name: nested})
     total = wide(weights.to(values.device)).sum()
     added = sum_of_rows(name, values, kind, weights, total)
-    place = _device_of(states.scalars, name)
+    place = _device_of(states, name)
     if added.is_cpu and place is None:
-        if weight := total.item():
-            return States(_with_number(states.scalars, name, kind, added.item(), weight), states.nested)
-        return states
+        weight = total.item()
+        return _with_number(states, name, added.item(), weight) if weight else states
     place = place or added.device
-    return States(add_contribution(states.scalars, kind, name, added.to(place), total.to(place)), states.nested)
+    return _add_contribution(states, name, added.to(place), total.to(place))
 
 
 def _scalar(name: str, value: Any) -> torch.Tensor | None:
@@ -231,22 +230,22 @@ def _scalar(name: str, value: Any) -> torch.Tensor | None:
     return None
 
 
-def _with_number(scalars: Scalars, name: str, kind: Kind, added: float, weight: float) -> Scalars:
-    numbers = scalars.numbers.copy()
-    weights = scalars.weights.copy()
-    numbers[name] = merged_number(kind, numbers.get(name, START[kind]), added)
-    weights[name] = weights.get(name, 0.0) + weight
-    return Scalars(numbers, weights, scalars.groups)
+def _with_number(states: S, name: str, added: float, weight: float) -> S:
+    after = _copied(states)
+    kind = states.kinds[name]
+    after.numbers[name] = merged_number(kind, after.numbers.get(name, START[kind]), added)
+    after.weights[name] = after.weights.get(name, 0.0) + weight
+    return after
 
 
-def _device_of(scalars: Scalars, name: str) -> torch.device | None:
+def _device_of(states: States, name: str) -> torch.device | None:
     """Return the device of a name's state; None for the host or no state yet."""
-    return next((group.values.device for names, group in scalars.groups.items() if name in names), None)
+    return next((group.values.device for names, group in states.groups.items() if name in names), None)
 
 
 def _check_new(states: States, name: str) -> None:
     """Raise unless a metric of several numbers has been one from the start."""
-    if name in states.scalars.numbers or _device_of(states.scalars, name) is not None:
+    if name in states.numbers or _device_of(states, name) is not None:
         raise DataError(
             "values of another form than before",
             expected="a number, as before",

@@ -51,7 +51,7 @@ def count_flops(model: nn.Module, *args: Any, **kwargs: Any) -> FlopCount:
 
     Args:
         model: plain model, before `prepare`; on any device, the meta device included.
-        args, kwargs: an input of the model, as of one batch.
+        args, kwargs: an input of the model, such as one batch.
 
     Returns:
         The count for this input; `StepStatistics.read(flops_per_sample=)` takes its `per_sample`.
@@ -65,9 +65,9 @@ def count_flops(model: nn.Module, *args: Any, **kwargs: Any) -> FlopCount:
     if isinstance(model, DistributedDataParallel):
         model = cast("nn.Module", cast(Any, model).module)
     if any(map(is_dtensor, model.parameters())):
-        return FlopCount(None, None, "a model whose parameters are sharded; count before prepare")
+        return FlopCount(None, None, "the model's parameters are sharded; count before prepare")
     failures: list[str] = []
-    for copied in (_without_memory, _sharing_memory):
+    for copied in (_without_memory, torch.Tensor.detach):
         try:
             return _count(model, copied, args, kwargs)
         except Exception as error:  # the model's code: whatever it raises, the run continues
@@ -98,10 +98,6 @@ def _plain(output: Any) -> Any:
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("meta")
-
-
-def _sharing_memory(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach()
 
 
 def _mapping() -> dict[Any, Any]:

@@ -35,14 +35,8 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to(wide_dtype(tensor.device))
 
 
-def started(kind: Kind, like: torch.Tensor) -> torch.Tensor:
-    """Return the state before the first value, of the shape and on the device of a wide tensor."""
-    return torch.full_like(like, START[kind])
-
-
 def contribution(kind: Kind, values: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Return the contribution of wide values to a metric's state; a value of weight 0 may be anything, such as the nan
-    mean of no tokens."""
+    """Return the contribution of wide values to a metric's state; a value of weight 0 may be anything, such as nan."""
     if not isinstance(weight, torch.Tensor):
         return values * weight if kind == "mean" else values
     weight = weight.to(values.device, values.dtype)
@@ -135,24 +129,24 @@ def add_nested(name: str, state: Nested | None, kind: Kind, values: Any, weight:
 
     Raises `DataError` for values of another structure or shape than before.
     """
-    return _merged(name, state, kind, values, weight, [leaf for _, leaf in tensors(values)], ready=False)
+    added = [contribution(kind, leaf, weight) for _, leaf in tensors(values)]
+    return _merged(name, state, kind, values, weight, added)
 
 
 def add_nested_rows(name: str, state: Nested | None, kind: Kind, values: Any, weights: torch.Tensor) -> Nested:
-    """Return the state with per-sample values added, those of shape [] as one for all rows. No wait for the device.
+    """Return the state with per-sample values added; one of shape [] counts for all rows. No wait for the device.
 
     Raises `DataError` as `add_nested`, or for a tensor without a row for each weight.
     """
     total = wide(weights).sum()
     added = [sum_of_rows(f"{name}{path[1:]}", leaf, kind, weights, total) for path, leaf in tensors(values)]
-    return _merged(name, state, kind, replace_tensors(values, added), total, added, ready=True)
+    return _merged(name, state, kind, replace_tensors(values, added), total, added)
 
 
 def sum_of_rows(
     path: str, values: torch.Tensor, kind: Kind, weights: torch.Tensor, total: torch.Tensor
 ) -> torch.Tensor:
-    """Return the contribution of per-sample values, or of one value of shape [] with the sum of weights; `DataError`
-    without a row a weight."""
+    """Return the contribution of per-sample values, or of one value of shape []; `DataError` for other rows."""
     if values.ndim == 0:
         return contribution(kind, values, total)
     if len(values) != len(weights):
@@ -173,19 +167,15 @@ def _merged(
     values: Any,
     weight: Weight,
     added: Sequence[torch.Tensor],
-    *,
-    ready: bool,
 ) -> Nested:
-    """Merge values, or contributions that are ready, into a state of the same shapes."""
+    """Merge contributions into a state of the same shapes."""
     if state is None:
-        old, before = [started(kind, leaf) for leaf in added], 0.0
+        old, before = [torch.full_like(leaf, START[kind]) for leaf in added], 0.0
     else:
         old, before = [leaf for _, leaf in tensors(state.values)], state.weight
         _check_same(name, shapes_of(state.values), shapes_of(values))
     if not isinstance(weight, torch.Tensor) and not weight:
         return Nested(replace_tensors(values, old), before)  # shapes are known from then on
-    if not ready:
-        added = [contribution(kind, leaf, weight) for leaf in added]
     new = [merged(kind, a.to(b.device), b, weight) for a, b in zip(old, added, strict=True)]
     if isinstance(weight, torch.Tensor):
         weight = wide(weight)

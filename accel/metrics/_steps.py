@@ -17,8 +17,7 @@ from accel.devices import name_of_device, peak_memory, wait_for_device
 from accel.errors import ConfigError
 from accel.metrics._flops import peak_flops
 from accel.metrics._kinds import Kind, Weight
-from accel.metrics._metrics import Metrics, emptied, own_row, read_values, running_metrics
-from accel.metrics._rows import MetricsRow, gather_rows
+from accel.metrics._metrics import Metrics, MetricsRow, emptied, gather_rows, own_row, read_values, running_metrics
 from accel.terminal import show_seconds
 from accel.topology import data_dimension
 
@@ -243,7 +242,7 @@ class StepStatistics(msgspec.Struct, frozen=True, eq=False):
             state: the state after it: `TrainState`. Without one, each batch is a step.
             tokens: number of tokens that count on this rank.
             weight: weight of the values; `batch.weight` by default.
-            values: by declared name, as of `Metrics.add`.
+            values: by declared name, as for `Metrics.add`.
 
         Raises:
             ConfigError, DataError, TreeError: as `Metrics.add`; or a name that the statistics have themselves.
@@ -305,7 +304,7 @@ def step_statistics(**kinds: Kind) -> StepStatistics:
     """Return empty statistics of training steps. No communication.
 
     Args:
-        kinds: further metrics and their kinds, as of `running_metrics`, so that one collective reads all.
+        kinds: further metrics and their kinds, as for `running_metrics`, so that one collective reads all.
 
     Raises:
         ConfigError: as `running_metrics`, or a name that the statistics have themselves.

@@ -7,10 +7,21 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import libcst as cst
-from typing_extensions import override
 
 from accel.migrate._script import Script
-from accel.migrate._tree import Remarks, block, calls, children, full_name, leading, loads, text_of, walk
+from accel.migrate._tree import (
+    Change,
+    Remarks,
+    block,
+    calls,
+    children,
+    full_name,
+    leading,
+    loads,
+    outer_loops,
+    text_of,
+    walk,
+)
 
 _STAYS = "whether this backward() trains: it stays as it is, as no prepared optimizer steps its gradients next"
 
@@ -23,21 +34,20 @@ class _GradientCall(NamedTuple):
     loop: cst.CSTNode
 
 
-class PlainBackward(cst.CSTTransformer):
-    """Write a plain backward as `accelerator.backward(loss)` if the next step is that of a prepared optimizer.
+class PlainBackward(Change):
+    """Write a plain backward as `accelerator.backward(loss)` if a prepared optimizer takes the next step.
 
     Others stay with a note: gradients of inputs, and those that are dropped before a step.
     """
 
     def __init__(self, script: Script, notes: Remarks, module: cst.Module) -> None:
-        super().__init__()
         self._notes = notes
         self._written: dict[cst.CSTNode, str] = {}
         self._plain: set[cst.CSTNode] = set()
         shared = _holders(script, module)
         for function in (node for node in walk(module) if isinstance(node, (cst.FunctionDef, cst.Module))):
             names = sorted(_holders(script, function)) or sorted(shared)
-            loops = list(_loops(function))
+            loops = list(outer_loops(function))
             for loop in loops:
                 self._read(list(_events(script, loop, loop)), names, repeats=True)
             self._read(list(_events(script, function, function, loops)), names, repeats=False)
@@ -56,31 +66,29 @@ class PlainBackward(cst.CSTTransformer):
             if steps_here or all(each.loop is event.loop for each in others):  # no search for inputs within the loop
                 self._written[event.call] = names[0]
 
-    @override
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
-        name = self._written.get(original_node)
-        if name is None or not isinstance(updated_node.func, cst.Attribute):
-            return updated_node
-        loss = updated_node.func.value
+    def leave_call(self, original: cst.Call, updated: cst.Call) -> cst.Call:
+        name = self._written.get(original)
+        if name is None or not isinstance(updated.func, cst.Attribute):
+            return updated
+        loss = updated.func.value
         if len(loss.lpar) == 1:
             loss = loss.with_changes(lpar=[], rpar=[])
         comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-        first = cst.Arg(loss, comma=comma) if updated_node.args else cst.Arg(loss)
+        first = cst.Arg(loss, comma=comma) if updated.args else cst.Arg(loss)
         func = cst.Attribute(cst.Name(name), cst.Name("backward"))
-        return updated_node.with_changes(func=func, args=[first, *updated_node.args])
+        return updated.with_changes(func=func, args=[first, *updated.args])
 
-    @override
-    def leave_SimpleStatementLine(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    def leave_simple_statement_line(
+        self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine:
-        plain = [each for each in walk(original_node) if each in self._plain and each not in self._written]
+        plain = [each for each in walk(original) if each in self._plain and each not in self._written]
         if not plain:
-            return updated_node
-        return updated_node.with_changes(leading_lines=[*leading(updated_node), self._notes.decide(_STAYS, "step")])
+            return updated
+        return updated.with_changes(leading_lines=[*leading(updated), self._notes.decide(_STAYS, "step")])
 
 
 def _holders(script: Script, node: cst.FunctionDef | cst.Module) -> set[str]:
-    """Return the accelerators that a function's own code has, or that of a module outside of functions."""
+    """Return the accelerators that a function, or a module's top level, uses."""
     body = node.body if isinstance(node, cst.Module) else block(node)
     taken = {name for line in body if not isinstance(line, (cst.FunctionDef, cst.ClassDef)) for name in loads(line)}
     if isinstance(node, cst.FunctionDef):
@@ -90,19 +98,10 @@ def _holders(script: Script, node: cst.FunctionDef | cst.Module) -> set[str]:
     return taken & script.holders
 
 
-def _loops(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """Yield the outermost loops of a function."""
-    for each in children(node):
-        if isinstance(each, (cst.For, cst.While)):
-            yield each
-        elif not isinstance(each, (cst.FunctionDef, cst.ClassDef)):
-            yield from _loops(each)
-
-
 def _events(
     script: Script, node: cst.CSTNode, loop: cst.CSTNode, without: Sequence[cst.CSTNode] = ()
 ) -> Iterator[_GradientCall]:
-    """Yield the events below a node in order of the text, without those of functions, classes and some loops in it."""
+    """Yield the events below a node in source order; functions, classes and some loops in it are skipped."""
     for each in children(node):
         if isinstance(each, (cst.FunctionDef, cst.ClassDef, cst.Lambda)) or each in without:
             continue
@@ -119,7 +118,7 @@ def _events(
 
 
 def _is_plain(call: cst.Call) -> bool:
-    """Whether a call is a backward of a tensor: one with gradients of its own is not rewritten either."""
+    """Whether a call is a backward of a tensor: a call that passes gradients is not rewritten."""
     return all(arg.keyword is not None and arg.keyword.value == "retain_graph" for arg in call.args)
 
 

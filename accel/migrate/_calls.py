@@ -4,35 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 
 import libcst as cst
 
 from accel.migrate._script import Script
-from accel.migrate._signatures import places, takes
-from accel.migrate._tree import expression, full_name, text_of
-from accel.migrate._vocabulary import KEYWORDS
+from accel.migrate._signatures import places, takes, takes_context
+from accel.migrate._tree import expression, full_name, keyword_arg, text_of
+from accel.migrate._vocabulary import PARAMETERS
 
-# parameters of Accelerate's functions by position, where accel takes them by keyword
-_POSITIONS: Mapping[str, Sequence[str]] = {
-    "reduce": ("tensor", "op", "scale"),
-    "pad_across_processes": ("tensor", "dim", "pad_index", "pad_first"),
-    "broadcast": ("tensor", "from_process"),
-    "broadcast_object_list": ("object_list", "from_process"),
-    "gather_for_metrics": ("input_data", "use_gather_object"),
-    "split_between_processes": ("inputs", "apply_padding"),
-    "send_to_device": ("tensor", "device", "non_blocking", "skip_keys"),
-    "save": ("obj", "f", "safe_serialization"),
-    "save_model": ("model", "save_directory", "max_shard_size", "safe_serialization"),
-    "unwrap_model": ("model", "keep_fp32_wrapper", "keep_torch_compile"),
-    "get_state_dict": ("model", "unwrap"),
-    "prepare_model": ("model", "device_placement", "evaluation_mode"),
-    "prepare_data_loader": ("data_loader", "device_placement", "slice_fn_for_dispatch"),
-    "prepare_optimizer": ("optimizer", "device_placement"),
-    "on_process": ("function", "process_index"),
-    "on_local_process": ("function", "local_process_index"),
-    "join_uneven_inputs": ("joinables", "even_batches"),
-}
-# values of arguments that say nothing: those of the default
+# values that equal the default
 _EMPTY = {"device_placement": ("True", "None"), "evaluation_mode": ("False",), "safe_serialization": ("True", "False")}
 _NONE = ("None",)
 _EVEN = 'even_batches= is left out: the last step is shorter and repeats nothing; else tail="pad"'
@@ -41,7 +22,7 @@ Note = Callable[[str, str], None]
 
 
 def placed(
-    script: Script, decide: Note, change: Callable[[str], None], found: tuple[str, bool], name: str, call: cst.Call
+    script: Script, decide: Note, change: Callable[[str], None], function: str, name: str, call: cst.Call
 ) -> cst.Call:
     """Return a call of accel's function in place of a method; a note says what has no place.
 
@@ -49,11 +30,11 @@ def placed(
         script: facts of the script.
         decide: leaves a note.
         change: leaves a remark on a change in meaning.
-        found: name of accel's function, and whether it takes the context.
+        function: name of accel's function.
         name: name in Accelerate.
         call: call of the method.
     """
-    function, with_ctx = found
+    with_ctx = takes_context(function)
     args: list[cst.Arg] = []
     for at, arg in enumerate(() if name in _NO_ARGUMENTS else call.args):
         made = _argument(decide, change, function, name, at, arg)
@@ -75,23 +56,20 @@ def _argument(
     """Return an argument in its place; None where it is left out."""
     if arg.star:
         return [arg]
-    known = _POSITIONS.get(name, ())
-    keyword = arg.keyword.value if arg.keyword is not None else known[at] if at < len(known) else ""
+    known = _parameters(name)
+    old = arg.keyword.value if arg.keyword is not None else next(islice(known, at, None), "")
     if name == "join_uneven_inputs" and at == 0:
         return _models(arg)
-    if (name, keyword) in KEYWORDS:
-        new = KEYWORDS[name, keyword]
-        if new is None:
-            return None
-        keyword = new
+    keyword = known.get(old, old)
+    if keyword is None:
+        return None
     by_place = [each for each in places(function) if each != "ctx"]
     if not keyword or (arg.keyword is None and (at == 0 or by_place[at : at + 1] == [keyword])):
         return [arg]
-    if keyword == "tree" or (at == 0 and known[:1] == (keyword,)):
+    if at == 0 and old == next(iter(known), None):
         return [arg.with_changes(keyword=None, equal=cst.MaybeSentinel.DEFAULT)]
     if takes(function, keyword):
-        equal = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))
-        equal = arg.equal if isinstance(arg.equal, cst.AssignEqual) else equal
+        equal = arg.equal if arg.keyword is not None else keyword_arg(keyword, arg.value).equal
         return [arg.with_changes(keyword=cst.Name(keyword), equal=equal)]
     text = " ".join(text_of(arg.value).split())
     if keyword == "even_batches":
@@ -102,14 +80,14 @@ def _argument(
 
 
 def _models(arg: cst.Arg) -> list[cst.Arg]:
-    """Return a list of models as arguments of their own."""
+    """Return a list of models as separate arguments."""
     if isinstance(arg.value, (cst.List, cst.Tuple)):
         return [cst.Arg(each.value) for each in arg.value.elements]
     return [arg.with_changes(star="*", keyword=None, equal=cst.MaybeSentinel.DEFAULT)]
 
 
 def _context(script: Script, call: cst.Call, args: Sequence[cst.Arg]) -> cst.Arg:
-    """Return the context as the first argument, on a line of its own where the others have one."""
+    """Return the context as the first argument, on a separate line if the others are on separate lines."""
     first = cst.Arg(cst.Name(script.ctx))
     comma = call.args[0].comma if len(call.args) > 1 else None
     if args and isinstance(comma, cst.Comma) and isinstance(comma.whitespace_after, cst.ParenthesizedWhitespace):
@@ -117,10 +95,15 @@ def _context(script: Script, call: cst.Call, args: Sequence[cst.Arg]) -> cst.Arg
     return first
 
 
-def as_value(script: Script, found: tuple[str, bool]) -> cst.BaseExpression:
+def _parameters(name: str) -> dict[str, str | None]:
+    """Return a function's parameters in Accelerate, in order, with their names in accel; None for one left out."""
+    parts = (each.partition("=") for each in PARAMETERS.get(name, ()))
+    return {old: (new or None) if sign else old for old, sign, new in parts}
+
+
+def as_value(script: Script, function: str) -> cst.BaseExpression:
     """Return what takes the place of a method that is not called: a function, with its context."""
-    function, with_ctx = found
-    return expression(f"functools.partial({function}, {script.ctx})" if with_ctx else function)
+    return expression(f"functools.partial({function}, {script.ctx})" if takes_context(function) else function)
 
 
 def launched(name: str, call: cst.Call) -> cst.Call:

@@ -18,6 +18,7 @@ _KNOWN = frozenset(dir(builtins)) | {"__file__", "__name__", "__doc__", "__path_
 _ITS_OWN = frozenset({"accelerator", "gather_for_metrics", "sync_gradients", "optimizer_step_was_skipped"})
 
 
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _LOOP = ("backward", "accumulate", "clip_grad_norm_", "log", "save_state", "load_state", "gather_for_metrics")
 
 
@@ -120,7 +121,8 @@ def _early(tree: ast.Module, names: Iterable[str]) -> Iterator[tuple[str, int]]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef):
             continue
-        inner = {id(part) for each in ast.walk(node) if each is not node and _is_scope(each) for part in ast.walk(each)}
+        scopes = [each for each in ast.walk(node) if each is not node and isinstance(each, _SCOPES)]
+        inner = {id(part) for each in scopes for part in ast.walk(each)}
         own = [each for each in ast.walk(node) if isinstance(each, ast.Name) and id(each) not in inner]
         params = {each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
         for name in set(names) - params:
@@ -128,10 +130,6 @@ def _early(tree: ast.Module, names: Iterable[str]) -> Iterator[tuple[str, int]]:
             read = [each.lineno for each in own if each.id == name and isinstance(each.ctx, ast.Load)]
             if made and read and min(read) < min(made):
                 yield name, min(read)
-
-
-def _is_scope(node: ast.AST) -> bool:
-    return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda))
 
 
 def _left(tree: ast.Module, ctx: str) -> Iterator[Problem]:

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 
 import libcst as cst
-from typing_extensions import override
 
 from accel.migrate._items import counted
 from accel.migrate._script import ScopePass, Script
 from accel.migrate._tree import (
+    Change,
     Lines,
     Remarks,
     argument,
@@ -45,7 +45,6 @@ _BESIDE = "files beside a save are no part of it, and keep= spares its folder; a
 class Checkpoints(ScopePass):
     """`save_state` and `load_state` of a scope that has a state."""
 
-    @override
     def rewritten(self, node: cst.FunctionDef | cst.Module) -> cst.CSTNode:
         body = node.body if isinstance(node, cst.FunctionDef) else node
         made = any(f"{self._script.state} = accel.train_state" in text_of(each) for each in own_lines(body))
@@ -59,9 +58,8 @@ def _lines(node: cst.CSTNode) -> Iterator[cst.SimpleStatementLine]:
     return (each for each in walk(node) if isinstance(each, cst.SimpleStatementLine))
 
 
-class _Scope(cst.CSTTransformer):
+class _Scope(Change):
     def __init__(self, script: Script, notes: Remarks, scope: cst.CSTNode) -> None:
-        super().__init__()
         self._script = script
         self._notes = notes
         self._training = {id(loop) for loop in _trained(scope)}
@@ -95,12 +93,10 @@ class _Scope(cst.CSTTransformer):
             call = counted(loop)
             if call is None or len(call.args) < 2:
                 continue
-            if "accel.backward(" in text_of(loop) or self._calls_epochs(loop):
+            trains = any(full_name(each.func) in self._script.epochs for each in calls(loop))
+            if trains or "accel.backward(" in text_of(loop):
                 found.add(full_name(call.args[0].value))
         return found
-
-    def _calls_epochs(self, node: cst.CSTNode) -> bool:
-        return any(full_name(call.func) in self._script.epochs for call in calls(node))
 
     def _note_path(self, node: cst.CSTNode) -> None:
         """Note the folder of a variable that is the path of a checkpoint."""
@@ -113,33 +109,29 @@ class _Scope(cst.CSTTransformer):
             if folder is not None and isinstance(small(node), cst.Assign):
                 _ = self._paths.setdefault(names[0], folder)
 
-    @override
-    def visit_For(self, node: cst.For) -> None:
+    def visit_for(self, node: cst.For) -> None:
         self._around.append("loop" if id(node) in self._training else "for")
 
-    @override
-    def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.For:
+    def leave_for(self, original: cst.For, updated: cst.For) -> cst.For:
         _ = self._around.pop()
-        return updated_node
+        return updated
 
-    @override
-    def visit_If(self, node: cst.If) -> None:
+    def visit_if(self, node: cst.If) -> None:
         self._around.append(text_of(node.test))
 
-    @override
-    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.BaseStatement | cst.RemovalSentinel:
+    def leave_if(self, original: cst.If, updated: cst.If) -> cst.BaseStatement | cst.RemovalSentinel:
         _ = self._around.pop()
-        if "accel.load_state(" in text_of(updated_node):
+        if "accel.load_state(" in text_of(updated):
             nested = [each for each in self._around if each not in ("loop", "for")]
-            return updated_node if nested or self._around else self._restored(updated_node)
-        lines = block(updated_node)
+            return updated if nested or self._around else self._restored(updated)
+        lines = block(updated)
         saves = any(text_of(each).startswith("accel.save_state(") for each in lines)
         if saves and self._in_window():
             between_windows = expression(f"{self._script.state}.valid is None")
-            test = cst.BooleanOperation(left=_operand(updated_node.test), operator=cst.And(), right=between_windows)
+            test = cst.BooleanOperation(left=_operand(updated.test), operator=cst.And(), right=between_windows)
             why = "a checkpoint holds no gradients: saves within a window are left to its end"
-            return marked_if(updated_node.with_changes(test=test), self._notes.change(why))
-        return updated_node
+            return marked_if(updated.with_changes(test=test), self._notes.change(why))
+        return updated
 
     def _in_window(self) -> bool:
         """Whether this is the innermost training loop, outside of the block that ends a window."""
@@ -148,15 +140,12 @@ class _Scope(cst.CSTTransformer):
             return False
         return not {f"{self._script.state}.sync", self._script.synced} & set(self._around[loops[-1] :])
 
-    @override
-    def leave_IndentedBlock(
-        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
-    ) -> cst.IndentedBlock:
+    def leave_indented_block(self, original: cst.IndentedBlock, updated: cst.IndentedBlock) -> cst.IndentedBlock:
         """Leave out the names of folders that nothing else reads, and what asks for a batch to skip."""
         lines = Lines()
-        saves = any("accel.save_state(" in text_of(each) for each in updated_node.body)
+        saves = any("accel.save_state(" in text_of(each) for each in updated.body)
         keep = path = ""
-        for node in cast("tuple[cst.BaseStatement, ...]", updated_node.body):
+        for node in cast("tuple[cst.BaseStatement, ...]", updated.body):
             if text_of(node).startswith("accel.save_state("):
                 node = _saved(cast(cst.SimpleStatementLine, node), keep, path)
             if saves and (limit := _rotation(node)):
@@ -171,12 +160,12 @@ class _Scope(cst.CSTTransformer):
                 lines.hold([*leading(node), *self._written_into(path)])
             else:
                 lines.add(node)
-        if len(lines.body) == len(updated_node.body) and not keep and not path:
-            return updated_node
+        if len(lines.body) == len(updated.body) and not keep and not path:
+            return updated
         body = lines.body or [cst.SimpleStatementLine([cst.Pass()])]
-        if updated_node.body[0] not in body:  # no blank line begins a block
+        if updated.body[0] not in body:  # no blank line begins a block
             body[0] = led_by(body[0], [line for line in leading(body[0]) if line.comment])
-        return updated_node.with_changes(body=body, footer=[*lines.rest(), *updated_node.footer])
+        return updated.with_changes(body=body, footer=[*lines.rest(), *updated.footer])
 
     def _names_save(self, node: cst.BaseStatement) -> bool:
         """Whether a line makes the path of a save, which other lines read too."""
@@ -311,14 +300,13 @@ class _Scope(cst.CSTTransformer):
         inside = sum(1 for line in _lines(node) if name in targets(line))
         return sum(1 for line in _lines(self._scope) if name in targets(line)) > inside
 
-    @override
-    def leave_SimpleStatementLine(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    def leave_simple_statement_line(
+        self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
     ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
-        call = called(updated_node)
+        call = called(updated)
         method = self._script.method(call)
         if call is None or method not in ("save_state", "load_state"):
-            return updated_node
+            return updated
         script, state = self._script, self._script.state
         path = argument(call, "output_dir" if method == "save_state" else "input_dir", 0) or expression('"checkpoints"')
         restored = [name for name, synced in self._counters.items() if not synced]
@@ -327,17 +315,17 @@ class _Scope(cst.CSTTransformer):
             folder = self._paths.get(full_name(path)) or _folder(path) or path
             keep = f", keep={text_of(script.tracked['total_limit'])}" if "total_limit" in script.tracked else ""
             text = f"accel.save_state({script.ctx}, {text_of(folder)}, items | {{{held}}}, step={state}.updates{keep})"
-            return _like(updated_node, [cst.parse_statement(text)], [self._notes.change(_FOLDER)])
+            return _like(updated, [cst.parse_statement(text)], [self._notes.change(_FOLDER)])
         text = f"accel.load_state({script.ctx}, {text_of(path)}, items | {{{held}}})"
         if not restored:
-            return _like(updated_node, [cst.parse_statement(f'{state} = {text}["state"]')], [])
+            return _like(updated, [cst.parse_statement(f'{state} = {text}["state"]')], [])
         names = ", ".join((state, *restored))
         values = ", ".join(f'loaded["{name}"]' for name in ("state", *restored))
         lines: list[cst.BaseStatement] = [
             cst.parse_statement(f"loaded = {text}"),
             cst.parse_statement(f"{names} = {values}"),
         ]
-        return _like(updated_node, lines, [])
+        return _like(updated, lines, [])
 
 
 def _named(
@@ -408,7 +396,7 @@ def _like(
 
 
 def _folder(value: cst.CSTNode | None) -> cst.BaseExpression | None:
-    """Return the folder of `os.path.join(folder, name)` and its kin, whose name has a number; None for other values."""
+    """Return the folder of `os.path.join(folder, name)` and similar numbered paths; None for other values."""
     if isinstance(value, cst.FormattedString) and len(value.parts) > 1:
         first, second = value.parts[0], value.parts[1]
         if isinstance(first, cst.FormattedStringExpression) and isinstance(second, cst.FormattedStringText):

@@ -6,11 +6,10 @@ from __future__ import annotations
 from typing import NamedTuple, cast
 
 import libcst as cst
-from typing_extensions import override
 
 from accel.migrate._script import Script
 from accel.migrate._shared import Shared
-from accel.migrate._tree import OfVariables, small, targets, walk
+from accel.migrate._tree import Change, OfVariables, small, targets, walk
 
 _PREFIX = "self__"
 
@@ -38,86 +37,74 @@ def _own(node: cst.CSTNode) -> str:
     return cast(cst.Attribute, node).attr.value if own else ""
 
 
-class Flattened(cst.CSTTransformer):
+class Flattened(Change):
     """Write attributes of `self` as variables in the classes that keep an Accelerator; methods stay."""
 
     def __init__(self, kept: OwnContexts) -> None:
-        super().__init__()
         self._kept = kept
         self._methods: list[set[str]] = []
 
-    @override
-    def visit_ClassDef(self, node: cst.ClassDef) -> bool:
+    def visit_class_def(self, node: cst.ClassDef) -> bool:
         self._methods.append({each.name.value for each in walk(node) if isinstance(each, cst.FunctionDef)})
         return node.name.value in self._kept.classes
 
-    @override
-    def leave_ClassDef(self, original_node: cst.ClassDef, updated_node: cst.ClassDef) -> cst.ClassDef:
+    def leave_class_def(self, original: cst.ClassDef, updated: cst.ClassDef) -> cst.ClassDef:
         _ = self._methods.pop()
-        return updated_node
+        return updated
 
-    @override
-    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
-        name = _own(original_node)
+    def leave_attribute(self, original: cst.Attribute, updated: cst.Attribute) -> cst.BaseExpression:
+        name = _own(original)
         if not self._methods or not name or name in self._methods[-1]:
-            return updated_node
-        return cst.Name(_PREFIX + name, lpar=original_node.lpar, rpar=original_node.rpar)
+            return updated
+        return cst.Name(_PREFIX + name, lpar=original.lpar, rpar=original.rpar)
 
 
 class Restored(OfVariables):
     """Write the variables as attributes again; the context and the trackers are attributes in these classes too."""
 
     def __init__(self, script: Script, kept: OwnContexts) -> None:
-        super().__init__()
         self._script = script
         self._kept = kept
         self._inside: list[bool] = []
         self._taken: list[bool] = []  # whether a method takes the context by itself
 
-    @override
-    def visit_ClassDef(self, node: cst.ClassDef) -> None:
+    def visit_class_def(self, node: cst.ClassDef) -> None:
         self._inside.append(node.name.value in self._kept.classes)
 
-    @override
-    def leave_ClassDef(self, original_node: cst.ClassDef, updated_node: cst.ClassDef) -> cst.ClassDef:
+    def leave_class_def(self, original: cst.ClassDef, updated: cst.ClassDef) -> cst.ClassDef:
         _ = self._inside.pop()
-        return updated_node
+        return updated
 
-    @override
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+    def visit_function_def(self, node: cst.FunctionDef) -> None:
         self._taken.append(any(each.name.value == self._script.ctx for each in node.params.params))
 
-    @override
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+    def leave_function_def(self, original: cst.FunctionDef, updated: cst.FunctionDef) -> cst.FunctionDef:
         _ = self._taken.pop()
-        return updated_node
+        return updated
 
-    @override
-    def leave_SimpleStatementLine(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    def leave_simple_statement_line(
+        self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine:
         ctx = self._script.ctx
-        inner = small(updated_node)
-        if isinstance(inner, cst.Assign) and self._is_inside() and targets(original_node) == [ctx]:
+        inner = small(updated)
+        if isinstance(inner, cst.Assign) and self._is_inside() and targets(original) == [ctx]:
             target = cst.AssignTarget(cst.Attribute(cst.Name("self"), cst.Name(ctx)))
-            return updated_node.with_changes(body=[inner.with_changes(targets=[target])])
-        return updated_node
+            return updated.with_changes(body=[inner.with_changes(targets=[target])])
+        return updated
 
     def _is_inside(self) -> bool:
         return bool(self._inside and self._inside[-1])
 
-    @override
-    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
-        name = original_node.value
+    def leave_name(self, original: cst.Name, updated: cst.Name) -> cst.BaseExpression:
+        name = original.value
         if name.startswith(_PREFIX):
-            return self._attribute(name.removeprefix(_PREFIX), original_node)
+            return self._attribute(name.removeprefix(_PREFIX), original)
         kept = name == self._script.trackers or (name == self._script.ctx and not any(self._taken))
-        return self._attribute(name, original_node) if kept and self._is_inside() else updated_node
+        return self._attribute(name, original) if kept and self._is_inside() else updated
 
     @staticmethod
     def _attribute(name: str, node: cst.Name) -> cst.Attribute:
         return cst.Attribute(cst.Name("self"), cst.Name(name), lpar=node.lpar, rpar=node.rpar)
 
-    @override
-    def leave_SimpleString(self, original_node: cst.SimpleString, updated_node: cst.SimpleString) -> cst.SimpleString:
-        return updated_node.with_changes(value=updated_node.value.replace(_PREFIX, ""))
+    def leave_simple_string(self, original: cst.SimpleString, updated: cst.SimpleString) -> cst.SimpleString:
+        return updated.with_changes(value=updated.value.replace(_PREFIX, ""))

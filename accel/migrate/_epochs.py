@@ -3,27 +3,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
 import libcst as cst
-from typing_extensions import override
 
 from accel.migrate._items import Items, restores
 from accel.migrate._script import Script, is_seeding
 from accel.migrate._tree import (
+    SCOPES,
+    Change,
     Remarks,
     argument,
     block,
+    bound,
     called,
     calls,
     changed_by,
-    children,
     expression,
     full_name,
+    keyword_arg,
     leading,
     led_by,
     loads,
+    outer_loops,
     own_lines,
     small,
     statement,
@@ -46,7 +49,7 @@ class Epochs(NamedTuple):
         """Return the caller's words for the names of a value; None where it has none."""
         if value is None:
             return {}
-        given = dict(_given(self.call, self.function))
+        given = dict(bound(self.call, self.function))
         local = {param.name.value for param in self.function.params.params}
         made = {
             name.value
@@ -60,17 +63,8 @@ class Epochs(NamedTuple):
         return {name: given[name] for name in names & local}
 
 
-def _given(call: cst.Call, function: cst.FunctionDef) -> Iterator[tuple[str, cst.BaseExpression]]:
-    names = [param.name.value for param in function.params.params]
-    for at, arg in enumerate(call.args):
-        if arg.keyword is not None:
-            yield arg.keyword.value, arg.value
-        elif not arg.star and at < len(names):
-            yield names[at], arg.value
-
-
 def find_epochs(script: Script, module: cst.Module) -> dict[str, Epochs]:
-    """Return the functions whose one loop trains, called by one line in a loop of a scope without others."""
+    """Return the functions with one loop that trains; a single line, in a loop of another scope, calls each."""
     found: dict[str, Epochs] = {}
     scopes = [module, *(each for each in walk(module) if isinstance(each, cst.FunctionDef))]
     names = [each.value for each in walk(module) if isinstance(each, cst.Name)]
@@ -81,11 +75,15 @@ def find_epochs(script: Script, module: cst.Module) -> dict[str, Epochs]:
             continue
         if "backward" not in methods or any(isinstance(each, cst.Yield) for each in walk(function)):
             continue
-        lines = [line for scope in scopes for line in _looped_lines(scope) if _is_call(line, name)]
+        loops = [loop for scope in scopes for loop in outer_loops(_body(scope))]
+        lines = [line for loop in loops for line in own_lines(loop.body) if _is_call(line, name)]
         scope = next((each for each in scopes if any(_is_call(line, name) for line in own_lines(_body(each)))), None)
-        if len(lines) != 1 or scope is None or any(script.method(call) == "backward" for call in _own_calls(scope)):
+        if len(lines) != 1 or scope is None:
             continue
-        returns = any(each.value is not None for each in _returns(function))
+        if any(script.method(call) == "backward" for line in own_lines(_body(scope)) for call in calls(line)):
+            continue
+        inside = walk(function.body, SCOPES)
+        returns = any(isinstance(each, cst.Return) and each.value is not None for each in inside)
         found[name] = Epochs(function, cast(cst.Call, called(lines[0])), returns, scope)
     callers = [id(each.scope) for each in found.values()]
     return {name: each for name, each in found.items() if callers.count(id(each.scope)) == 1}
@@ -95,10 +93,6 @@ def _body(scope: cst.FunctionDef | cst.Module) -> cst.CSTNode:
     return scope.body if isinstance(scope, cst.FunctionDef) else scope
 
 
-def _own_calls(scope: cst.FunctionDef | cst.Module) -> Iterator[cst.Call]:
-    return (call for line in own_lines(_body(scope)) for call in calls(line))
-
-
 def _is_call(line: cst.SimpleStatementLine, name: str) -> bool:
     call = called(line)
     inner = small(line)
@@ -106,31 +100,10 @@ def _is_call(line: cst.SimpleStatementLine, name: str) -> bool:
     return plain and call is not None and full_name(call.func) == name
 
 
-def _looped_lines(scope: cst.FunctionDef | cst.Module) -> Iterator[cst.SimpleStatementLine]:
-    """Yield the lines of a scope's loops, each once."""
-    waiting = list(children(_body(scope)))
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, (cst.For, cst.While)):
-            yield from own_lines(node.body)
-        elif not isinstance(node, (cst.FunctionDef, cst.ClassDef)):
-            waiting += children(node)
-
-
-def _returns(node: cst.CSTNode) -> Iterator[cst.Return]:
-    inside = node.body if isinstance(node, cst.FunctionDef) else node
-    for each in children(inside):
-        if isinstance(each, cst.Return):
-            yield each
-        elif not isinstance(each, (cst.FunctionDef, cst.ClassDef, cst.Lambda)):
-            yield from _returns(each)
-
-
-class OnState(cst.CSTTransformer):
+class OnState(Change):
     """A function that takes the state after its context and returns it before what it returned."""
 
     def __init__(self, script: Script, epochs: Epochs) -> None:
-        super().__init__()
         self._script = script
         self._epochs = epochs
         self._depth = 0
@@ -149,19 +122,16 @@ class OnState(cst.CSTTransformer):
             body.append(cst.SimpleStatementLine([self._returned(cst.Return())]))
         return with_block(node.with_changes(params=node.params.with_changes(params=params)), body)
 
-    @override
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
+    def visit_function_def(self, node: cst.FunctionDef) -> bool:
         self._depth += 1
         return self._depth == 1
 
-    @override
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+    def leave_function_def(self, original: cst.FunctionDef, updated: cst.FunctionDef) -> cst.FunctionDef:
         self._depth -= 1
-        return updated_node
+        return updated
 
-    @override
-    def leave_Return(self, original_node: cst.Return, updated_node: cst.Return) -> cst.Return:
-        return self._returned(updated_node) if self._depth == 1 else updated_node
+    def leave_return(self, original: cst.Return, updated: cst.Return) -> cst.Return:
+        return self._returned(updated) if self._depth == 1 else updated
 
     def _returned(self, node: cst.Return) -> cst.Return:
         state = cst.Name(self._script.state)
@@ -171,8 +141,12 @@ class OnState(cst.CSTTransformer):
             parts = [state, _grouped(node.value)]
         else:
             parts = [state, node.value]
-        value = parts[0] if len(parts) == 1 else cst.Tuple([cst.Element(each) for each in parts], lpar=[], rpar=[])
-        return node.with_changes(value=value, whitespace_after_return=cst.SimpleWhitespace(" "))
+        return node.with_changes(value=_joined(parts), whitespace_after_return=cst.SimpleWhitespace(" "))
+
+
+def _joined(parts: Sequence[cst.BaseExpression]) -> cst.BaseExpression:
+    """Return several expressions as a tuple without parentheses, one as it is."""
+    return parts[0] if len(parts) == 1 else cst.Tuple([cst.Element(each) for each in parts], lpar=[], rpar=[])
 
 
 def _grouped(node: cst.BaseExpression) -> cst.BaseExpression:
@@ -186,8 +160,7 @@ def calling(script: Script, epochs: Epochs, line: cst.SimpleStatementLine) -> cs
     args = list(call.args)
     at = next((at for at, each in enumerate(args) if script.holds(each.value)), -1) + 1
     keyed = args[at - 1].keyword is not None if at else bool(args) and args[0].keyword is not None
-    equal = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))
-    made = cst.Arg(state, keyword=state, equal=equal) if keyed else cst.Arg(state)
+    made = keyword_arg(state.value, state) if keyed else cst.Arg(state)
     if at and at == len(args):
         made = made.with_changes(comma=args[-1].comma)
         args[-1] = args[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
@@ -201,13 +174,12 @@ def calling(script: Script, epochs: Epochs, line: cst.SimpleStatementLine) -> cs
         parts[1] = _grouped(parts[1]) if isinstance(parts[1], cst.Tuple) else parts[1]
     else:
         parts = [state, cst.Name("_")] if epochs.returns else [state]
-    target = parts[0] if len(parts) == 1 else cst.Tuple([cst.Element(each) for each in parts], lpar=[], rpar=[])
-    made_line = cst.Assign([cst.AssignTarget(cast(cst.BaseAssignTargetExpression, target))], call)
+    made_line = cst.Assign([cst.AssignTarget(cast(cst.BaseAssignTargetExpression, _joined(parts)))], call)
     return line.with_changes(body=[made_line])
 
 
-class Caller(cst.CSTTransformer):
-    """A scope whose loop calls such a function: the state is made above the loop."""
+class Caller(Change):
+    """A scope with a loop that calls such a function: the state is created above the loop."""
 
     def __init__(
         self,
@@ -219,7 +191,6 @@ class Caller(cst.CSTTransformer):
         epochs: Epochs,
         length: cst.BaseExpression | None,
     ) -> None:
-        super().__init__()
         self._script = script
         self._notes = notes
         self._scope = scope
@@ -234,20 +205,17 @@ class Caller(cst.CSTTransformer):
         """Return the scope with the state made, given and taken."""
         return changed_by(self._scope, self)
 
-    @override
-    def on_leave(self, original_node: cst.CSTNodeT, updated_node: cst.CSTNodeT) -> cst.CSTNodeT:
-        result: object = super().on_leave(original_node, updated_node)
-        if original_node is self._line:
-            result = calling(self._script, self._epochs, self._line)
-        if original_node is self._loop:
+    def on_leave(self, original: cst.CSTNode, updated: cst.CSTNode) -> object:
+        result = calling(self._script, self._epochs, self._line) if original is self._line else updated
+        if original is self._loop:
             result = self._items.outer(cast(cst.BaseStatement, result))
-        if original_node is self._anchor:
+        if original is self._anchor:
             made = state_lines(self._script, self._notes, self._scope, self._items.made(), self._length)
             node = cast(cst.BaseStatement, result)
             first = [line for line in leading(node)[:1] if line.comment is None]
             made[0] = led_by(made[0], [*first, *leading(made[0])])
-            return cast(cst.CSTNodeT, cst.FlattenSentinel([*made, node]))
-        return cast(cst.CSTNodeT, result)
+            return cst.FlattenSentinel([*made, node])
+        return result
 
 
 _DRAWN = "no seed is set: rank 0 draws one, shares and logs it, and checkpoints of the state keep it"
@@ -256,7 +224,7 @@ _DRAWN = "no seed is set: rank 0 draws one, shares and logs it, and checkpoints 
 def state_lines(
     script: Script, notes: Remarks, scope: cst.CSTNode, items: Sequence[cst.BaseStatement], length: cst.CSTNode | None
 ) -> list[cst.BaseStatement]:
-    """Return the lines that make a state, after those of the items of a checkpoint."""
+    """Return the lines that create the items of a checkpoint, and then the state."""
     options = ""
     parts: dict[str, cst.BaseExpression] = {}
     seed, marks = _seed(script, notes, scope)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files and notebooks in and out: text and back, folders, atomic writes beside a kept original."""
+"""Files and notebooks in and out: text and back, folders, atomic writes that keep the original."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def launch_files(paths: Sequence[str]) -> list[Path]:
-    """Return files of settings for `accelerate launch` beside scripts, which `accel config import` reads."""
+    """Return files of settings for `accelerate launch` next to scripts, which `accel config import` reads."""
     folders = {Path(text) if Path(text).is_dir() else Path(text).parent for text in paths}
     found: list[Path] = []
     for folder in sorted(folders):
@@ -324,7 +324,7 @@ def rewriter(path: Path):
 
 
 def write(result: FileResult) -> Path:
-    """Write a file by one rename, and keep the original beside it; return the original's place.
+    """Write a file by one rename, and keep the original next to it; return the original's path.
 
     Notes and changes in meaning go into a file next to it, from which a later run reports the changes again.
 

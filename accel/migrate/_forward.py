@@ -50,7 +50,7 @@ def autocast(
 def flattened(
     script: Script, nodes: Sequence[cst.BaseStatement]
 ) -> tuple[list[cst.BaseStatement], list[str], str | None]:
-    """Return the statements of a loop with those of `accelerator.accumulate` in place, and the models it names."""
+    """Return the statements of a loop with blocks of `accelerator.accumulate` inlined, and the models that it names."""
     lines: list[cst.BaseStatement] = []
     models: list[str] = []
     for node in nodes:
@@ -71,7 +71,7 @@ def flattened(
 
 
 def _given(script: Script, arg: cst.Arg) -> list[str]:
-    """Return the models that `accumulate` is given, those of a list one by one, or with a star."""
+    """Return the models that `accumulate` is given, the elements of a list one by one, or a list with a star."""
     if isinstance(arg.value, (cst.List, cst.Tuple)):
         return [text_of(each.value) for each in arg.value.elements]
     name = full_name(arg.value)

@@ -23,7 +23,7 @@ from accel.migrate._tree import (
     with_block,
 )
 
-# methods whose counterparts every rank calls
+# methods that have collective counterparts, which every rank calls
 EVERY = ("init_trackers", "save_state", "log", "save", "save_model", "get_state_dict")
 
 
@@ -73,7 +73,7 @@ def _guarded(held: Sequence[cst.BaseStatement], guard: cst.BaseExpression) -> li
 
 
 def _free(script: Script, body: Sequence[cst.BaseStatement]) -> list[bool]:
-    """Return which lines leave the condition: calls of every rank, what they read, and messages beside them."""
+    """Return which lines leave the condition: calls of every rank, what they read, and messages next to them."""
     found: list[bool] = []
     wanted: set[str] = set()
     for node in reversed(body):

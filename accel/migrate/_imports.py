@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports of a script: `import accel` in place of those of Accelerate; loggers, which functions with a context make."""
+"""Imports of a script: `import accel` for Accelerate's; loggers that functions with a context create."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import libcst as cst
-from typing_extensions import override
 
 from accel.migrate._script import Script, ScriptPass
 from accel.migrate._tree import (
+    Change,
     Lines,
     Remarks,
     argument,
@@ -41,24 +41,22 @@ class Imports(ScriptPass):
         super().__init__(script, notes)
         self._loggers: dict[str, cst.Call] = {}
 
-    @override
-    def visit_Module(self, node: cst.Module) -> None:
+    def visit_module(self, node: cst.Module) -> None:
         for line in walk(node):
             call = called(line)
             if call is not None and self._script.origin(call.func) == "get_logger" and targets(line):
                 self._loggers[targets(line)[0]] = call
 
-    @override
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+    def leave_function_def(self, original: cst.FunctionDef, updated: cst.FunctionDef) -> cst.FunctionDef:
         """Make a logger that knows its rank, where a function has the context."""
-        names = {param.name.value for param in updated_node.params.params}
-        body = block(updated_node)
-        used = [name for name in self._loggers if name in loads(updated_node.body)]
+        names = {param.name.value for param in updated.params.params}
+        body = block(updated)
+        used = [name for name in self._loggers if name in loads(updated.body)]
         if not used:
-            return updated_node
+            return updated
         if self._script.ctx in names:
-            return with_block(updated_node, _after_docstring(body, [self._logger(name) for name in used]))
-        return with_block(updated_node, [self._inside(node, used) for node in body])
+            return with_block(updated, _after_docstring(body, [self._logger(name) for name in used]))
+        return with_block(updated, [self._inside(node, used) for node in body])
 
     def _inside(self, node: cst.BaseStatement, used: Sequence[str]) -> cst.BaseStatement:
         opened = isinstance(node, cst.With) and any(
@@ -78,13 +76,12 @@ class Imports(ScriptPass):
         parts = {"level": level} if level is not None else {}
         return statement(f"{name} = accel.get_logger({{name}}, {self._script.ctx}{options})", name=first, **parts)
 
-    @override
-    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        used = loads(_without_imports(updated_node))
-        updated_node = _with_inner_imports(updated_node, lambda node: self._import(node, used))
+    def leave_module(self, original: cst.Module, updated: cst.Module) -> cst.Module:
+        used = loads(_without_imports(updated))
+        updated = _with_inner_imports(updated, lambda node: self._import(node, used))
         lines = Lines()
-        written = _imports(updated_node, "accel")
-        for node in cast("Sequence[cst.BaseStatement]", updated_node.body):
+        written = _imports(updated, "accel")
+        for node in cast("Sequence[cst.BaseStatement]", updated.body):
             made = self._import(node, used)
             if made is None:
                 lines.add(node)
@@ -97,7 +94,7 @@ class Imports(ScriptPass):
             written = True
             for each in made:
                 lines.add(each)
-        module = updated_node.with_changes(body=lines.body, footer=[*lines.rest(), *updated_node.footer])
+        module = updated.with_changes(body=lines.body, footer=[*lines.rest(), *updated.footer])
         if not written and "accel" in loads(_without_imports(module)):
             module = _with_import(module)
         body = list(cast("Sequence[cst.BaseStatement]", module.body))
@@ -177,27 +174,24 @@ class Imports(ScriptPass):
         return True
 
 
-class _PlainLoggers(cst.CSTTransformer):
+class _PlainLoggers(Change):
     """Calls of loggers that know no rank, without the arguments that only Accelerate's take."""
 
     def __init__(self, names: set[str]) -> None:
-        super().__init__()
         self._names = names
 
-    @override
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
+    def visit_function_def(self, node: cst.FunctionDef) -> bool:
         return not any(self._names & {*targets(each)} for each in walk(node))  # a function with its own logger
 
-    @override
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
-        owner, _ = method_of(original_node)
+    def leave_call(self, original: cst.Call, updated: cst.Call) -> cst.Call:
+        owner, _ = method_of(original)
         if owner is None or full_name(owner) not in self._names:
-            return updated_node
-        kept = [each for each in updated_node.args if not (each.keyword and each.keyword.value in _OF_RANKS)]
-        if len(kept) == len(updated_node.args):
-            return updated_node
+            return updated
+        kept = [each for each in updated.args if not (each.keyword and each.keyword.value in _OF_RANKS)]
+        if len(kept) == len(updated.args):
+            return updated
         last = [each.with_changes(comma=cst.MaybeSentinel.DEFAULT) for each in kept[-1:]]
-        return updated_node.with_changes(args=[*kept[:-1], *last])
+        return updated.with_changes(args=[*kept[:-1], *last])
 
 
 _OF_RANKS = {"main_process_only", "in_order"}

@@ -51,7 +51,7 @@ def prepared(script: Script, node: cst.CSTNode) -> dict[str, str]:
 
 
 def restores(script: Script, scope: cst.CSTNode, before: cst.CSTNode) -> list[cst.CSTNode]:
-    """Return the statements beside a loop, and before it, that load a state."""
+    """Return the statements before a loop, in the same block, that load a state."""
     for node in walk(scope):
         body = getattr(node, "body", None)
         if isinstance(body, (list, tuple)) and any(each is before for each in cast("tuple[object, ...]", body)):
@@ -150,10 +150,6 @@ class Items:
             begin = cst.Arg(expression(f"{self._script.state}.epoch"))
             args = [begin, call.args[0].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
             return loop.with_changes(iter=call.with_changes(args=args))
-        return loop
-
-    def inner(self, loop: cst.For) -> cst.BaseStatement:
-        """Leave out what skips batches of the innermost loop by its counter."""
         return loop
 
 

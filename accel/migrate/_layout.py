@@ -29,7 +29,7 @@ def width_of(text: str) -> int:
 
 
 def fitted(before: str, after: str, indent: str) -> str:
-    """Return a written script whose new lines fit its width, with brackets broken from the outside in."""
+    """Return a written script with new lines that fit its width; outer brackets are broken first."""
     width = width_of(before)
     old = {line.strip() for line in before.splitlines()}
     while True:
@@ -44,7 +44,7 @@ def fitted(before: str, after: str, indent: str) -> str:
 
 
 class _Brackets(NamedTuple):
-    """Brackets on one line: their columns, those of the commas between parts, and whether it is a comprehension."""
+    """Brackets on one line: their columns, the columns of commas between parts, and whether it is a comprehension."""
 
     begin: int
     end: int
@@ -76,7 +76,7 @@ def _widest(text: str, lines: Set[int]) -> dict[int, _Brackets]:
 
 
 def _broken(line: str, pair: _Brackets, indent: str, width: int) -> list[str]:
-    """Return a line with what is in the brackets on lines of its own; empty where that makes no line shorter."""
+    """Return a line with the content of the brackets on separate lines; empty if that makes no line shorter."""
     blank = line[: len(line) - len(line.lstrip())]
     end = "\r" if line.endswith("\r") else ""
     inside = line[pair.begin + 1 : pair.end].strip()
@@ -93,7 +93,7 @@ _NO_CODE = (tokenize.NL, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT)
 
 
 class _Source:
-    """A script's comments by line, its lines without those beside code, and the lines where statements begin."""
+    """A script's comments by line, its lines without comments behind code, and the lines where statements begin."""
 
     def __init__(self, text: str) -> None:
         self.lines = text.splitlines(keepends=True)
@@ -122,7 +122,7 @@ class _Source:
 
 
 def with_comments(before: str, after: str, mark: str, gone: Sequence[str] = ()) -> str:
-    """Return a written script with all comments of its source, each as often as there, but for those of `gone`.
+    """Return a written script with all comments of its source, each as often as there, except the ones in `gone`.
 
     Lines that begin with `mark` stay right before the line that they are of.
     """
@@ -187,7 +187,7 @@ def _inserted(new: _Source, added: dict[int, list[str]]) -> str:
 
 
 def unannotated(module: cst.Module) -> cst.Module:
-    """Drop the annotation of a variable whose class goes: `accelerator: Accelerator = Accelerator()`."""
+    """Drop the annotation of a variable if its class is removed: `accelerator: Accelerator = Accelerator()`."""
     return changed_at(module, cst.AnnAssign, _unannotated)
 
 

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import libcst as cst
 
 from accel.migrate._script import Script
 from accel.migrate._tree import (
+    SCOPES,
     calls,
     children,
     expression,
@@ -23,7 +24,7 @@ from accel.migrate._tree import (
 )
 
 _NO_SIGN = cst.MaybeSentinel.DEFAULT
-_SHORT = 12  # lines that a block may hold in place of a function of their own
+_SHORT = 12  # most lines that stay in a block; longer code becomes a function
 
 
 def lifted(
@@ -120,13 +121,6 @@ def _bound(line: cst.CSTNode) -> set[str]:
     return found
 
 
-def _own(lines: Sequence[cst.CSTNode]) -> list[cst.CSTNode]:
-    """Return the nodes of lines, without those of functions and classes in them."""
-    found: list[cst.CSTNode] = []
-    waiting = list(lines)
-    while waiting:
-        node = waiting.pop()
-        found.append(node)
-        if not isinstance(node, (cst.FunctionDef, cst.ClassDef, cst.Lambda)):
-            waiting += children(node)
-    return found
+def _own(lines: Sequence[cst.CSTNode]) -> Iterator[cst.CSTNode]:
+    """Yield the nodes of lines, without the nodes of functions and classes in them."""
+    return (each for line in lines for each in walk(line, (*SCOPES, cst.Lambda)))

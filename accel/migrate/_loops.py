@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from typing import cast
 
 import libcst as cst
-from typing_extensions import override
 
 from accel.migrate._epochs import Caller, Epochs, OnState, find_epochs, state_lines
 from accel.migrate._forward import autocast, flattened, forward, models_of, runs
 from accel.migrate._items import Items, restores
-from accel.migrate._reading import Body, Gathers, Reading, aliases_in, marked, read_loop, retarget
+from accel.migrate._reading import Body, Gathers, aliases_in, marked, read_loop, retarget
 from accel.migrate._script import ScopePass, Script
 from accel.migrate._tree import (
+    LOOPS,
+    Change,
     Lines,
     Remarks,
     block,
@@ -25,6 +26,7 @@ from accel.migrate._tree import (
     children,
     expression,
     full_name,
+    keyword_arg,
     leading,
     led_by,
     loads,
@@ -50,12 +52,12 @@ def _backwards(script: Script, node: cst.CSTNode) -> list[cst.Call]:
 
 
 def _own_loops(node: cst.CSTNode, outer: tuple[cst.CSTNode, ...] = ()) -> list[tuple[cst.CSTNode, ...]]:
-    """Return the chains of loops below a node, outermost first, without those of functions inside."""
+    """Return the chains of loops below a node, outermost first, without the loops of functions inside."""
     found: list[tuple[cst.CSTNode, ...]] = []
     for child in children(node):
         if isinstance(child, (cst.FunctionDef, cst.ClassDef, cst.Lambda)):
             continue
-        if isinstance(child, (cst.For, cst.While)):
+        if isinstance(child, LOOPS):
             found.append((*outer, child))
             found += _own_loops(child, (*outer, child))
         else:
@@ -78,9 +80,8 @@ class Training(ScopePass):
         self._epochs: dict[str, Epochs] = {}
         self._lengths: dict[str, cst.BaseExpression | None] = {}  # of windows, in the caller's words
 
-    @override
-    def visit_Module(self, node: cst.Module) -> None:
-        """Find the functions that train one epoch a call, whose loops can be written."""
+    def visit_module(self, node: cst.Module) -> None:
+        """Find the functions that train one epoch per call and have a loop that can be rewritten."""
         script = self._script
         for name, each in find_epochs(script, node).items():
             chains = [chain for chain in _own_loops(each.function.body) if _holds_backward(script, chain)]
@@ -91,7 +92,6 @@ class Training(ScopePass):
                 self._lengths[name] = None if loop.length is None else replace_names(loop.length, words)
         script.epochs |= self._epochs.keys()
 
-    @override
     def rewritten(self, node: cst.FunctionDef | cst.Module) -> cst.CSTNode:
         body = node.body if isinstance(node, cst.FunctionDef) else node
         chains = [chain for chain in _own_loops(body) if _holds_backward(self._script, chain)]
@@ -157,7 +157,7 @@ def _noted(scope: cst.CSTNode, nodes: Sequence[cst.CSTNode], note: cst.EmptyLine
     return changed_at(scope, cst.BaseStatement, change)
 
 
-class _Loop(cst.CSTTransformer):
+class _Loop(Change):
     """One training loop: its innermost loop rewritten, the state before the outermost one."""
 
     def __init__(
@@ -170,7 +170,6 @@ class _Loop(cst.CSTTransformer):
         *,
         carried: bool = False,
     ) -> None:
-        super().__init__()
         self._script = script
         self._notes = notes
         self._scope = scope
@@ -192,18 +191,13 @@ class _Loop(cst.CSTTransformer):
         self._anchor = anchors[0] if anchors else self._chain[0]
         return changed_by(self._scope, self)
 
-    @override
-    def on_leave(self, original_node: cst.CSTNodeT, updated_node: cst.CSTNodeT) -> cst.CSTNodeT:
-        result: object = super().on_leave(original_node, updated_node)
-        if original_node is self._chain[-1]:
-            result = self._inner
-        if original_node is self._chain[0] and self._carried:
-            return cast(cst.CSTNodeT, result)
-        if original_node is self._chain[0]:
+    def on_leave(self, original: cst.CSTNode, updated: cst.CSTNode) -> object:
+        result: object = self._inner if original is self._chain[-1] else updated
+        if original is self._chain[0] and self._carried:
+            return result
+        if original is self._chain[0]:
             result = self._items.outer(cast(cst.BaseStatement, result))
-        if original_node is self._anchor:
-            return cast(cst.CSTNodeT, cst.FlattenSentinel(self._begun(cast(cst.BaseStatement, result))))
-        return cast(cst.CSTNodeT, result)
+        return cst.FlattenSentinel(self._begun(cast(cst.BaseStatement, result))) if original is self._anchor else result
 
     def _begun(self, loop: cst.BaseStatement) -> list[cst.BaseStatement]:
         """Return the lines that make items and state, then the statement after them."""
@@ -248,14 +242,14 @@ class _Loop(cst.CSTTransformer):
                 return self._give_up(node, why, "parts")
             return self._give_up(node, "how several or guarded backward passes share a window", "step")
         before, backward, after = body.statements[: at[-1]], body.statements[at[-1]], body.statements[at[-1] + 1 :]
-        lines = self._window(reading, body, models, before, backward, after)
+        lines = self._window(body, models, before, backward, after)
         if self.failed is not None:
             return node
         iterator = reading.wrap(
             expression(f"accel.batches({self._script.ctx}, {{loader}}, {self._script.state})", loader=reading.loader)
         )
         built = with_block(retarget(node, reading, body.batch), lines)
-        return self._items.inner(built.with_changes(iter=iterator))
+        return built.with_changes(iter=iterator)
 
     def _give_up(self, node: cst.BaseStatement, why: str, page: str) -> cst.BaseStatement:
         self.failed = self._notes.decide(why, page)
@@ -263,7 +257,6 @@ class _Loop(cst.CSTTransformer):
 
     def _window(
         self,
-        reading: Reading,
         body: Body,
         models: list[str],
         before: list[cst.BaseStatement],
@@ -357,7 +350,7 @@ class _Loop(cst.CSTTransformer):
         call = cast(cst.Call, called(line))
         written = statement(f"{script.state} = accel.backward({script.ctx}, {{loss}}, {script.state})", loss=loss)
         options = [arg for arg in call.args[1:] if arg.keyword is not None]
-        options += cast(cst.Call, expression("f(same_units=True)")).args if again else []
+        options += [keyword_arg("same_units", cst.Name("True"))] if again else []
         if options:
             inner = cast(cst.Assign, small(written))
             made = cast(cst.Call, inner.value)
@@ -403,35 +396,23 @@ def _with_synced(script: Script, node: cst.BaseStatement) -> cst.BaseStatement:
     return changed_at(node, cst.Attribute, change)
 
 
-class _Leave(cst.CSTTransformer):
+class _Leave(Change):
     """A `break` out of the epoch, or a return of its state: the next pass begins with the next epoch."""
 
+    skips = (cst.For, cst.While, cst.FunctionDef)
+
     def __init__(self, script: Script, batch: str, models: list[str], *, returns: bool) -> None:
-        super().__init__()
         self._script = script
         self._batch = batch
         self._models = models
         self._kinds = (cst.Break, cst.Return) if returns else (cst.Break,)
 
-    @override
-    def visit_For(self, node: cst.For) -> bool:
-        return False
-
-    @override
-    def visit_While(self, node: cst.While) -> bool:
-        return False
-
-    @override
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
-        return False
-
-    @override
-    def leave_SimpleStatementLine(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    def leave_simple_statement_line(
+        self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.BaseStatement]:
-        if not isinstance(small(original_node), self._kinds):
-            return updated_node
+        if not isinstance(small(original), self._kinds):
+            return updated
         state = self._script.state
         dropped = f"accel.training.discard({', '.join([state, *self._models])})" if self._models else state
         left = statement(f"if not {self._batch}.is_last:\n    {state} = {dropped}.next_epoch()")
-        return cst.FlattenSentinel([led_by(left, updated_node.leading_lines), led_by(updated_node, [])])  # type: ignore[list-item]
+        return cst.FlattenSentinel([led_by(left, updated.leading_lines), led_by(updated, [])])  # type: ignore[list-item]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names: attributes, methods and functions of Accelerate to those of accel; a note at what has no counterpart."""
+"""Names: attributes, methods and functions of Accelerate become names of accel; others get a note."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 import libcst as cst
-from typing_extensions import override
 
 from accel.migrate._backward import callers_of
 from accel.migrate._calls import as_value, is_method_value, launched, placed
@@ -63,7 +62,6 @@ class Names(ScriptPass):
         self._called: set[int] = set()  # attributes that are methods of calls
         self._tracking = Tracking(script, self._decide, self._change)
 
-    @override
     def on_visit(self, node: cst.CSTNode) -> bool:
         if isinstance(node, (cst.BaseCompoundStatement, cst.SimpleStatementLine)):
             self._pending.append([])
@@ -73,20 +71,19 @@ class Names(ScriptPass):
         self._opened[-1] = self._opened[-1] or self._opens(node)
         return super().on_visit(node)
 
-    @override
-    def on_leave(self, original_node: cst.CSTNodeT, updated_node: cst.CSTNodeT) -> cst.CSTNodeT:
-        result: object = super().on_leave(original_node, updated_node)
-        if isinstance(original_node, (cst.FunctionDef, cst.Module)):
+    def on_leave(self, original: cst.CSTNode, updated: cst.CSTNode) -> object:
+        result = super().on_leave(original, updated)
+        if isinstance(original, (cst.FunctionDef, cst.Module)):
             _ = self._scopes.pop()
             _ = self._opened.pop()
-        if isinstance(original_node, (cst.BaseCompoundStatement, cst.SimpleStatementLine)):
+        if isinstance(original, (cst.BaseCompoundStatement, cst.SimpleStatementLine)):
             lines = self._pending.pop()
             if lines and isinstance(result, cst.BaseStatement):
                 result = led_by(result, [*leading(result), *_unique(lines)])
             elif lines and isinstance(result, cst.FlattenSentinel):
-                first, *rest = cast("Sequence[cst.BaseStatement]", list(result))
+                first, *rest = cast("cst.FlattenSentinel[cst.BaseStatement]", result)
                 result = cst.FlattenSentinel([led_by(first, [*leading(first), *_unique(lines)]), *rest])
-        return cast(cst.CSTNodeT, result)
+        return result
 
     def _decide(self, what: str, page: str = "names") -> None:
         if self._pending:
@@ -103,32 +100,30 @@ class Names(ScriptPass):
     def _expression(self, text: str, **parts: cst.BaseExpression) -> cst.BaseExpression:
         return expression(text.replace("{ctx}", self._script.ctx).replace("{state}", self._script.state), **parts)
 
-    @override
-    def visit_Call(self, node: cst.Call) -> None:
+    def visit_call(self, node: cst.Call) -> None:
         self._called.add(id(node.func))
         if full_name(node.func) == "len":
             self._counted |= {id(arg.value) for arg in node.args}
 
-    @override
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+    def leave_call(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
         script = self._script
-        if updated_node.args and len(updated_node.args) < len(original_node.args):
-            last = updated_node.args[-1].with_changes(comma=original_node.args[-1].comma)
-            updated_node = updated_node.with_changes(args=[*updated_node.args[:-1], last])
-        self._passed(original_node)
-        if text_of(original_node.func) == "iter" and script.loaders & loads(original_node):
+        if updated.args and len(updated.args) < len(original.args):
+            last = updated.args[-1].with_changes(comma=original.args[-1].comma)
+            updated = updated.with_changes(args=[*updated.args[:-1], last])
+        self._passed(original)
+        if text_of(original.func) == "iter" and script.loaders & loads(original):
             self._decide("accel.batches(ctx, loader, state) in place of iter(loader)", "data")
-        if method := script.method(original_node):
-            return self._method(method, original_node, updated_node)
-        if origin := script.origin(original_node.func):
-            return self._function(origin, original_node, updated_node)
-        if full_name(original_node.func) in ("getattr", "hasattr") and len(original_node.args) > 1:
-            owner = original_node.args[0].value
+        if method := script.method(original):
+            return self._method(method, original, updated)
+        if origin := script.origin(original.func):
+            return self._function(origin, original, updated)
+        if full_name(original.func) in ("getattr", "hasattr") and len(original.args) > 1:
+            owner = original.args[0].value
             if script.holds(owner) or script.is_state(owner):
-                return self._attribute_by_name(original_node, updated_node)
-        if full_name(original_node.func) in script.searched:
-            return self._searched(full_name(original_node.func), updated_node)
-        return updated_node
+                return self._attribute_by_name(original, updated)
+        if full_name(original.func) in script.searched:
+            return self._searched(full_name(original.func), updated)
+        return updated
 
     def _passed(self, call: cst.Call) -> None:
         """Note an Accelerator that is handed to code from elsewhere."""
@@ -170,7 +165,7 @@ class Names(ScriptPass):
             return self._expression("accel.any_rank({ctx}, trigger)")
         if name == "gather_for_metrics":
             self._decide("which batch these values are of: gather_for_metrics(ctx, values, batch)", "data")
-            return self._built(("accel.gather_for_metrics", True), name, updated)
+            return self._built("accel.gather_for_metrics", name, updated)
         if name in ("save_state", "load_state"):
             self._decide(f"items and state of {name}", "checkpoints")
         elif name in ("register_save_state_pre_hook", "register_load_state_pre_hook"):
@@ -181,19 +176,17 @@ class Names(ScriptPass):
             self._decide(f"the loop around {name}{self._callers()}", "loop")
         elif name == "profile":
             self._decide("out= of accel.profile", "profile")
-        elif name == "split_between_processes":
-            return self._built(("accel.split_between_processes", True), name, updated)
         else:
             self._decide(f"what takes the place of accelerator.{name}: unknown to accel migrate")
         return updated
 
-    def _built(self, found: tuple[str, bool], name: str, call: cst.Call) -> cst.BaseExpression:
-        return placed(self._script, self._decide, self._change, found, name, call)
+    def _built(self, function: str, name: str, call: cst.Call) -> cst.BaseExpression:
+        return placed(self._script, self._decide, self._change, function, name, call)
 
     def _function(self, name: str, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
         if name in FUNCTIONS:
             self._needs_context(name)
-            if name == "reduce" and argument(updated, "reduction", 1) is None:  # whose default is the mean
+            if name == "reduce" and argument(updated, "reduction", 1) is None:  # Accelerate averages by default
                 mean = cst.Arg(expression('"mean"'))
                 args = [arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in updated.args]
                 updated = updated.with_changes(args=[*args[:1], mean, *args[1:]])
@@ -285,22 +278,21 @@ class Names(ScriptPass):
             text = f"lambda {parameter}: {name}({parameter}, {', '.join(text_of(arg) for arg in call.args)})"
         return self._expression(f"accel.find_executable_batch_size({{ctx}}, {text}, {text_of(start)})")
 
-    @override
-    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
-        script, name = self._script, original_node.attr.value
-        if not script.holds(original_node.value):
-            if script.is_state(original_node.value) and name in ATTRIBUTES:
+    def leave_attribute(self, original: cst.Attribute, updated: cst.Attribute) -> cst.BaseExpression:
+        script, name = self._script, original.attr.value
+        if not script.holds(original.value):
+            if script.is_state(original.value) and name in ATTRIBUTES:
                 return self._expression(ATTRIBUTES[name])
-            if script.is_state(original_node.value):
-                self._lacks(original_node, name)
+            if script.is_state(original.value):
+                self._lacks(original, name)
             if name == "accelerator" or f"self__{name}" in script.kept:
-                self._decide(f"what takes the place of {text_of(original_node)}: functions take ctx", "classes")
-            return updated_node.with_changes(attr=original_node.attr)
+                self._decide(f"what takes the place of {text_of(original)}: functions take ctx", "classes")
+            return updated.with_changes(attr=original.attr)
         if name in ("sync_gradients", "optimizer_step_was_skipped") and not self._has_state():
             self._decide(f"the state that has what {name} asks: no loop stands in this function", "loop")
         if name in ATTRIBUTES:
             return self._expression(ATTRIBUTES[name])
-        if name == "trackers" and id(original_node) in self._counted:
+        if name == "trackers" and id(original) in self._counted:
             return expression(f"{script.trackers}.names")
         if name == "trackers":
             self._decide("which tracker: accel.get_tracker(trackers, name)", "trackers")
@@ -308,19 +300,16 @@ class Names(ScriptPass):
             return script.tracked["project_dir"]
         elif name == "logging_dir" and "logging_dir" in script.tracked:
             return script.tracked["logging_dir"]
-        elif name in METHODS and id(original_node) not in self._called:
+        elif name in METHODS and id(original) not in self._called:
             return as_value(script, METHODS[name])
-        elif id(original_node) not in self._called:
+        elif id(original) not in self._called:
             self._decide(f"what takes the place of accelerator.{name}")
-        return updated_node.with_changes(attr=original_node.attr)
+        return updated.with_changes(attr=original.attr)
 
-    @override
-    def leave_UnaryOperation(
-        self, original_node: cst.UnaryOperation, updated_node: cst.UnaryOperation
-    ) -> cst.BaseExpression:
+    def leave_unary_operation(self, original: cst.UnaryOperation, updated: cst.UnaryOperation) -> cst.BaseExpression:
         """Write `not accelerator.optimizer_step_was_skipped` without two negations."""
-        stepped = self._script.is_attribute(original_node.expression, "optimizer_step_was_skipped")
-        return self._expression("{state}.stepped") if stepped else updated_node
+        stepped = self._script.is_attribute(original.expression, "optimizer_step_was_skipped")
+        return self._expression("{state}.stepped") if stepped else updated
 
     def _lacks(self, node: cst.CSTNode, name: str) -> None:
         page = "deepspeed" if "deepspeed" in name else "fsdp" if "fsdp" in name else "names"
@@ -335,50 +324,46 @@ class Names(ScriptPass):
         self._lacks(original, name)
         return updated
 
-    @override
-    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg | cst.RemovalSentinel:
-        value, keyword = original_node.value, original_node.keyword
+    def leave_arg(self, original: cst.Arg, updated: cst.Arg) -> cst.Arg | cst.RemovalSentinel:
+        value, keyword = original.value, original.keyword
         if is_method_value(self._script, value, METHODS) and keyword is not None and keyword.value == "save_function":
             return cst.RemoveFromParent()
         if keyword is not None and keyword.value in self._script.holders and self._script.holds(value):
-            return updated_node.with_changes(keyword=cst.Name(self._script.ctx))
-        return updated_node.with_changes(keyword=keyword)
+            return updated.with_changes(keyword=cst.Name(self._script.ctx))
+        return updated.with_changes(keyword=keyword)
 
-    @override
-    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
-        if original_node.value in self._script.holders:
+    def leave_name(self, original: cst.Name, updated: cst.Name) -> cst.BaseExpression:
+        if original.value in self._script.holders:
             return cst.Name(self._script.ctx)
-        return updated_node
+        return updated
 
-    @override
-    def leave_Param(self, original_node: cst.Param, updated_node: cst.Param) -> cst.Param:
-        if original_node.annotation is not None:
-            text = text_of(original_node.annotation.annotation).strip("\"'")
+    def leave_param(self, original: cst.Param, updated: cst.Param) -> cst.Param:
+        if original.annotation is not None:
+            text = text_of(original.annotation.annotation).strip("\"'")
             if text in ("Accelerator", "accelerate.Accelerator", "PartialState"):
-                annotation = updated_node.annotation and updated_node.annotation.with_changes(
+                annotation = updated.annotation and updated.annotation.with_changes(
                     annotation=expression("accel.DistContext")
                 )
-                return updated_node.with_changes(annotation=annotation)
-        return updated_node
+                return updated.with_changes(annotation=annotation)
+        return updated
 
-    @override
-    def leave_Comparison(self, original_node: cst.Comparison, updated_node: cst.Comparison) -> cst.BaseExpression:
-        if len(original_node.comparisons) != 1:
-            return updated_node
-        script, part = self._script, original_node.comparisons[0]
+    def leave_comparison(self, original: cst.Comparison, updated: cst.Comparison) -> cst.BaseExpression:
+        if len(original.comparisons) != 1:
+            return updated
+        script, part = self._script, original.comparisons[0]
         positive = isinstance(part.operator, (cst.Equal, cst.Is))
-        if script.is_attribute(original_node.left, "mixed_precision"):
+        if script.is_attribute(original.left, "mixed_precision"):
             value = text_of(part.comparator).strip("\"'")
             if value == "fp8" and isinstance(part.operator, (cst.Equal, cst.NotEqual)):
                 return self._expression(f"{{ctx}}.precision.fp8 {'is not' if positive else 'is'} None").with_changes(
-                    lpar=original_node.lpar, rpar=original_node.rpar
+                    lpar=original.lpar, rpar=original.rpar
                 )
             if value == "no":
-                changed = updated_node.comparisons[0].with_changes(comparator=expression('"fp32"'))
-                return updated_node.with_changes(comparisons=[changed])
-        if script.is_attribute(original_node.left, "distributed_type"):
-            return self._kind(original_node, updated_node)
-        return updated_node
+                changed = updated.comparisons[0].with_changes(comparator=expression('"fp32"'))
+                return updated.with_changes(comparisons=[changed])
+        if script.is_attribute(original.left, "distributed_type"):
+            return self._kind(original, updated)
+        return updated
 
     def _kind(self, original: cst.Comparison, updated: cst.Comparison) -> cst.BaseExpression:
         part = original.comparisons[0]
@@ -400,59 +385,54 @@ class Names(ScriptPass):
             return built.with_changes(lpar=original.lpar, rpar=original.rpar)
         return built if len(kinds) == 1 else built.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
 
-    @override
-    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If:
+    def leave_if(self, original: cst.If, updated: cst.If) -> cst.If:
         script = self._script
-        if any(script.is_attribute(each, "is_main_process") for each in walk(original_node.test)):
-            for call in calls(original_node.body):
+        if any(script.is_attribute(each, "is_main_process") for each in walk(original.test)):
+            for call in calls(original.body):
                 method = script.method(call)
                 name = method or full_name(call.func)
                 if method in ("save", "save_model", "get_state_dict", "save_state") or name in script.collective:
                     self._decide(f"which lines of this block rank 0 alone runs: every rank calls {name}")
-        if updated_node.test.lpar and not original_node.test.lpar:
-            return updated_node.with_changes(test=updated_node.test.with_changes(lpar=[], rpar=[]))
-        return updated_node
+        if updated.test.lpar and not original.test.lpar:
+            return updated.with_changes(test=updated.test.with_changes(lpar=[], rpar=[]))
+        return updated
 
-    @override
-    def leave_With(
-        self, original_node: cst.With, updated_node: cst.With
-    ) -> cst.With | cst.FlattenSentinel[cst.BaseStatement]:
-        item = original_node.items[0]
-        if len(original_node.items) == 1 and self._script.method(item.item) == "split_between_processes":
+    def leave_with(self, original: cst.With, updated: cst.With) -> cst.With | cst.FlattenSentinel[cst.BaseStatement]:
+        item = original.items[0]
+        if len(original.items) == 1 and self._script.method(item.item) == "split_between_processes":
             name = text_of(item.asname.name) if item.asname else "_"
-            line = statement(f"{name} = {{value}}", value=updated_node.items[0].item)
-            body = cast(cst.IndentedBlock, updated_node.body)
-            first = led_by(line, leading(updated_node))
+            line = statement(f"{name} = {{value}}", value=updated.items[0].item)
+            body = cast(cst.IndentedBlock, updated.body)
+            first = led_by(line, leading(updated))
             return cst.FlattenSentinel([first, *body.body])
-        return updated_node
+        return updated
 
-    @override
-    def leave_SimpleStatementLine(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    def leave_simple_statement_line(
+        self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
     ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement] | cst.RemovalSentinel:
-        call = called(original_node)
+        call = called(original)
         method = self._script.method(call)
         if method == "init_trackers":
-            inner = cast(cst.Expr, small(updated_node))
+            inner = cast(cst.Expr, small(updated))
             made = statement(f"{self._script.trackers} = {{value}}", value=inner.value)
-            return led_by(made, leading(updated_node))
+            return led_by(made, leading(updated))
         if method == "end_training" and self._script.tracked_if:
             return led_by(
-                cst.parse_statement(f"if {self._script.tracked_if}:\n    {text_of(updated_node)}\n"),
-                leading(updated_node),
+                cst.parse_statement(f"if {self._script.tracked_if}:\n    {text_of(updated)}\n"),
+                leading(updated),
             )
         if method == "set_trigger":
             self._pending[-1] = []
-            return led_by(statement("trigger = True"), leading(updated_node))
+            return led_by(statement("trigger = True"), leading(updated))
         if method in ("prepare", "prepare_model") and (self._script.model_options or self._script.local):
-            return self._prepared(updated_node, cast(cst.Call, call))
-        if method in ("free_memory", "clear") and targets(original_node):
-            line = led_by(statement(f"del {', '.join(targets(original_node))}"), leading(updated_node))
+            return self._prepared(updated, cast(cst.Call, call))
+        if method in ("free_memory", "clear") and targets(original):
+            line = led_by(statement(f"del {', '.join(targets(original))}"), leading(updated))
             freed = statement(f"accel.free_memory({self._script.ctx})")
             return cst.FlattenSentinel([line, freed])
-        if self._script.schedules(original_node) and set(targets(original_node)) & self._script.constant:
+        if self._script.schedules(original) and set(targets(original)) & self._script.constant:
             self._change(_STEPS)
-        return updated_node
+        return updated
 
     def _prepared(
         self, line: cst.SimpleStatementLine, call: cst.Call

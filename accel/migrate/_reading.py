@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import libcst as cst
-from typing_extensions import override
 
 from accel.migrate._backward import stepping_in
 from accel.migrate._script import Script, ScriptPass, is_rate
 from accel.migrate._tree import (
+    Change,
     Lines,
     Remarks,
     argument,
@@ -22,6 +22,7 @@ from accel.migrate._tree import (
     changed_by,
     expression,
     full_name,
+    keyword_arg,
     leading,
     led_by,
     loads,
@@ -84,8 +85,7 @@ def _peel(
     def wrap(inner: cst.BaseExpression) -> cst.BaseExpression:
         args = [node.args[0].with_changes(value=inside(inner)), *node.args[1:]]
         if name != "enumerate" and argument(node, "total") is None:
-            total = expression("f(total=len({loader}))", loader=loader)
-            args.append(cast(cst.Call, total).args[0])
+            args.append(keyword_arg("total", expression("len({loader})", loader=loader)))
             args = [arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in args]
         return node.with_changes(args=args)
 
@@ -93,7 +93,7 @@ def _peel(
 
 
 def aliases_in(script: Script, node: cst.CSTNode) -> dict[str, cst.BaseExpression]:
-    """Return variables that are a loader, or a loader whose first batches were skipped."""
+    """Return variables that are a loader, or a loader after `skip_first_batches`."""
     found: dict[str, cst.BaseExpression] = {}
     for each in walk(node):
         if isinstance(each, cst.SimpleStatementLine) and len(names := targets(each)) == 1:
@@ -204,35 +204,31 @@ def _without_moves(script: Script, node: cst.BaseStatement, names: set[str]) -> 
     return changed_at(node, cst.Call, change)
 
 
-class Gathers(cst.CSTTransformer):
+class Gathers(Change):
     """`gather_for_metrics` with the batch that the values are of; in loops for evaluation `gather` as well."""
 
+    skips = (cst.FunctionDef,)
+
     def __init__(self, script: Script, batch: str, *, evaluating: bool) -> None:
-        super().__init__()
         self._script = script
         self._batch = batch
         self._methods = ("gather_for_metrics", "gather") if evaluating else ("gather_for_metrics",)
 
-    @override
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
-        return False
-
-    @override
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
-        method = self._script.method(original_node)
-        if method not in self._methods or not updated_node.args:
-            return updated_node
-        first = updated_node.args[0].value
+    def leave_call(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+        method = self._script.method(original)
+        if method not in self._methods or not updated.args:
+            return updated
+        first = updated.args[0].value
         if isinstance(first, cst.Call) and method_of(first)[1] == "repeat" and len(first.args) == 1:
             rows = expression(f"{self._batch}.rows")
             first = first.with_changes(args=[first.args[0].with_changes(value=rows)])
         elif method == "gather" and isinstance(first, cst.Name) and "loss" in first.value:
-            return updated_node
+            return updated
         built = cast(
             cst.Call,
             expression(f"accel.gather_for_metrics({self._script.ctx}, {{value}}, {self._batch})", value=first),
         )
-        extra = [arg for arg in updated_node.args[1:] if arg.keyword is not None]
+        extra = [arg for arg in updated.args[1:] if arg.keyword is not None]
         return built.with_changes(args=[*built.args, *extra])
 
 
@@ -243,24 +239,22 @@ class Evaluation(ScriptPass):
         super().__init__(script, notes)
         self._aliases: list[dict[str, cst.BaseExpression]] = [{}]
 
-    @override
-    def visit_Module(self, node: cst.Module) -> None:
+    def visit_module(self, node: cst.Module) -> None:
         self._aliases.append(aliases_in(self._script, node))
 
-    @override
-    def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.BaseStatement:
-        reading = read_loop(self._script, updated_node, self._aliases[-1])
-        if reading is None or any(self._script.method(call) == "backward" for call in calls(updated_node)):
-            return updated_node
+    def leave_for(self, original: cst.For, updated: cst.For) -> cst.BaseStatement:
+        reading = read_loop(self._script, updated, self._aliases[-1])
+        if reading is None or any(self._script.method(call) == "backward" for call in calls(updated)):
+            return updated
         script = self._script
-        body = Body(script, self._notes, reading, block(updated_node))
+        body = Body(script, self._notes, reading, block(updated))
         gathers = Gathers(script, body.batch, evaluating=True)
         lines = [changed_by(node, gathers) for node in body.statements]
         lines = [_with_autocast(script, node) for node in lines]
         iterator = reading.wrap(expression(f"accel.batches({script.ctx}, {{loader}})", loader=reading.loader))
-        built = with_block(retarget(updated_node, reading, body.batch), [*body.head, *lines])
+        built = with_block(retarget(updated, reading, body.batch), [*body.head, *lines])
         built = built.with_changes(iter=iterator)
-        if stepping := stepping_in(script, original_node):
+        if stepping := stepping_in(script, original):
             run = "runs" if len(stepping) == 1 else "run"
             what = f"which state this loop's batches move: {' and '.join(stepping)} {run} backward in it"
             return marked(built, self._notes.decide(what, "parts"))
@@ -279,7 +273,7 @@ def retarget(node: cst.For, reading: Reading, batch: str) -> cst.For:
 
 
 def _with_autocast(script: Script, node: cst.BaseStatement) -> cst.BaseStatement:
-    """Write autocast beside `torch.no_grad()`, where Accelerate has it inside of the prepared model's forward."""
+    """Add autocast to `torch.no_grad()`; Accelerate runs it inside the forward of the prepared model."""
 
     def change(original: cst.With, changed: cst.With) -> cst.With:
         names = [full_name(each.item.func) for each in original.items if isinstance(each.item, cst.Call)]
@@ -304,15 +298,11 @@ def marked(node: cst.BaseStatement, *lines: cst.EmptyLine) -> cst.BaseStatement:
 class Lengths(ScriptPass):
     """`len(loader)` before `prepare` to steps on this number of ranks; factors of processes in schedules left out."""
 
-    @override
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
-        return with_block(updated_node, self._before_prepare(block(updated_node)))
+    def leave_function_def(self, original: cst.FunctionDef, updated: cst.FunctionDef) -> cst.FunctionDef:
+        return with_block(updated, self._before_prepare(block(updated)))
 
-    @override
-    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        return updated_node.with_changes(
-            body=self._before_prepare(cast("list[cst.BaseStatement]", list(updated_node.body)))
-        )
+    def leave_module(self, original: cst.Module, updated: cst.Module) -> cst.Module:
+        return updated.with_changes(body=self._before_prepare(cast("list[cst.BaseStatement]", list(updated.body))))
 
     def _before_prepare(self, body: list[cst.BaseStatement]) -> list[cst.BaseStatement]:
         at = [index for index, node in enumerate(body) if self._script.method(called(node)) == "prepare"]
@@ -326,56 +316,47 @@ class Lengths(ScriptPass):
             lines.append(node)
         return lines
 
-    @override
-    def leave_SimpleStatementLine(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    def leave_simple_statement_line(
+        self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine:
-        if self._script.feeds_schedule(original_node):
-            return changed_by(updated_node, _Shrink(self._script))
-        return updated_node
+        if self._script.feeds_schedule(original):
+            return changed_by(updated, _Shrink(self._script))
+        return updated
 
 
-class _Length(cst.CSTTransformer):
+class _Length(Change):
     def __init__(self, script: Script) -> None:
-        super().__init__()
         self._script = script
 
-    @override
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
-        if full_name(original_node.func) in ("math.ceil", "ceil") and _is_total(updated_node.args[0].value):
-            return updated_node.args[0].value
-        if full_name(original_node.func) == "len" and len(original_node.args) == 1:
-            value = original_node.args[0].value
+    def leave_call(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+        if full_name(original.func) in ("math.ceil", "ceil") and _is_total(updated.args[0].value):
+            return updated.args[0].value
+        if full_name(original.func) == "len" and len(original.args) == 1:
+            value = original.args[0].value
             if isinstance(value, cst.Name) and value.value in self._script.loaders:
                 return expression(f"accel.total_steps({{loader}}, ctx={self._script.ctx})", loader=value)
-        return updated_node
+        return updated
 
-    @override
-    def leave_BinaryOperation(
-        self, original_node: cst.BinaryOperation, updated_node: cst.BinaryOperation
-    ) -> cst.BaseExpression:
+    def leave_binary_operation(self, original: cst.BinaryOperation, updated: cst.BinaryOperation) -> cst.BaseExpression:
         """Write `len(loader) * epochs // accumulation` as one call, and without a division by the ranks."""
-        right, left = updated_node.right, updated_node.left
-        if isinstance(original_node.operator, (cst.Divide, cst.FloorDivide)) and _is_total(left):
+        right, left = updated.right, updated.left
+        if isinstance(original.operator, (cst.Divide, cst.FloorDivide)) and _is_total(left):
             if self._script.is_attribute(right, "num_processes"):
                 return left
             right = without_ranks(self._script, right)
-            updated_node = updated_node.with_changes(right=right)
-        if isinstance(original_node.operator, cst.Multiply):
+            updated = updated.with_changes(right=right)
+        if isinstance(original.operator, cst.Multiply):
             for total, epochs in ((left, right), (right, left)):
                 if _is_total(total) and len(cast(cst.Call, total).args) == 2:
-                    return self._with(cast(cst.Call, total), original_node, epochs=epochs)
-        divided = isinstance(original_node.operator, cst.FloorDivide) and _is_total(left)
+                    return self._with(cast(cst.Call, total), original, epochs=epochs)
+        divided = isinstance(original.operator, cst.FloorDivide) and _is_total(left)
         if divided and "epochs" in {arg.keyword.value for arg in cast(cst.Call, left).args if arg.keyword}:
-            return self._with(cast(cst.Call, left), original_node, accumulation=right)
-        return updated_node
+            return self._with(cast(cst.Call, left), original, accumulation=right)
+        return updated
 
     @staticmethod
     def _with(call: cst.Call, node: cst.BinaryOperation, **options: cst.BaseExpression) -> cst.Call:
-        made = [
-            cast(cst.Call, expression(f"f({name}={{value}})", value=value.with_changes(lpar=[], rpar=[]))).args[0]
-            for name, value in options.items()
-        ]
+        made = [keyword_arg(name, value.with_changes(lpar=[], rpar=[])) for name, value in options.items()]
         args = [arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in (*call.args, *made)]
         return call.with_changes(args=args, lpar=[], rpar=[])
 
@@ -384,31 +365,25 @@ def _is_total(node: cst.CSTNode) -> bool:
     return isinstance(node, cst.Call) and full_name(node.func) == "accel.total_steps"
 
 
-class _Shrink(cst.CSTTransformer):
+class _Shrink(Change):
     """Leave `* accelerator.num_processes` out of a schedule, and a division of its steps by them."""
 
     def __init__(self, script: Script) -> None:
-        super().__init__()
         self._script = script
         self._steps: set[str] = set()
 
-    @override
-    def visit_Lambda(self, node: cst.Lambda) -> None:
+    def visit_lambda(self, node: cst.Lambda) -> None:
         self._steps |= {param.name.value for param in node.params.params}
 
-    @override
-    def leave_BinaryOperation(
-        self, original_node: cst.BinaryOperation, updated_node: cst.BinaryOperation
-    ) -> cst.BaseExpression:
-        divides = isinstance(updated_node.operator, (cst.Divide, cst.FloorDivide))
-        ranks = self._script.is_attribute(updated_node.right, "num_processes")
-        if divides and ranks and self._steps & loads(updated_node.left):
-            return updated_node.left
-        return without_ranks(self._script, updated_node)
+    def leave_binary_operation(self, original: cst.BinaryOperation, updated: cst.BinaryOperation) -> cst.BaseExpression:
+        divides = isinstance(updated.operator, (cst.Divide, cst.FloorDivide))
+        ranks = self._script.is_attribute(updated.right, "num_processes")
+        if divides and ranks and self._steps & loads(updated.left):
+            return updated.left
+        return without_ranks(self._script, updated)
 
-    @override
-    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
-        return original_node if is_rate(original_node) else updated_node
+    def leave_arg(self, original: cst.Arg, updated: cst.Arg) -> cst.Arg:
+        return original if is_rate(original) else updated
 
 
 def without_ranks(script: Script, node: cst.BaseExpression) -> cst.BaseExpression:

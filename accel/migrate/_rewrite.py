@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import libcst as cst
-from typing_extensions import override
 
 from accel.errors import ConfigError
 from accel.migrate._backward import PlainBackward
@@ -29,6 +28,7 @@ from accel.migrate._trackers import HandedTrackers
 from accel.migrate._tree import (
     DECIDE,
     MARK,
+    Change,
     Lines,
     Remarks,
     argument,
@@ -54,85 +54,73 @@ _STAND_INS = ("DummyOptim", "DummyScheduler")
 class Before(ScriptPass):
     """Bring a script into the form that the other passes read."""
 
-    @override
-    def leave_With(
-        self, original_node: cst.With, updated_node: cst.With
-    ) -> cst.With | cst.FlattenSentinel[cst.BaseStatement]:
+    def leave_with(self, original: cst.With, updated: cst.With) -> cst.With | cst.FlattenSentinel[cst.BaseStatement]:
         """Unfold `with LocalSGD(...) as local:`."""
-        item = original_node.items[0]
+        item = original.items[0]
         call = item.item
-        if (
-            len(original_node.items) != 1
-            or not isinstance(call, cst.Call)
-            or self._script.origin(call.func) != "LocalSGD"
-        ):
-            return updated_node
+        if len(original.items) != 1 or not isinstance(call, cst.Call) or self._script.origin(call.func) != "LocalSGD":
+            return updated
         name = full_name(cast(cst.Name, item.asname.name)) if item.asname else "local_sgd"
         model = argument(call, "model", 1)
         every = argument(call, "local_sgd_steps", 2)
         if model is None or every is None:
-            return updated_node
+            return updated
         self._script.local[name] = full_name(model)
         marks: list[cst.EmptyLine] = []
         if argument(call, "enabled", 3) is not None:
             marks.append(self._notes.change("enabled= of LocalSGD is left out: averages are taken in any case"))
         made = led_by(
             statement(f"{name} = accel.parallel.LocalSgd(every={{every}})", every=every),
-            [*leading(updated_node), *marks],
+            [*leading(updated), *marks],
         )
-        return cst.FlattenSentinel([made, *block(updated_node)])
+        return cst.FlattenSentinel([made, *block(updated)])
 
-    @override
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+    def leave_function_def(self, original: cst.FunctionDef, updated: cst.FunctionDef) -> cst.FunctionDef:
         """Take the decorator `find_executable_batch_size` off."""
         kept: list[cst.Decorator] = []
         lines: list[cst.EmptyLine] = []
-        for each in updated_node.decorators:
+        for each in updated.decorators:
             call = each.decorator
             if isinstance(call, cst.Call) and self._script.origin(call.func) == "find_executable_batch_size":
                 lines += [*each.leading_lines]
             else:
                 kept.append(each)
-        if len(kept) == len(updated_node.decorators):
-            return updated_node
-        before = [*updated_node.leading_lines, *lines, *updated_node.lines_after_decorators]
-        if updated_node.leading_lines and lines:
-            before = [*updated_node.leading_lines, *[each for each in lines if each.comment]]
-        return updated_node.with_changes(decorators=kept, leading_lines=before, lines_after_decorators=[])
+        if len(kept) == len(updated.decorators):
+            return updated
+        before = [*updated.leading_lines, *lines, *updated.lines_after_decorators]
+        if updated.leading_lines and lines:
+            before = [*updated.leading_lines, *[each for each in lines if each.comment]]
+        return updated.with_changes(decorators=kept, leading_lines=before, lines_after_decorators=[])
 
-    @override
-    def leave_IfExp(self, original_node: cst.IfExp, updated_node: cst.IfExp) -> cst.BaseExpression:
+    def leave_if_exp(self, original: cst.IfExp, updated: cst.IfExp) -> cst.BaseExpression:
         """Take torch's own class where a condition chooses DeepSpeed's placeholder."""
-        if self._is_stand_in(original_node.orelse):
-            return updated_node.body.with_changes(lpar=[], rpar=[])
-        if self._is_stand_in(original_node.body):
-            return updated_node.orelse.with_changes(lpar=[], rpar=[])
-        return updated_node
+        if self._is_stand_in(original.orelse):
+            return updated.body.with_changes(lpar=[], rpar=[])
+        if self._is_stand_in(original.body):
+            return updated.orelse.with_changes(lpar=[], rpar=[])
+        return updated
 
     def _is_stand_in(self, node: cst.CSTNode) -> bool:
         return any(self._script.origin(each) in _STAND_INS for each in walk(node) if isinstance(each, cst.Name))
 
-    @override
-    def leave_If(
-        self, original_node: cst.If, updated_node: cst.If
+    def leave_if(
+        self, original: cst.If, updated: cst.If
     ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement] | cst.RemovalSentinel:
         script = self._script
-        body = block(updated_node)
-        if isinstance(updated_node.orelse, cst.Else):
-            other = block(updated_node.orelse)
+        body = block(updated)
+        if isinstance(updated.orelse, cst.Else):
+            other = block(updated.orelse)
             for mine, theirs in ((body, other), (other, body)):
                 if len(theirs) == 1 and self._is_stand_in(theirs[0]) and not isinstance(theirs[0], cst.If):
-                    return cst.FlattenSentinel(
-                        [led_by(mine[0], [*leading(updated_node), *leading(mine[0])]), *mine[1:]]
-                    )
-        if (newer := _asks_version(original_node.test)) is not None:
-            chosen = body if newer else block(updated_node.orelse) if updated_node.orelse is not None else []
+                    return cst.FlattenSentinel([led_by(mine[0], [*leading(updated), *leading(mine[0])]), *mine[1:]])
+        if (newer := _asks_version(original.test)) is not None:
+            chosen = body if newer else block(updated.orelse) if updated.orelse is not None else []
             if not chosen:
                 return cst.RemoveFromParent()
-            return cst.FlattenSentinel([led_by(chosen[0], [*leading(updated_node), *leading(chosen[0])]), *chosen[1:]])
-        if updated_node.orelse is None and asks_main(script, original_node.test) and calls_all(script, original_node):
-            return cst.FlattenSentinel(opened(script, updated_node))
-        return updated_node
+            return cst.FlattenSentinel([led_by(chosen[0], [*leading(updated), *leading(chosen[0])]), *chosen[1:]])
+        if updated.orelse is None and asks_main(script, original.test) and calls_all(script, original):
+            return cst.FlattenSentinel(opened(script, updated))
+        return updated
 
 
 def _asks_version(test: cst.BaseExpression) -> bool | None:
@@ -169,26 +157,21 @@ def drop_scaffolds(module: cst.Module, notes: Remarks) -> cst.Module:
 class Dropped(ScriptPass):
     """Leave out statements that nothing takes the place of, with their comments."""
 
-    @override
-    def leave_IndentedBlock(
-        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
-    ) -> cst.IndentedBlock:
-        body, rest = self._kept(updated_node.body)
-        lines = [*rest, *updated_node.footer] if rest else updated_node.footer
-        return updated_node.with_changes(body=body or [cst.SimpleStatementLine([cst.Pass()])], footer=lines)
+    def leave_indented_block(self, original: cst.IndentedBlock, updated: cst.IndentedBlock) -> cst.IndentedBlock:
+        body, rest = self._kept(updated.body)
+        lines = [*rest, *updated.footer] if rest else updated.footer
+        return updated.with_changes(body=body or [cst.SimpleStatementLine([cst.Pass()])], footer=lines)
 
-    @override
-    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If | cst.RemovalSentinel:
+    def leave_if(self, original: cst.If, updated: cst.If) -> cst.If | cst.RemovalSentinel:
         """Leave out a condition with all of its lines."""
-        gone = original_node.orelse is None and all(self._goes(each) for each in block(original_node))
+        gone = original.orelse is None and all(self._goes(each) for each in block(original))
         if gone:
-            self._notes.leave_out(original_node)
-        return cst.RemoveFromParent() if gone else updated_node
+            self._notes.leave_out(original)
+        return cst.RemoveFromParent() if gone else updated
 
-    @override
-    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        body, rest = self._kept(updated_node.body)
-        return updated_node.with_changes(body=body, footer=[*rest, *updated_node.footer])
+    def leave_module(self, original: cst.Module, updated: cst.Module) -> cst.Module:
+        body, rest = self._kept(updated.body)
+        return updated.with_changes(body=body, footer=[*rest, *updated.footer])
 
     def _kept(self, nodes: Sequence[object]) -> tuple[list[cst.BaseStatement], list[cst.EmptyLine]]:
         lines = Lines()
@@ -235,21 +218,18 @@ _CONFIGURES = (
 )
 
 
-class _Renamed(cst.CSTTransformer):
+class _Renamed(Change):
     """Gives a variable another name, and the keywords of calls too; attributes stay."""
 
     def __init__(self, old: str, new: str) -> None:
-        super().__init__()
         self._old = old
         self._new = new
 
-    @override
-    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.Attribute:
-        return updated_node.with_changes(attr=original_node.attr)
+    def leave_attribute(self, original: cst.Attribute, updated: cst.Attribute) -> cst.Attribute:
+        return updated.with_changes(attr=original.attr)
 
-    @override
-    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.Name:
-        return updated_node.with_changes(value=self._new) if updated_node.value == self._old else updated_node
+    def leave_name(self, original: cst.Name, updated: cst.Name) -> cst.Name:
+        return updated.with_changes(value=self._new) if updated.value == self._old else updated
 
 
 _ALONE = Shared()
@@ -307,7 +287,7 @@ def _passed(text: str, module: cst.Module, shared: Shared, *, cells: bool) -> Mi
     if trained is not module:
         module = trained
         script = Script(module, kept.holders, shared)
-    passes: list[cst.CSTTransformer] = [
+    passes: list[Change] = [
         Before(script, notes),
         Lengths(script, notes),
         HandedTrackers(script, notes, module),

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import cast
 
 import libcst as cst
-from typing_extensions import override
 
 from accel.migrate._shared import Shared
 from accel.migrate._tree import (
+    Change,
     Remarks,
     argument,
     block,
@@ -440,7 +440,7 @@ class Script:
 
 
 def _branches(value: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
-    """Yield the values that an expression can have: those of both sides of a condition."""
+    """Yield the values that an expression can have: both sides of a conditional expression."""
     if isinstance(value, cst.IfExp):
         yield from _branches(value.body)
         yield from _branches(value.orelse)
@@ -475,11 +475,10 @@ def is_rate(arg: cst.Arg) -> bool:
     return arg.keyword is not None and "lr" in arg.keyword.value.split("_")
 
 
-class ScriptPass(cst.CSTTransformer):
+class ScriptPass(Change):
     """A pass over a script, which leaves notes."""
 
     def __init__(self, script: Script, notes: Remarks) -> None:
-        super().__init__()
         self._script = script
         self._notes = notes
 
@@ -491,10 +490,8 @@ class ScopePass(ScriptPass):
     def rewritten(self, node: cst.FunctionDef | cst.Module) -> cst.CSTNode:
         """Return a scope with the changes of this pass; scopes inside of it have them already."""
 
-    @override
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
-        return cast(cst.FunctionDef, self.rewritten(updated_node))
+    def leave_function_def(self, original: cst.FunctionDef, updated: cst.FunctionDef) -> cst.FunctionDef:
+        return cast(cst.FunctionDef, self.rewritten(updated))
 
-    @override
-    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        return cast(cst.Module, self.rewritten(updated_node))
+    def leave_module(self, original: cst.Module, updated: cst.Module) -> cst.Module:
+        return cast(cst.Module, self.rewritten(updated))

@@ -13,6 +13,7 @@ from accel.migrate._lifted import lifted
 from accel.migrate._options import Made, Options, merged
 from accel.migrate._script import Script, ScriptPass
 from accel.migrate._tree import (
+    Change,
     Remarks,
     block,
     bound,
@@ -21,6 +22,7 @@ from accel.migrate._tree import (
     changed_by,
     expression,
     full_name,
+    keyword_arg,
     leading,
     led_by,
     loads,
@@ -48,24 +50,22 @@ class Sessions(ScriptPass):
         self._launched = _launched(script, module)
         self._names: list[str] = []
 
-    @override
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+    def visit_function_def(self, node: cst.FunctionDef) -> None:
         self._names.append(node.name.value)
 
-    @override
-    def leave_FunctionDef(
-        self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
+    def leave_function_def(
+        self, original: cst.FunctionDef, updated: cst.FunctionDef
     ) -> cst.FunctionDef | cst.FlattenSentinel[cst.BaseStatement]:
         _ = self._names.pop()
-        body = block(updated_node)
+        body = block(updated)
         found = self._maker(body)
-        name = original_node.name.value
+        name = original.name.value
         if name in self._script.shared.factories and not self._names:
-            return self._opening(updated_node, found)
+            return self._opening(updated, found)
         if name in self._script.shared.returners and not self._names:
-            return self._returning(updated_node, found)
+            return self._returning(updated, found)
         if found is None:
-            return updated_node
+            return updated
         at, made = found
         kept = [*self._lead(body[at]), *made.notes]
         is_kept = bool(set(targets(body[at])) & self._script.kept)
@@ -73,26 +73,25 @@ class Sessions(ScriptPass):
             owner = f"self.{self._script.ctx}" if is_kept else self._script.ctx
             kept.append(self._notes.decide(_OPEN.format(ctx=owner), "classes"))
             line = led_by(self._line(made), kept)
-            return with_block(updated_node, [*body[:at], line, *body[at + 1 :]])
+            return with_block(updated, [*body[:at], line, *body[at + 1 :]])
         rest = body[at + 1 :]
         if name in self._launched and not self._names:
             self._launched[name] = made
             rest = [*self._replaced(name, made), *rest]
-            return _taking(with_block(updated_node, [*body[:at], *_led(rest, kept)]), self._script.ctx)
-        if not self._names and self._can_hoist(original_node, made):
+            return _taking(with_block(updated, [*body[:at], *_led(rest, kept)]), self._script.ctx)
+        if not self._names and self._can_hoist(original, made):
             self._hoisted[name] = made
             self.above[name] = [line for line in kept if line.comment]
-            return _taking(with_block(updated_node, [*body[:at], *_led(rest, kept[:0])]), self._script.ctx)
+            return _taking(with_block(updated, [*body[:at], *_led(rest, kept[:0])]), self._script.ctx)
         if not self._names:
             opened = cast(cst.With, led_by(self.opened(made, {}), kept))
-            parts = lifted(updated_node, opened, body[:at], rest, self._script, self._read_later(rest))
+            parts = lifted(updated, opened, body[:at], rest, self._script, self._read_later(rest))
             if parts is not None:
                 return parts
-        return with_block(updated_node, [*body[:at], self._around(made, rest, kept)])
+        return with_block(updated, [*body[:at], self._around(made, rest, kept)])
 
-    @override
-    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        body = list(cast("Sequence[cst.BaseStatement]", updated_node.body))
+    def leave_module(self, original: cst.Module, updated: cst.Module) -> cst.Module:
+        body = list(cast("Sequence[cst.BaseStatement]", updated.body))
         found = self._maker(body)
         if found is not None:
             at, made = found
@@ -101,12 +100,12 @@ class Sessions(ScriptPass):
                 body = [*body[:at], led_by(self._line(made), kept), *body[at + 1 :]]
             else:
                 body = [*body[:at], self._around(made, body[at + 1 :], kept)]
-            updated_node = updated_node.with_changes(body=body)
+            updated = updated.with_changes(body=body)
         wrap = _Callers(self._script, self._hoisted, self._launched, self)
-        return changed_by(updated_node, wrap)
+        return changed_by(updated, wrap)
 
     def _read_later(self, rest: Sequence[cst.BaseStatement]) -> set[str]:
-        """Return the names that a later pass writes into lines: those of the trackers' options."""
+        """Return the names that a later pass writes into lines: names in the options of trackers."""
         begins = any(self._script.method(call) == "init_trackers" for line in rest for call in calls(line))
         return {name for each in self._script.tracked.values() for name in loads(each)} if begins else set()
 
@@ -182,16 +181,14 @@ class Sessions(ScriptPass):
 
     @staticmethod
     def _lead(node: cst.BaseStatement) -> list[cst.EmptyLine]:
-        """Return the comments of a line that opens a context, one beside it too."""
-        beside = node.trailing_whitespace.comment if isinstance(node, cst.SimpleStatementLine) else None
-        return [*leading(node), *([cst.EmptyLine(comment=beside)] if beside is not None else [])]
+        """Return the comments above and behind a line that opens a context."""
+        behind = node.trailing_whitespace.comment if isinstance(node, cst.SimpleStatementLine) else None
+        return [*leading(node), *([cst.EmptyLine(comment=behind)] if behind is not None else [])]
 
     @staticmethod
     def _call(function: str, made: Made) -> cst.Call:
         call = cast(cst.Call, expression(f"{function}()"))
-        equal = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))
-        args = [cst.Arg(value, keyword=cst.Name(name), equal=equal) for name, value in made.settings.items()]
-        return call.with_changes(args=args)
+        return call.with_changes(args=[keyword_arg(name, value) for name, value in made.settings.items()])
 
     def _maker(self, body: Sequence[cst.BaseStatement]) -> tuple[int, Made] | None:
         for at, node in enumerate(body):
@@ -304,7 +301,7 @@ class _Blank(cst.CSTTransformer):
         return updated_node
 
 
-class _Callers(cst.CSTTransformer):
+class _Callers(Change):
     """Open the session around the one call of a function that takes the context now."""
 
     def __init__(
@@ -316,31 +313,28 @@ class _Callers(cst.CSTTransformer):
         self._launched = launched
         self._sessions = sessions
 
-    @override
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
-        if full_name(original_node.func) in self._hoisted:
+    def leave_call(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+        if full_name(original.func) in self._hoisted:
             first = cst.Arg(cst.Name(self._script.ctx))
-            return updated_node.with_changes(args=[first, *updated_node.args])
-        if _runs(self._script, original_node):
-            made = self._launched.get(_runs(self._script, original_node))
+            return updated.with_changes(args=[first, *updated.args])
+        if _runs(self._script, original):
+            made = self._launched.get(_runs(self._script, original))
             precision = made.settings.get("precision") if made else None
-            if precision is not None and _is_text(precision) and self._sessions.takes_precision(original_node):
-                call = cast(cst.Call, expression("f(precision={value})", value=precision))
-                args = [arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in updated_node.args]
-                return updated_node.with_changes(args=[*args, call.args[0]])
-        return updated_node
+            if precision is not None and _is_text(precision) and self._sessions.takes_precision(original):
+                args = [arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in updated.args]
+                return updated.with_changes(args=[*args, keyword_arg("precision", precision)])
+        return updated
 
-    @override
-    def leave_SimpleStatementLine(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    def leave_simple_statement_line(
+        self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
     ) -> cst.BaseStatement:
-        call = called(original_node)
+        call = called(original)
         name = full_name(call.func) if call is not None else ""
         if call is None or name not in self._hoisted:
-            return updated_node
+            return updated
         function = self._script.functions[name]
         values = dict(bound(call, function))
         opened = self._sessions.opened(self._hoisted[name], values)
-        line = led_by(updated_node, [])
+        line = led_by(updated, [])
         above = self._sessions.above.get(name, [])
-        return led_by(with_block(opened, [line]), [*updated_node.leading_lines, *above])
+        return led_by(with_block(opened, [line]), [*updated.leading_lines, *above])

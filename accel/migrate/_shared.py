@@ -15,8 +15,8 @@ class Shared(NamedTuple):
 
     Attributes:
         classes: names of classes, with their attributes that hold an Accelerator.
-        bases: names of classes, with those of their bases.
-        factories: functions whose one `return`, their last line, gives an Accelerator made by them.
+        bases: names of classes, with the names of their bases.
+        factories: functions that create an Accelerator and return it in their last line, the only `return`.
         returners: factories, and methods that end as they do, with a result that a class keeps. They return a context.
         takers: functions and classes with a parameter `accelerator`.
     """
@@ -37,7 +37,7 @@ class Shared(NamedTuple):
         return Shared(classes, bases, factories, returners, self.takers | other.takers)
 
     def kept(self, name: str) -> frozenset[str]:
-        """Return the attributes of a class that hold an Accelerator, those of its bases too."""
+        """Return the attributes of a class that hold an Accelerator, inherited ones included."""
         found: set[str] = set()
         seen: set[str] = set()
         waiting = [name]
@@ -66,18 +66,14 @@ def shared_in(texts: Iterable[str]) -> Shared:
     found = Shared(factories=factories)
     for tree in trees:
         makers = _makers(tree)
-        own = frozenset(name for body in _bodies(tree) for name in _factories(body, makers))
+        bodies = [node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        own = frozenset(name for body in bodies for name in _factories(body, makers))
         kept: dict[str, frozenset[str]] = {}
         for name, lines in _classes(tree, makers | factories | own):
             kept[name] = frozenset(lines)
             found = found.joined(Shared(returners=(factories | own) & {*lines.values()}))
         found = found.joined(Shared(kept, dict(_bases(tree)), takers=_takers(tree)))
     return found
-
-
-def _bodies(tree: ast.Module) -> Iterator[list[ast.stmt]]:
-    """Yield the lines of each class."""
-    yield from (node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
 
 
 def _makers(tree: ast.Module) -> set[str]:

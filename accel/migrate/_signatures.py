@@ -143,6 +143,11 @@ def places(name: str) -> Sequence[str]:
     return [each.name for each in known[-1].parameters.values() if each.kind in kinds] if known else ()
 
 
+def takes_context(name: str) -> bool:
+    """Whether a function of accel takes the context first."""
+    return list(places(name))[:1] == ["ctx"]
+
+
 def takes(name: str, keyword: str) -> bool:
     """Whether a function of accel takes a keyword; True where nothing is known of it."""
     known = signatures(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trackers: those of `log_with=`, calls that log, functions that are handed them, loops over them."""
+"""Trackers: the ones in `log_with=`, calls that log, functions that get trackers, loops over them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from accel.migrate._tree import (
     calls,
     expression,
     full_name,
+    keyword_arg,
     loads,
     statement,
     text_of,
     walk,
     with_block,
 )
-
-_EQUAL = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))
 
 
 class Tracking:
@@ -97,11 +96,13 @@ class Tracking:
             last = [each.with_changes(comma=cst.MaybeSentinel.DEFAULT) for each in kept_args[-1:]]
             return arg.with_changes(value=value.with_changes(args=[*kept_args[:-1], *last]))
         if isinstance(value, cst.Dict):
-            kept = [each for each in value.elements if not (isinstance(each, cst.DictElement) and _is_step(each.key))]
+            kept = [
+                each for each in value.elements if not (isinstance(each, cst.DictElement) and _is_key(each.key, "step"))
+            ]
             if len(kept) < len(value.elements) and kept:
                 kept[-1] = kept[-1].with_changes(comma=value.elements[-1].comma)
             value = value.with_changes(elements=kept)
-            times = [each for each in kept if isinstance(each, cst.DictElement) and _is_reserved(each.key)]
+            times = [each for each in kept if isinstance(each, cst.DictElement) and _is_key(each.key, "step", "time")]
             if times:
                 self._decide('another name for the value "time": each line of a log has its own', "trackers")
             return arg.with_changes(value=value)
@@ -120,12 +121,11 @@ class Tracking:
         args[:1] = [self._without_step(arg) for arg in args[:1]]
         plain = [arg for arg in args if arg.keyword is None]
         if len(plain) > 1:
-            args[1] = args[1].with_changes(keyword=cst.Name("step"), equal=_EQUAL)
+            args[1] = keyword_arg("step", args[1].value).with_changes(comma=args[1].comma)
         elif argument(call, "step") is None:
             own = None if in_steps else _own_step(call.args[0].value)
             counted = own or expression(f"{self._script.state}.updates")
-            step = cst.Arg(counted, keyword=cst.Name("step"), equal=_EQUAL)
-            args = [args[0].with_changes(comma=cst.MaybeSentinel.DEFAULT), step]
+            args = [args[0].with_changes(comma=cst.MaybeSentinel.DEFAULT), keyword_arg("step", counted)]
             if not in_steps and own is None:
                 self._change("log needs a step: that of the optimizer")
         if len(args) < len(call.args):
@@ -142,15 +142,11 @@ def _own_step(values: cst.BaseExpression) -> cst.BaseExpression | None:
     if isinstance(values, cst.Call) and full_name(values.func) == "dict":
         return argument(values, "step")
     found = values.elements if isinstance(values, cst.Dict) else ()
-    return next((each.value for each in found if isinstance(each, cst.DictElement) and _is_step(each.key)), None)
+    return next((each.value for each in found if isinstance(each, cst.DictElement) and _is_key(each.key, "step")), None)
 
 
-def _is_step(key: cst.BaseExpression) -> bool:
-    return isinstance(key, cst.SimpleString) and key.raw_value == "step"
-
-
-def _is_reserved(key: cst.BaseExpression | None) -> bool:
-    return isinstance(key, cst.SimpleString) and key.raw_value in ("step", "time")
+def _is_key(key: cst.BaseExpression | None, *names: str) -> bool:
+    return isinstance(key, cst.SimpleString) and key.raw_value in names
 
 
 def _keywords(value: cst.BaseExpression) -> str:
@@ -175,50 +171,46 @@ class HandedTrackers(ScriptPass):
         super().__init__(script, notes)
         self._needing = _needing(script, module)
 
-    @override
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
-        if original_node.name.value not in self._needing:
-            return updated_node
+    def leave_function_def(self, original: cst.FunctionDef, updated: cst.FunctionDef) -> cst.FunctionDef:
+        if original.name.value not in self._needing:
+            return updated
         params: list[cst.Param] = []
-        for param in updated_node.params.params:
+        for param in updated.params.params:
             params.append(param.with_changes(comma=cst.MaybeSentinel.DEFAULT))
             if param.name.value in self._script.holders:
                 params.append(cst.Param(cst.Name(self._script.trackers)))
-        return updated_node.with_changes(params=updated_node.params.with_changes(params=params))
+        return updated.with_changes(params=updated.params.with_changes(params=params))
 
-    @override
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
-        if full_name(original_node.func) not in self._needing:
-            return updated_node
+    def leave_call(self, original: cst.Call, updated: cst.Call) -> cst.Call:
+        if full_name(original.func) not in self._needing:
+            return updated
         args: list[cst.Arg] = []
         name = cst.Name(self._script.trackers)
-        for arg in updated_node.args:
+        for arg in updated.args:
             args.append(arg)
             if self._script.holds(arg.value):
-                keyed = cast(cst.Call, expression(f"f({name.value}={name.value})")).args[0]
-                args.append((cst.Arg(name) if arg.keyword is None else keyed).with_changes(comma=arg.comma))
-                args[-2] = arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) if arg is updated_node.args[-1] else arg
-        return updated_node.with_changes(args=args)
+                given = cst.Arg(name) if arg.keyword is None else keyword_arg(name.value, name)
+                args.append(given.with_changes(comma=arg.comma))
+                args[-2] = arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) if arg is updated.args[-1] else arg
+        return updated.with_changes(args=args)
 
-    @override
-    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If:
+    def leave_if(self, original: cst.If, updated: cst.If) -> cst.If:
         """Begin a run without trackers where a condition leaves them out and functions are handed them."""
-        begins = any(self._script.method(call) == "init_trackers" for call in calls(original_node.body))
-        if not begins or not self._needing or original_node.orelse is not None or not self._script.tracked_if:
-            return updated_node
+        begins = any(self._script.method(call) == "init_trackers" for call in calls(original.body))
+        if not begins or not self._needing or original.orelse is not None or not self._script.tracked_if:
+            return updated
         none = statement(f'{self._script.trackers} = accel.init_trackers({self._script.ctx}, "none", to=[])')
-        return updated_node.with_changes(orelse=cst.Else(body=cst.IndentedBlock([none])))
+        return updated.with_changes(orelse=cst.Else(body=cst.IndentedBlock([none])))
 
-    @override
-    def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.For:
+    def leave_for(self, original: cst.For, updated: cst.For) -> cst.For:
         script = self._script
-        if not script.is_attribute(original_node.iter, "trackers") or not isinstance(original_node.target, cst.Name):
-            return updated_node
-        tracker = original_node.target.value
+        if not script.is_attribute(original.iter, "trackers") or not isinstance(original.target, cst.Name):
+            return updated
+        tracker = original.target.value
         change = _Runs(tracker, f"{tracker}_name")
-        body = with_block(updated_node, [cast(cst.BaseStatement, each.visit(change)) for each in block(updated_node)])
+        body = with_block(updated, [cast(cst.BaseStatement, each.visit(change)) for each in block(updated)])
         if change.unknown:
-            return updated_node
+            return updated
         lines = block(body)
         if tracker in loads(body.body):
             own = statement(f"{tracker} = accel.get_tracker({script.trackers}, {tracker}_name)")

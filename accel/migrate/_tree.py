@@ -6,14 +6,11 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node, parse_template_expression, parse_template_statement
-from typing_extensions import override
 
-Statement = cst.BaseStatement | cst.BaseSmallStatement
-Compound = cst.If | cst.For | cst.While | cst.With | cst.Try | cst.FunctionDef | cst.ClassDef
 N = TypeVar("N", bound=cst.CSTNode)
 K = TypeVar("K", bound=cst.CSTNode)
 _NODES = frozenset(kind for kind in vars(cst).values() if isinstance(kind, type) and issubclass(kind, cst.CSTNode))
@@ -44,7 +41,7 @@ def text_of(node: cst.CSTNode) -> str:
         node = node.with_changes(leading_lines=[], trailing_whitespace=cst.TrailingWhitespace())
     elif getattr(node, "leading_lines", None):
         node = node.with_changes(leading_lines=[])
-    elif isinstance(node, cst.Annotation):  # whose sign depends on what it is in
+    elif isinstance(node, cst.Annotation):  # its sign is a colon or an arrow
         node = node.annotation
     elif isinstance(node, cst.Param):
         node = node.name
@@ -56,13 +53,18 @@ def full_name(node: cst.CSTNode) -> str:
     return get_full_name_for_node(node) or "" if isinstance(node, (cst.Name, cst.Attribute)) else ""
 
 
-def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """Yield a node and all below it, without whitespace and comments."""
+SCOPES = (cst.FunctionDef, cst.ClassDef)
+LOOPS = (cst.For, cst.While)
+
+
+def walk(node: cst.CSTNode, closed: tuple[type[cst.CSTNode], ...] = ()) -> Iterator[cst.CSTNode]:
+    """Yield a node and all below it, without whitespace, comments, and what is inside of `closed` kinds of nodes."""
     waiting = [node]
     while waiting:
         each = waiting.pop()
         yield each
-        waiting += list(children(each))[::-1]
+        if not isinstance(each, closed):
+            waiting += list(children(each))[::-1]
 
 
 def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -81,42 +83,65 @@ def _parts(kind: type[cst.CSTNode]) -> tuple[str, ...]:
     return tuple(name for name in kind.__dataclass_fields__ if name not in _LAYOUT)
 
 
-def changed_by(node: N, change: cst.CSTTransformer) -> N:
-    """Return a node as a transformer changes it. Unlike `node.visit`, it passes over whitespace and comments.
+class Change:
+    """Changes of nodes by their kinds.
 
-    A statement may become several, as with `visit`: the result is then a sentinel, which the caller's list takes.
+    A subclass has methods such as `visit_for(node)`, called before the parts of a node change; False leaves these as
+    they are. `leave_for(original, updated)` returns what takes the node's place. Unlike libcst's transformers, it does
+    not see whitespace and comments.
+    """
+
+    skips: ClassVar[tuple[type[cst.CSTNode], ...]] = ()  # kinds of nodes that are not entered
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        """Return whether the parts of a node change too."""
+        visit = getattr(self, _methods(type(node))[0], None)
+        return not isinstance(node, self.skips) and (visit is None or visit(node) is not False)
+
+    def on_leave(self, original: cst.CSTNode, updated: cst.CSTNode) -> object:
+        """Return what takes the place of a node; its parts have changed."""
+        leave = getattr(self, _methods(type(original))[1], None)
+        return updated if leave is None else leave(original, updated)
+
+
+@functools.lru_cache(maxsize=512)
+def _methods(kind: type[cst.CSTNode]) -> tuple[str, str]:
+    """Return the names of the methods of a `Change` for a kind of node."""
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
+    return f"visit_{name}", f"leave_{name}"
+
+
+def changed_by(node: N, change: Change) -> N:
+    """Return a node as a `Change` makes it.
+
+    A statement may become several: the result is then a sentinel of libcst, which the caller's list takes.
     """
     return cast("N", _changed(node, change))
 
 
 def changed_at(node: N, kind: type[K], change: Callable[[K, K], object]) -> N:
-    """Return a node with those of a kind in it as a function makes them; see `changed_by`.
+    """Return a node in which a function has changed the nodes of a kind.
 
     The function gets a node before and after the changes inside of it.
     """
     return changed_by(node, _At(kind, change))
 
 
-class _At(cst.CSTTransformer):
+class _At(Change):
     def __init__(self, kind: type[cst.CSTNode], change: Callable[[Any, Any], object]) -> None:
-        super().__init__()
         self._kind = kind
         self._change = change
 
-    @override
-    def on_leave(self, original_node: cst.CSTNodeT, updated_node: cst.CSTNodeT) -> Any:
-        return self._change(original_node, updated_node) if isinstance(original_node, self._kind) else updated_node
+    def on_leave(self, original: cst.CSTNode, updated: cst.CSTNode) -> object:
+        return self._change(original, updated) if isinstance(original, self._kind) else updated
 
 
-def _changed(node: cst.CSTNode, change: cst.CSTTransformer) -> object:
-    visits, leaves = _overrides(type(change), type(node))
-    updated = node
-    if not visits or getattr(change, visits)(node) is not False:
-        updated = _with_changed_parts(node, change)
-    return getattr(change, leaves)(node, updated) if leaves else updated
+def _changed(node: cst.CSTNode, change: Change) -> object:
+    updated = _with_changed_parts(node, change) if change.on_visit(node) else node
+    return change.on_leave(node, updated)
 
 
-def _with_changed_parts(node: cst.CSTNode, change: cst.CSTTransformer) -> cst.CSTNode:
+def _with_changed_parts(node: cst.CSTNode, change: Change) -> cst.CSTNode:
     found: dict[str, object] = {}
     for name in _parts(type(node)):
         value: object = getattr(node, name)
@@ -132,7 +157,7 @@ def _with_changed_parts(node: cst.CSTNode, change: cst.CSTTransformer) -> cst.CS
     return node.with_changes(**found) if found else node
 
 
-def _each_changed(values: Sequence[object], change: cst.CSTTransformer) -> Iterator[object]:
+def _each_changed(values: Sequence[object], change: Change) -> Iterator[object]:
     for value in values:
         made = _changed(cast(cst.CSTNode, value), change) if type(value) in _NODES else value
         if made is value:
@@ -141,18 +166,6 @@ def _each_changed(values: Sequence[object], change: cst.CSTTransformer) -> Itera
             yield from cast("cst.FlattenSentinel[cst.CSTNode]", made)
         elif not isinstance(made, cst.RemovalSentinel):
             yield made
-
-
-@functools.lru_cache(maxsize=8192)
-def _overrides(change: type[cst.CSTTransformer], kind: type[cst.CSTNode]) -> tuple[str, str]:
-    """Return the methods of a transformer for a kind of node, empty where it has none of its own."""
-    names = [("on_visit", f"visit_{kind.__name__}"), ("on_leave", f"leave_{kind.__name__}")]
-    visits, leaves = ([each for each in pair if _is_own(change, each)] for pair in names)
-    return (visits or [""])[0], (leaves or [""])[0]
-
-
-def _is_own(change: type[cst.CSTTransformer], name: str) -> bool:
-    return getattr(change, name, None) is not getattr(cst.CSTTransformer, name, None)
 
 
 def _walk_all(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -168,16 +181,18 @@ def calls(node: cst.CSTNode) -> Iterator[cst.Call]:
 
 
 def own_lines(node: cst.CSTNode) -> Iterator[cst.SimpleStatementLine]:
-    """Yield the lines below a node, without those of functions and classes in it."""
-    for each in children(node):
-        if isinstance(each, cst.SimpleStatementLine):
-            yield each
-        elif not isinstance(each, (cst.FunctionDef, cst.ClassDef)):
-            yield from own_lines(each)
+    """Yield the lines of a block, without the lines of functions and classes in it."""
+    return (each for each in walk(node, SCOPES) if isinstance(each, cst.SimpleStatementLine))
+
+
+def outer_loops(node: cst.CSTNode) -> Iterator[cst.For | cst.While]:
+    """Yield the outermost loops below a node, without loops of functions and classes in it."""
+    found = (each for child in children(node) for each in walk(child, (*LOOPS, *SCOPES)))
+    return (each for each in found if isinstance(each, LOOPS))
 
 
 def loads(node: cst.CSTNode) -> set[str]:
-    """Return the names that a node mentions, without those of attributes and keywords."""
+    """Return the variables that a node mentions, without attributes and keywords."""
     found: set[str] = set()
     waiting = [node]
     while waiting:
@@ -236,6 +251,11 @@ def method_of(call: cst.Call) -> tuple[cst.BaseExpression | None, str]:
     if isinstance(call.func, cst.Attribute):
         return call.func.value, call.func.attr.value
     return None, call.func.value if isinstance(call.func, cst.Name) else ""
+
+
+def keyword_arg(name: str, value: cst.BaseExpression) -> cst.Arg:
+    """Return the argument `name=value`."""
+    return cast(cst.Call, expression(f"f({name}={{value}})", value=value)).args[0]
 
 
 def argument(call: cst.Call, name: str, position: int | None = None) -> cst.BaseExpression | None:
@@ -302,7 +322,7 @@ def led_by(node: cst.BaseStatement, lines: Sequence[cst.EmptyLine]) -> cst.BaseS
 
 
 def comments(node: cst.CSTNode) -> list[cst.EmptyLine]:
-    """Return all comments of a node, each as a line of its own; those to linters are of their line alone."""
+    """Return all comments of a node, each on a separate line; comments for linters are left out."""
     found = (each for each in _walk_all(node) if isinstance(each, cst.Comment))
     return [cst.EmptyLine(comment=each) for each in found if not PRAGMA.match(each.value)]
 
@@ -343,34 +363,29 @@ class Lines:
         return self._held
 
 
-class OfVariables(cst.CSTTransformer):
-    """Changes of names that are variables: those of attributes, keywords and parameters stay."""
+class OfVariables(Change):
+    """Changes of variables: attributes, keywords and parameters keep their names."""
 
-    @override
-    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
-        return updated_node.with_changes(attr=original_node.attr)
+    def leave_attribute(self, original: cst.Attribute, updated: cst.Attribute) -> cst.BaseExpression:
+        return updated.with_changes(attr=original.attr)
 
-    @override
-    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
-        return updated_node.with_changes(keyword=original_node.keyword)
+    def leave_arg(self, original: cst.Arg, updated: cst.Arg) -> cst.Arg:
+        return updated.with_changes(keyword=original.keyword)
 
-    @override
-    def leave_Param(self, original_node: cst.Param, updated_node: cst.Param) -> cst.Param:
-        return updated_node.with_changes(name=original_node.name)
+    def leave_param(self, original: cst.Param, updated: cst.Param) -> cst.Param:
+        return updated.with_changes(name=original.name)
 
 
 class _Renames(OfVariables):
     def __init__(self, change: Callable[[cst.Name], cst.BaseExpression]) -> None:
-        super().__init__()
         self._change = change
 
-    @override
-    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
-        return self._change(updated_node)
+    def leave_name(self, original: cst.Name, updated: cst.Name) -> cst.BaseExpression:
+        return self._change(updated)
 
 
 def replace_names(node: N, found: Mapping[str, cst.BaseExpression]) -> N:
-    """Replace names that are read, not those of attributes, keywords and parameters."""
+    """Replace variables that are read; attributes, keywords and parameters keep their names."""
     return changed_by(node, _Renames(lambda name: found.get(name.value, name)))
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 # attributes of an Accelerator or a PartialState: expressions
 ATTRIBUTES: Mapping[str, str] = {
@@ -22,75 +22,51 @@ ATTRIBUTES: Mapping[str, str] = {
     "optimizer_step_was_skipped": "(not {state}.stepped)",
     "sync_gradients": "{state}.sync",
 }
-# methods that keep their arguments: the function, and whether it takes the context
-METHODS: Mapping[str, tuple[str, bool]] = {
-    "print": ("accel.print", True),
-    "wait_for_everyone": ("accel.wait_for_everyone", True),
-    "main_process_first": ("accel.main_process_first", True),
-    "local_main_process_first": ("accel.local_main_process_first", True),
-    "on_main_process": ("accel.on_main_process", True),
-    "on_local_main_process": ("accel.on_local_main_process", True),
-    "on_last_process": ("accel.on_last_process", True),
-    "on_process": ("accel.on_process", True),
-    "on_local_process": ("accel.on_local_process", True),
-    "unwrap_model": ("accel.unwrap_model", False),
-    "gather": ("accel.gather", True),
-    "reduce": ("accel.reduce", True),
-    "pad_across_processes": ("accel.pad_across_processes", True),
-    "get_state_dict": ("accel.get_state_dict", True),
-    "save_model": ("accel.save_model", True),
-    "save": ("accel.save", True),
-    "prepare": ("accel.prepare", True),
-    "prepare_model": ("accel.prepare_model", True),
-    "prepare_optimizer": ("accel.prepare_optimizer", True),
-    "prepare_scheduler": ("accel.prepare_scheduler", True),
-    "prepare_data_loader": ("accel.prepare_loader", True),
-    "no_sync": ("accel.no_sync", True),
-    "autocast": ("accel.autocast", True),
-    "join_uneven_inputs": ("accel.join_uneven_inputs", True),
-    "free_memory": ("accel.free_memory", True),
-    "clear": ("accel.free_memory", True),
+_SAME = (
+    *("print", "wait_for_everyone", "main_process_first", "local_main_process_first", "on_main_process"),
+    *("on_local_main_process", "on_last_process", "on_process", "on_local_process", "split_between_processes"),
+    *("gather", "reduce", "pad_across_processes", "prepare", "prepare_model", "prepare_optimizer"),
+    *("prepare_scheduler", "no_sync", "autocast", "join_uneven_inputs", "free_memory", "unwrap_model"),
+    *("get_state_dict", "save_model", "save"),
+)
+_SAME_FUNCTIONS = (
+    *("gather", "reduce", "gather_object", "broadcast", "broadcast_object_list", "pad_across_processes"),
+    "wait_for_everyone",
+)
+_OF_TREES = ("send_to_device", "concatenate", "convert_to_fp32", "find_batch_size", "slice_tensors")
+# methods, and functions of accelerate and accelerate.utils, that keep their arguments: the function of accel
+METHODS: Mapping[str, str] = {
+    **{name: f"accel.{name}" for name in _SAME},
+    "prepare_data_loader": "accel.prepare_loader",
+    "clear": "accel.free_memory",
 }
-# keywords of methods: new name, or None where it is left out
-KEYWORDS: Mapping[tuple[str, str], str | None] = {
-    ("on_process", "process_index"): "rank",
-    ("on_local_process", "local_process_index"): "local_rank",
-    ("save", "f"): "path",
-    ("save", "obj"): "tensors",
-    ("prepare_loader", "data_loader"): "loader",
-    ("autocast", "cache_enabled"): "cache",
-    ("unwrap_model", "keep_fp32_wrapper"): None,
-    ("unwrap_model", "keep_torch_compile"): None,
-    ("get_state_dict", "unwrap"): None,
-    ("save_model", "safe_serialization"): None,
-    ("save_model", "save_directory"): "folder",
-    ("save", "safe_serialization"): None,
-    ("save", "save_on_each_node"): None,
-    ("reduce", "reduction"): "op",
-    ("reduce", "tensor"): "tree",
-    ("gather", "tensor"): "tree",
-    ("pad_across_processes", "tensor"): "tree",
-    ("pad_across_processes", "pad_value"): "pad_index",
-    ("split_between_processes", "apply_padding"): "pad",
-    ("broadcast", "from_process"): "src",
-    ("broadcast_object_list", "from_process"): "src",
+FUNCTIONS: Mapping[str, str] = {
+    **{name: f"accel.{name}" for name in _SAME_FUNCTIONS},
+    **{name: f"accel.tree.{name}" for name in _OF_TREES},
+    "extract_model_from_parallel": "accel.unwrap_model",
+    "synchronize_rng_states": "accel.seeding.synchronize_rng",
 }
-# functions of accelerate and accelerate.utils that keep their arguments
-FUNCTIONS: Mapping[str, tuple[str, bool]] = {
-    "gather": ("accel.gather", True),
-    "reduce": ("accel.reduce", True),
-    "gather_object": ("accel.gather_object", True),
-    "broadcast": ("accel.broadcast", True),
-    "broadcast_object_list": ("accel.broadcast_object_list", True),
-    "pad_across_processes": ("accel.pad_across_processes", True),
-    "send_to_device": ("accel.tree.send_to_device", False),
-    "concatenate": ("accel.tree.concatenate", False),
-    "convert_to_fp32": ("accel.tree.convert_to_fp32", False),
-    "find_batch_size": ("accel.tree.find_batch_size", False),
-    "slice_tensors": ("accel.tree.slice_tensors", False),
-    "wait_for_everyone": ("accel.wait_for_everyone", True),
-    "extract_model_from_parallel": ("accel.unwrap_model", False),
-    "synchronize_rng_states": ("accel.seeding.synchronize_rng", True),
+# their parameters in Accelerate's order: `old=new` for another name in accel, `old=` for one that is left out
+PARAMETERS: Mapping[str, Sequence[str]] = {
+    "gather": ("tensor=tree",),
+    "reduce": ("tensor=tree", "reduction=op", "scale"),
+    "pad_across_processes": ("tensor=tree", "dim", "pad_index", "pad_first", "pad_value=pad_index"),
+    "broadcast": ("tensor=tree", "from_process=src"),
+    "broadcast_object_list": ("object_list=objects", "from_process=src"),
+    "gather_for_metrics": ("input_data=tree", "use_gather_object"),
+    "split_between_processes": ("inputs", "apply_padding=pad"),
+    "send_to_device": ("tensor=tree", "device", "non_blocking", "skip_keys"),
+    "save": ("obj=tensors", "f=path", "safe_serialization=", "save_on_each_node="),
+    "save_model": ("model", "save_directory=folder", "max_shard_size", "safe_serialization="),
+    "unwrap_model": ("model", "keep_fp32_wrapper=", "keep_torch_compile="),
+    "get_state_dict": ("model", "unwrap="),
+    "prepare_model": ("model", "device_placement", "evaluation_mode"),
+    "prepare_data_loader": ("data_loader=loader", "device_placement", "slice_fn_for_dispatch"),
+    "prepare_optimizer": ("optimizer", "device_placement"),
+    "on_process": ("function", "process_index=rank"),
+    "on_local_process": ("function", "local_process_index=local_rank"),
+    "join_uneven_inputs": ("joinables", "even_batches"),
+    "autocast": ("cache_enabled=cache",),
 }
 # kinds of accelerator.distributed_type: a condition
 DISTRIBUTED: Mapping[str, str] = {

@@ -34,7 +34,7 @@ _CLIPS = {"clip_grad_norm_": "max_norm", "clip_grad_value_": "max_value"}
 
 
 class Step:
-    """The step of a window: arguments of `optimizer_step`, and the statements beside it."""
+    """The step of a window: arguments of `optimizer_step`, and the statements around it."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -123,14 +123,11 @@ def _listed(nodes: Sequence[cst.BaseExpression]) -> str:
 
 def steps(script: Script, node: cst.CSTNode) -> bool:
     """Whether an optimizer takes its step within a node."""
-    for call in calls(node):
-        owner, name = method_of(call)
-        if name == "step" and owner is not None and full_name(owner) in script.optimizers:
-            return True
-    return False
+    owners = [owner for owner, name in map(method_of, calls(node)) if name == "step" and owner is not None]
+    return any(full_name(owner) in script.optimizers for owner in owners)
 
 
-def window_length(script: Script, test: cst.BaseExpression) -> cst.BaseExpression | None:
+def window_length(test: cst.BaseExpression) -> cst.BaseExpression | None:
     """Return n of `if step % n == 0`, or of a like condition, also one of two joined by `or`."""
     for node in walk(test):
         if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Modulo):
@@ -159,9 +156,9 @@ def split_step(
         if guarded and not whole and _clips_under(script, cast(cst.If, node), step):
             step.held += [line for line in leading(node) if line.comment]
             continue
-        if whole and (_takes_any(script, node, step)):
+        if whole and any(map(Step(script).takes, block(node))):
             test = cast(cst.If, node).test
-            if not asks_sync(script, test) and (length := window_length(script, test)) is not None:
+            if not asks_sync(script, test) and (length := window_length(test)) is not None:
                 step.accumulation, step.by_hand = length, True
             had = bool(step.optimizers)
             kept = Lines()
@@ -196,7 +193,7 @@ def split_step(
 
 
 def _clips_under(script: Script, node: cst.If, step: Step) -> bool:
-    """Take a block that clips, under a condition beside that of the window's end; whether it was one."""
+    """Take a block that clips, under a condition besides the end of the window; return whether it was one."""
     test, held = node.test, step.clip
     if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
         parts = [each for each in (test.left, test.right) if not asks_sync(script, each)]
@@ -222,11 +219,6 @@ def _local(script: Script, node: cst.BaseStatement) -> str | None:
     owner, name = method_of(call) if call is not None else (None, "")
     found = full_name(owner) if owner is not None else ""
     return found if name == "step" and found in script.local else None
-
-
-def _takes_any(script: Script, node: cst.CSTNode, step: Step) -> bool:
-    probe = Step(script)
-    return any(probe.takes(each) for each in block(node))
 
 
 def _sync_block(script: Script, step: Step, inside: Sequence[cst.BaseStatement]) -> cst.BaseStatement:

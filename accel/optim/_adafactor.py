@@ -39,11 +39,11 @@ class _Stepped(NamedTuple):
 
 
 class Adafactor(RankedOptimizer):
-    """Adafactor on any mesh: the second moments of a matrix are those of its rows and columns.
+    """Adafactor on any mesh: a matrix has second moments of its rows and columns only.
 
     `accel.optimizer_step` steps it, and gives it the ranks. Where ranks hold parts of parameters, a step sends two
     small messages: sums over rows and columns, then a number for each parameter. Statistics of rows and columns are
-    equal on all ranks; those of vectors are sharded as these are.
+    equal on all ranks; statistics of vectors are sharded as the vectors are.
 
     Args:
         params: parameters or groups of them, of a plain model or one from `prepare_model`.

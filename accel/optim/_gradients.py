@@ -79,7 +79,7 @@ def elements_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def scale_(grads: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply gradients in place by a number or a tensor of shape [], in one pass for each device. No communication.
 
-    Gradients on the CPU, as those of an offloaded model, wait for a factor on another device.
+    Gradients on the CPU, such as an offloaded model's, wait for a factor on another device.
     """
     parts = local_parts(grads)
     if not parts:  # of a frozen stage
@@ -122,12 +122,6 @@ def first_nonfinite(parameters: Sequence[torch.Tensor]) -> int:
 _MeshDims = tuple["DeviceMesh", tuple[int, ...]]  # a mesh, and its dimensions along which elements are split
 
 
-def reduce_power(comm: Comm, power: torch.Tensor, *, largest: bool) -> torch.Tensor:
-    """Return the sum of norms' powers over ranks, or the largest. A collective."""
-    # a reduction by max need not keep NaN
-    return all_gather_flat(comm, power.reshape(1)).amax() if largest else all_reduce_flat(comm, power, "sum")
-
-
 class KeptNorms:
     """Norms of single gradients, as total norms compute them, to find what is not finite after the gradients are gone.
 
@@ -145,7 +139,7 @@ class KeptNorms:
         return lambda norms: self._found.append((places, norms))
 
     def nonfinite(self) -> set[int]:
-        """Return the `id` that each gradient had whose norm is not finite. Waits for the device."""
+        """Return the former `id` of each gradient with a non-finite norm. Waits for the device."""
         return {
             place
             for places, norms in self._found
@@ -190,7 +184,7 @@ def norms(tensors: Sequence[torch.Tensor], norm_type: float = 2.0) -> list[torch
     """Return the norm of each tensor, of shape []; of 16-bit tensors in float32, for its range."""
     dtypes = {tensor.dtype for tensor in tensors}
     if not dtypes.isdisjoint(_HALVES):
-        if any(dtype.is_complex for dtype in dtypes):  # whose norms accept no real dtype
+        if any(dtype.is_complex for dtype in dtypes):  # their norms accept no real dtype
             return [norm for tensor in tensors for norm in norms([tensor], norm_type)]
         wide = torch.float64 if torch.float64 in dtypes else torch.float32
         return list(_torch._foreach_norm(list(tensors), norm_type, dtype=wide))
@@ -208,8 +202,8 @@ def note_elsewhere(optimizer: Optimizer, parameter: torch.Tensor) -> None:
 def precision_of(grads: Sequence[torch.Tensor], optimizers: Sequence[Optimizer]) -> torch.dtype:
     """Return the dtype of a norm: float64 or float32, as the gradients have it.
 
-    On a rank without gradients, as that of a frozen stage, parameters of the optimizers decide, those of other stages
-    too, so that all ranks report the norm alike.
+    On a rank without gradients, such as a frozen stage's, the parameters of the optimizers decide, including those that
+    were on other stages, so that all ranks report the norm alike.
     """
     if grads:
         return norm_dtype(grads)
@@ -230,7 +224,9 @@ def _local_norm(grads: Sequence[torch.Tensor], norm_type: float, kept: KeptNorms
     return _norm_of_parts(local_parts(grads), norm_type, keep)
 
 
-def _norm_of_parts(parts: Sequence[torch.Tensor], norm_type: float, keep: _Keep | None) -> float | torch.Tensor:
+def _norm_of_parts(
+    parts: Sequence[torch.Tensor], norm_type: float, keep: _Keep | None, dtype: torch.dtype | None = None
+) -> float | torch.Tensor:
     if norm_type == math.inf:
         parts = [part if part.numel() else part.new_zeros(1) for part in parts]
     if all(part.is_cpu for part in parts):
@@ -241,7 +237,7 @@ def _norm_of_parts(parts: Sequence[torch.Tensor], norm_type: float, keep: _Keep 
     own = _stacked_norms(parts, norm_type)
     if keep is not None:
         keep(own)
-    return _torch.linalg.vector_norm(own, norm_type)
+    return _torch.linalg.vector_norm(own, norm_type, dtype=dtype)
 
 
 def _stacked_norms(parts: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
@@ -262,15 +258,19 @@ def _stacked_norms(parts: Sequence[torch.Tensor], norm_type: float) -> torch.Ten
 def wide_norm(grads: Sequence[torch.Tensor], norm_type: float, kept: KeptNorms | None = None) -> torch.Tensor:
     """Return the norm of this rank's parts of gradients in float64 on their device, shape []."""
     parts = local_parts(grads)
-    keep = None if kept is None else kept.of(grads)
-    first = parts[0]
-    if first.is_cpu or any(part.dtype != first.dtype for part in parts):
-        norm = _norm_of_parts(parts, norm_type, keep)
-        return torch.as_tensor(norm, dtype=torch.float64, device=first.device)
-    own = torch.stack(norms(parts, norm_type))
-    if keep is not None:
-        keep(own)
-    return _torch.linalg.vector_norm(own, norm_type, dtype=torch.float64)
+    norm = _norm_of_parts(parts, norm_type, None if kept is None else kept.of(grads), torch.float64)
+    return torch.as_tensor(norm, dtype=torch.float64, device=parts[0].device)
+
+
+def norm_over(comms: Iterable[Comm], own: torch.Tensor, norm_type: float) -> float | torch.Tensor:
+    """Return the norm over ranks that each hold a part, from the norm of this rank's part. A collective of each."""
+    largest = norm_type == math.inf
+    power = own if largest else own**norm_type
+    for comm in comms:
+        # a reduction by max need not keep NaN
+        power = all_gather_flat(comm, power.reshape(1)).amax() if largest else all_reduce_flat(comm, power, "sum")
+    norm = power if largest else power ** (1 / norm_type)
+    return norm.item() if norm.is_cpu else norm
 
 
 def _spread_norm(
@@ -287,16 +287,10 @@ def _spread_norm(
     mesh, dims = spread
     mine = wide_norm(grads, norm_type, kept)
     device = mine.device
-    power = mine if norm_type == math.inf else mine**norm_type
     if isinstance(alone, torch.Tensor) or alone != 0.0:
         # a number is not copied to the device, for which the host would wait
-        power = power + (alone.to(device) if isinstance(alone, torch.Tensor) else alone)
-    for dim in dims:
-        group = mesh.get_group(dim)
-        comm, largest = adopt(group, device), norm_type == math.inf
-        power = reduce_power(comm, power, largest=largest)
-    norm = power if norm_type == math.inf else power ** (1 / norm_type)
-    return norm.item() if norm.is_cpu else norm
+        mine = mine + (alone.to(device) if isinstance(alone, torch.Tensor) else alone)
+    return norm_over((adopt(mesh.get_group(dim), device) for dim in dims), mine, norm_type)
 
 
 def _joined(parts: Sequence[float | torch.Tensor], norm_type: float) -> float | torch.Tensor:
@@ -348,8 +342,7 @@ def note_complex(optimizer: Optimizer) -> None:
 def step_of(
     optimizer: Optimizer, *, masters: bool = False, streams: DeviceStreams | None = None
 ) -> Callable[[], object]:
-    """Return the function that steps an optimizer: on `masters`, on parts of complex parameters, or as it is; bucket by
-    bucket with `streams`, if its state is on the host."""
+    """Return the function that steps an optimizer: with `masters` on copies, with `streams` bucket by bucket."""
     if streams is not None:
         state = streamed_state(optimizer, streams)
         return partial(state.step, lambda: step_of(optimizer, masters=masters)())
@@ -373,13 +366,13 @@ def take_step(optimizer: Optimizer, step: Callable[[], object]) -> None:
             raise
         raise StepError(
             "the optimizer cannot step sharded parameters",
-            expected="an optimizer whose operators torch can run on DTensors",
+            expected="an optimizer of operators that torch can run on DTensors",
             got=f"{type(optimizer).__name__}: {text.splitlines()[0]}",
             where="optimizer_step",
             fix="Use accel.optim.Adafactor(model.parameters())."
             if isinstance(optimizer, torch.optim.Adafactor)
             else "Use one that steps each element by itself: torch.optim.AdamW(model.parameters()). Or take the "
-            "strategy ddp without tp, whose parameters are plain tensors.",
+            "strategy ddp without tp: its parameters are plain tensors.",
         ) from error
 
 
@@ -387,8 +380,7 @@ _PLAIN = (type(None), bool, int, float, str, list, tuple, torch.Tensor)
 
 
 def begun_here(ctx: DistContext, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers that stepped for the first time, but for torch's with plain options; none on other ranks
-    than the main one."""
+    """Return, on the main rank, the optimizers that stepped for the first time, except torch's with plain options."""
     new = [each for each in optimizers if ctx.comm.marks.find(each, "stepped") is None]
     for each in new:
         ctx.comm.marks.put(each, "stepped")
@@ -415,8 +407,7 @@ def within_closure(comm: Comm, call: str) -> Generator[None]:
 
 
 def guard_closures(comm: Comm, optimizer: Optimizer) -> None:
-    """Let `optimizer.step(closure)` of a prepared optimizer note that backward passes are a closure's. Mutates it by a
-    hook."""
+    """Let `optimizer.step(closure)` note that backward passes are a closure's. Mutates the optimizer: adds a hook."""
 
     def look(_optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first one is the optimizer
@@ -425,7 +416,7 @@ def guard_closures(comm: Comm, optimizer: Optimizer) -> None:
         if comm.size > 1 and isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
                 "LBFGS would decide by the loss of one rank",
-                expected="a closure whose loss is the mean over all ranks",
+                expected="a closure that returns the mean loss over all ranks",
                 got="optimizer.step(closure)",
                 where=f"rank {comm.rank}",
                 fix=CLOSURE_LINE,

@@ -39,7 +39,7 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
 
 
 class RankedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose steps send messages. `accel.optimizer_step` gives it its ranks."""
+    """An optimizer that sends messages in its steps. `accel.optimizer_step` gives it the ranks."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
@@ -165,7 +165,7 @@ def plan_matrices(specs: Sequence[Spec], ranks: Sequence[int]) -> list[Matrix]:
 
 
 def cost(shape: tuple[int, int]) -> float:
-    """Return a matrix's cost: that of a product with its transpose."""
+    """Return a matrix's cost: a product with its transpose."""
     return float(math.prod(shape) * min(shape))
 
 
@@ -254,7 +254,7 @@ def through_owners(
 
     Args:
         updates: this rank's part of each parameter's tensor, by number; all of one dtype.
-        matrices: those of the plan to compute with.
+        matrices: matrices of the plan to compute with.
         group: the ranks; None for this one alone.
         compute: makes the result of a matrix [rows, columns]; its owner alone calls it.
         place: takes this rank's part of a result, and where it is in the update.

@@ -35,7 +35,7 @@ _CONVOLUTIONS = (
 
 
 class _MatrixBucket(NamedTuple):
-    """Parameters whose matrices are sent together, by number, and the matrices."""
+    """Parameters by number, and their matrices, which are sent together."""
 
     numbers: Sequence[int]
     matrices: Sequence[Matrix]
@@ -44,7 +44,7 @@ class _MatrixBucket(NamedTuple):
 class Muon(RankedOptimizer):
     """Muon for the matrices of a model and AdamW for its other parameters, on any mesh.
 
-    Matrices are the 2-d parameters, and each element of 3-d ones, as of stacked experts. Embeddings, the head,
+    Matrices are the 2-d parameters, and each element of 3-d ones, such as stacked experts. Embeddings, the head,
     convolutions and vectors go to AdamW; one line of the logger `accel.optim` says which. Where ranks hold parts of
     matrices, or copies, each matrix is orthogonalized on one rank, with at most two messages for each `bucket_bytes`.
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer state in pinned host memory: the optimizer steps one bucket of parameters on the device, while the state of
-the next bucket comes and that of the former one leaves.
-"""
+"""Optimizer state in pinned host memory: one bucket is stepped while the next one comes and the last one leaves."""
 
 from __future__ import annotations
 
@@ -33,7 +31,9 @@ class StreamedState:
     """
 
     def __init__(self, optimizer: Optimizer, streams: DeviceStreams) -> None:
-        _check_optimizer(optimizer)
+        deals_state = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
+        if isinstance(optimizer, LBFGS) or deals_state:
+            raise _refused(optimizer, "state that belongs to no single parameter")
         self.streams = streams
         self._optimizer = optimizer
         self._into = streams.side()
@@ -49,7 +49,7 @@ class StreamedState:
             self.streams.synchronize(self._left)
 
     def on_host(self, value: Tensor) -> Tensor:
-        """Return a copy of a value on the host, as of a state that is loaded."""
+        """Return a copy of a value on the host, as for a state that is loaded."""
         home = self._new_home(value)
         self.streams.copy(local_part(home), local_part(value))
         self._left = self.streams.record(self.streams.current())
@@ -154,7 +154,7 @@ def streamed_state(optimizer: Optimizer, streams: DeviceStreams) -> StreamedStat
     """Return what streams an optimizer's state, made at its first step. Mutates the optimizer's attributes.
 
     Raises:
-        ConfigError: an optimizer whose state cannot be streamed.
+        ConfigError: the optimizer's state cannot be streamed.
     """
     found: StreamedState | None = getattr(optimizer, _STREAMED, None)
     if found is None or found.streams is not streams:
@@ -230,12 +230,6 @@ def _check_options(
                 where=_WHERE,
                 fix="Leave offload out of the plan, and begin again: some parameters have moved.",
             )
-
-
-def _check_optimizer(optimizer: Optimizer) -> None:
-    deals_state = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
-    if isinstance(optimizer, LBFGS) or deals_state:
-        raise _refused(optimizer, "state that belongs to no single parameter")
 
 
 def _refused(optimizer: Optimizer, got: str) -> ConfigError:

@@ -96,16 +96,15 @@ def _pair(parameter: torch.Tensor, states: Any) -> _Pair:
     master = state.pop(MASTER, None)
     values = parameter.detach()
     if not isinstance(master, torch.Tensor) or master.dtype != torch.float32:
-        wide = {key: value.float() for key, value in state.items() if _is_like(value, parameter)}
+        wide = {
+            key: value.float()
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (parameter.shape, parameter.dtype)
+        }
         return _Pair(parameter, values.float(), state | wide)
     if getattr(master, _SEEN, None) != _versions(parameter, master):
         _ = master.copy_(torch.where(values == master.to(values.dtype), master, values.float()))
     return _Pair(parameter, master, state)
-
-
-def _is_like(value: object, parameter: torch.Tensor) -> bool:
-    """Return whether a value of a state has its parameter's shape and 16 bits."""
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dtype == parameter.dtype
 
 
 def _round(pairs: Sequence[_Pair]) -> None:

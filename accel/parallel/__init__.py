@@ -3,7 +3,7 @@
 
 Begin with `_prepare_model.py`: a model is refused (`_refused.py`) or spread along each dimension of the mesh in one
 order, by a record of functions (`_spread.py`) of each folder in `axes/`, and labelled (`_labels.py`), so that later
-calls know it. `_sync.py` decides when gradients are exchanged, `_leftovers.py` finds those of another window.
+calls know it. `_sync.py` decides when gradients are exchanged, `_leftovers.py` finds gradients of another window.
 `_engines.py` is for libraries that do all of it themselves.
 """
 

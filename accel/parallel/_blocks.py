@@ -17,23 +17,16 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # torch gives them no forward
 
 
 class ModelBlock(NamedTuple):
-    """A module that a model repeats.
+    """A module that a model repeats."""
 
-    Attributes:
-        path: its first path in the model.
-        module: the module.
-        holder: path of the outermost list that holds it, or of the module whose numbered attribute it is.
-        kind: its class, as written by its author.
-    """
-
-    path: str
-    module: nn.Module
-    holder: str
-    kind: type[nn.Module]
+    path: str  # its first path in the model
+    module: nn.Module  # the module
+    holder: str  # path of the outermost list that holds it, or of the module with the numbered attribute
+    kind: type[nn.Module]  # its class, as written by its author
 
 
 class ModuleGroup(NamedTuple):
-    """Modules beside each other: the entries of a list, or attributes whose names differ in a number.
+    """Sibling modules: the entries of a list, or attributes with names that differ in a number.
 
     Attributes:
         holder: path of the list, or of the module with the attributes.
@@ -52,7 +45,7 @@ class ModuleGroup(NamedTuple):
         return self.holder if self.kind == "attributes" else self.holder.rpartition(".")[0]
 
     def repeated(self) -> list[tuple[str, nn.Module]]:
-        """Return the entries with modules inside whose class the group has more than once."""
+        """Return the entries with modules inside, of classes that the group has more than once."""
         found = [(path, each) for path, each in self.entries if any(True for _ in each.children())]
         counts = Counter(written_class(each) for _, each in found)
         return [(path, each) for path, each in found if counts[written_class(each)] > 1]
@@ -75,7 +68,7 @@ def is_called(module: nn.Module) -> bool:
 def blocks_of(model: nn.Module | Mapping[str, nn.Module], *, nested: bool = False) -> tuple[ModelBlock, ...]:
     """Return the blocks of a model in the order of registration, each once. No communication.
 
-    A block contains modules, and another module of its class is beside it: in a ModuleList, a ModuleDict, a Sequential,
+    A block contains modules, and has a sibling of its class: in a ModuleList, a ModuleDict, a Sequential,
     a list of lists, or under numbered attributes. Entries of None are skipped. A list is stronger evidence than the
     keys of a ModuleDict or the names of attributes: if a module under such a name contains a list of blocks, as each of
     two towers does, the blocks are those of the list. Blocks of other pipeline stages count, and are not returned.
@@ -149,7 +142,7 @@ def _children(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _entries(module: nn.Module, path: str, lists: list[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the entries of a list and of lists within it, whose paths are appended to `lists`."""
+    """Yield the entries of a list and of lists within it. Appends the paths of these to `lists`."""
     for name, child in _children(module, path):
         if is_container(child):
             lists.append(name)
@@ -159,7 +152,7 @@ def _entries(module: nn.Module, path: str, lists: list[str]) -> Iterator[tuple[s
 
 
 def _is_numbered(module: nn.Module) -> bool:
-    """Whether the keys of a ModuleDict differ in a number alone, as those of layers do."""
+    """Whether the keys of a ModuleDict differ only in a number, as keys of layers do."""
     if not isinstance(module, nn.ModuleDict):
         return False
     stems = {_stem(key) for key in module}

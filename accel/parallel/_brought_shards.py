@@ -33,22 +33,14 @@ _WHERE = "prepare_model"
 
 
 class _Brought(NamedTuple):
-    """A DTensor of a model.
+    """A DTensor of a model."""
 
-    Attributes:
-        path: its name in the model.
-        owner: the module that holds it.
-        is_buffer: whether it is a buffer.
-        mesh: its mesh.
-        split: dimensions of the mesh along which ranks hold different parts, or summands.
-        exchanged: those along which `fully_shard` gathers it and reduces its gradient; None where it has not taken it.
-    """
-
-    path: str
-    owner: nn.Module
-    is_buffer: bool
-    mesh: DeviceMesh
-    split: tuple[int, ...]
+    path: str  # its name in the model
+    owner: nn.Module  # the module that holds it
+    is_buffer: bool  # whether it is a buffer
+    mesh: DeviceMesh  # its mesh
+    split: tuple[int, ...]  # dimensions of the mesh along which ranks hold different parts, or summands
+    # Those along which `fully_shard` gathers it and reduces its gradient; None where it has not taken it.
     exchanged: tuple[int, ...] | None
 
     def is_computed(self) -> bool:
@@ -58,14 +50,14 @@ class _Brought(NamedTuple):
         return is_property or isinstance(self.owner, ParametrizationList)
 
     def data_dims(self) -> tuple[int, ...]:
-        """Return the dimensions along which ranks may have samples of their own."""
+        """Return the dimensions along which ranks may have different samples."""
         names = self.mesh.mesh_dim_names or ()
         whole = (at for at, name in enumerate(names) if name in DATA_DIMS and at not in self.split)
         return tuple(sorted({*(self.exchanged or ()), *whole}))
 
 
 def check_divided(ctx: DistContext, model: nn.Module) -> None:
-    """Raise `PrepareError` where ranks that hold parts of a tensor would get samples of their own. No communication.
+    """Raise `PrepareError` if ranks that hold parts of a tensor would get different samples. No communication.
 
     Parts along which `fully_shard` manages a parameter, and accel's own experts, are for ranks with their own samples.
     Ranks outside of the context are not judged.
@@ -177,7 +169,7 @@ def _line(ctx: DistContext, each: _Brought, here: frozenset[int]) -> str:
         return "accel.replace(ctx, mesh=mesh), with the mesh of the context's ranks that this one is a part of"
     names, sizes, data = found
     made = f'init_device_mesh("{each.mesh.device_type}", {sizes}, mesh_dim_names={names})'.replace("'", '"')
-    # under ddp prepare exchanges gradients beside dimensions of known names alone
+    # under ddp prepare exchanges gradients only next to dimensions of known names
     known = all(at in data or dimension_of(name) in MODEL_DIMENSIONS for at, name in enumerate(names))
     strategy = "" if known or data_dimension(ctx.strategy) == "shard" else ', strategy="fsdp"'
     return f"accel.replace(ctx, mesh={made}{_stated(names, sizes, data)}{strategy})"

@@ -27,7 +27,7 @@ from accel.tree._walk import Container, Containers
 def units_of(
     model: nn.Module, within: Collection[str] = (), largest: float = 1.0, whole: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Return the paths of the modules whose calls are recorded as one, in the order of registration. No communication.
+    """Return the paths of the modules that are recorded as one call each, in the order of registration.
 
     Units have parameters and do not overlap: the entries of lists, and the modules around lists. A module without
     parameters, such as dropout, is a part of the code between calls.
@@ -80,7 +80,7 @@ Answer = Callable[[nn.Module, Plain, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Answered(Mixin):
-    """Stands before the class of a module whose calls may be answered: with `answer(module, plain, args, kwargs)`."""
+    """Stands before the class of a module: `answer(module, plain, args, kwargs)` may answer its calls."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Ask for an answer, or call the module with its hooks, wrappers and compiled forward."""
@@ -109,7 +109,7 @@ NUMBERS = (int, float, bool)
 
 
 class AttributesWatched(Mixin):
-    """Stands before the class of a module whose attributes are watched: each read or write of one, and of a buffer,
+    """Stands before the class of a module with watched attributes: each read or write of one, and of a buffer,
     calls `watch(module, name, is_write)`."""
 
     def __getattribute__(self, name: str) -> Any:
@@ -152,26 +152,19 @@ def let_watch(module: nn.Module, watch: Watch | None) -> None:
 
 
 class State(NamedTuple):
-    """An attribute or buffer that code between calls changes, of a module that is in no unit.
+    """An attribute or buffer that code between calls changes, of a module that is in no unit."""
 
-    Attributes:
-        name: with the path of the module.
-        read: number of the calls before its first read, of what the forward before has left.
-        change: number of the calls before its last change.
-        is_buffer: whether it is one.
-    """
-
-    name: str
-    read: int
-    change: int
-    is_buffer: bool
+    name: str  # with the path of the module
+    read: int  # number of the calls before its first read, of what the forward before has left
+    change: int  # number of the calls before its last change
+    is_buffer: bool  # whether it is one
 
 
 class ChangedStates:
     """Attributes and buffers of modules that code between calls reads and changes.
 
     Attributes:
-        modules: their paths; none within a module whose calls are recorded.
+        modules: their paths; none within a recorded module.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -330,15 +323,10 @@ class _KeptValues(TorchDispatchMode):
 
 
 class Tree(NamedTuple):
-    """A tree taken apart.
+    """A tree taken apart."""
 
-    Attributes:
-        leaves: its tensors and other values.
-        rebuild: returns a tree of the same structure with as many other leaves.
-    """
-
-    leaves: list[Any]
-    rebuild: Callable[[Sequence[Any]], Any]
+    leaves: list[Any]  # its tensors and other values
+    rebuild: Callable[[Sequence[Any]], Any]  # returns a tree of the same structure with as many other leaves
 
 
 _Build = Callable[[Iterator[Any]], Any]
@@ -426,19 +414,12 @@ def add_to(held: Growing, items: Any) -> None:
 
 
 class CacheGrowth(NamedTuple):
-    """Growth, by a call, of a layer of a cache of transformers.
+    """Growth, by a call, of a layer of a cache of transformers."""
 
-    Attributes:
-        argument: number of the cache among the leaves of (args, kwargs).
-        layer: number of the layer.
-        positions: number of positions whose keys and values it adds.
-        states: numbers of the states of convolutions that it sets.
-    """
-
-    argument: int
-    layer: int
-    positions: int
-    states: tuple[int, ...]
+    argument: int  # number of the cache among the leaves of (args, kwargs)
+    layer: int  # number of the layer
+    positions: int  # number of positions that it adds keys and values for
+    states: tuple[int, ...]  # numbers of the states of convolutions that it sets
 
 
 class GivenCaches:

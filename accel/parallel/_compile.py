@@ -59,15 +59,10 @@ _PRODUCTS = (
 
 
 class Recomputed(Mixin, nn.Module):
-    """Stands before the class of a block that is computed again in backward.
+    """Stands before the class of a block that is computed again in backward."""
 
-    Attributes:
-        kept: names of the operators whose outputs are kept.
-        accel_region: of `compile_model`, around the block; None outside of regions.
-    """
-
-    kept: tuple[str, ...] = ()
-    accel_region: _Inside | None = None
+    kept: tuple[str, ...] = ()  # names of the operators that keep their outputs
+    accel_region: _Inside | None = None  # of `compile_model`, around the block; None outside of regions
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward, remembering its inputs and kept outputs only."""
@@ -159,10 +154,10 @@ def checkpoint_activations(model: M, select: Select = "repeated", *, keep: Keep 
 
     Args:
         model: plain, or from `prepare_model`.
-        select: "repeated" for blocks that have another of their class beside them, in a list or by numbered attributes;
+        select: "repeated" for blocks with a sibling of their class, in a list or by numbered attributes;
             a class or a tuple of classes; or a predicate of a module's name and the module. Of nested blocks the outer
             one counts, so the model's own class is all of it.
-        keep: names of operators whose outputs are kept and not computed again, such as "aten.mm.default"; "products"
+        keep: names of operators that keep their outputs and do not run again, such as "aten.mm.default"; "products"
             for matrix products, convolutions and attention, which take most of the time and little of the memory.
 
     Returns:
@@ -237,11 +232,11 @@ def compile_model(
     A region is compiled for its class, not for each block, so that a deep model starts as fast as a shallow one. Before
     or after `prepare_model` is the same: the model inside of DDP is compiled, and when DDP calls it, torch cuts the
     graph where DDP's buckets end, so that gradients are sent while others are computed (for a `bucket_cap_mb` from 1).
-    Blocks that are recomputed, and whose graph breaks, are compiled between the breaks.
+    Recomputed blocks with graph breaks are compiled between the breaks.
 
     Args:
         model: plain, or from `prepare_model`.
-        regions: None for the whole; "repeated" for blocks that have another of their class beside them, in a list or by
+        regions: None for the whole; "repeated" for blocks with a sibling of their class, in a list or by
             numbered attributes; a class or a tuple of classes; or a predicate of a module's name and the module. Of
             nested regions the outer one counts. For a model that is cut into stages, None means the modules of this
             rank's stages, each one a region.
@@ -325,7 +320,7 @@ def _whole(model: nn.Module) -> list[nn.Module]:
 
 
 def _check_overlap(model: nn.Module, regions: Iterable[nn.Module]) -> None:
-    """Raise `ConfigError` for regions with layers that send beside their products: a graph has no place for both."""
+    """Raise `ConfigError` for regions with layers that send during their matmuls: a graph has no place for both."""
     inside = {id(each) for region in regions for each in region.modules() if "overlaps" in notes_of(each)}
     if inside:
         raise ConfigError(

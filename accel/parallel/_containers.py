@@ -40,7 +40,7 @@ class _CopiedContainer(NamedTuple):
 
 
 class FillsContainers(Mixin, nn.Module):
-    """Mixin of modules whose changes of copied containers reach the caller's."""
+    """Mixin of modules: what they change in copied containers reaches the caller's."""
 
     def forward(self, *args: Any, accel_given: _CallersInputs | None = None, **kwargs: Any) -> Any:
         """Run the module's own forward, and change the caller's containers as it has changed the copies."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of modules: shallow ones, and deep ones whose functions and hooks hold what the copy has."""
+"""Copies of modules: shallow ones, and deep ones with functions and hooks that hold what the copy has."""
 
 from __future__ import annotations
 

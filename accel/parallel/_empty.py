@@ -62,11 +62,15 @@ def make_room(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """Give tensors on the meta device memory, whatever it holds, to receive values. Mutates them."""
     for each in tensors:
         if each.is_meta:
-            there: torch.Tensor = torch.empty_like(each, device=device)
-            if isinstance(each, nn.Parameter):
-                there = nn.Parameter(there, each.requires_grad)
-                there.grad_dtype = each.grad_dtype
-            become(each, there)
+            _become(each, torch.empty_like(each, device=device))
+
+
+def _become(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Let a tensor have values, a plain tensor; a parameter stays one. Mutates the tensor."""
+    if isinstance(tensor, nn.Parameter):
+        values = nn.Parameter(values, tensor.requires_grad)
+        values.grad_dtype = tensor.grad_dtype
+    become(tensor, values)
 
 
 def values_or_room(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -133,7 +137,7 @@ def check_filled(model: nn.Module, *, where: str) -> None:
 
 
 def names_of_empty(model: nn.Module) -> list[str]:
-    """Return the names of the parameters and buffers whose values have not come. Waits for the device."""
+    """Return the names of the parameters and buffers without values yet. Waits for the device."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return [name for name, each in tensors if is_unknown(each)]
 
@@ -166,11 +170,7 @@ def move_model(view: ModelView, streams: DeviceStreams) -> None:
     for tensor in tensors:
         if tensor.device == device or tensor.is_meta:
             continue
-        there: torch.Tensor = tensor.detach().to(device)
-        if isinstance(tensor, nn.Parameter):
-            there = nn.Parameter(there, tensor.requires_grad)
-            there.grad_dtype = tensor.grad_dtype
-        become(tensor, there)
+        _become(tensor, tensor.detach().to(device))
 
 
 # To XLA and to devices that packages register, `Module.to` would put new parameters into the model, and leave the

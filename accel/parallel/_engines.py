@@ -26,25 +26,16 @@ ENGINES: Mapping[str, tuple[str, str]] = {"deepspeed": ("accel.engines.deepspeed
 
 
 class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of one optimizer step.
+    """Options of one optimizer step."""
 
-    Attributes:
-        factor: multiplies the gradients before anything else: it divides by the window's weight and the loss scale.
-        max_norms: longest norm for all optimizers together, or one for each; None does not clip.
-        joint: whether all optimizers share one norm.
-        norm_type: p of the p-norm.
-        max_value: largest absolute value of an element; None does not clip.
-        check_finite: whether gradients with inf or NaN leave the step out.
-        accumulation: micro-batches of a full window.
-    """
-
+    # Multiplies the gradients before anything else: it divides by the window's weight and the loss scale.
     factor: float | torch.Tensor
-    max_norms: Sequence[float | None]
-    joint: bool
-    norm_type: float
-    max_value: float | None
-    check_finite: bool
-    accumulation: int
+    max_norms: Sequence[float | None]  # longest norm for all optimizers together, or one for each; None does not clip
+    joint: bool  # whether all optimizers share one norm
+    norm_type: float  # p of the p-norm
+    max_value: float | None  # largest absolute value of an element; None does not clip
+    check_finite: bool  # whether gradients with inf or NaN leave the step out
+    accumulation: int  # micro-batches of a full window
 
 
 class EngineOutcome(NamedTuple):
@@ -59,7 +50,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """The functions of an engine. Records, weights and decisions of the loop stay accel's.
 
     Each function takes the context first, is called on every rank, and may communicate. It finds its live state by
-    the objects that it gets, which `prepare` has returned. An `AccelError` of its own is raised before it
+    the objects that it gets, which `prepare` has returned. It raises an `AccelError` before it
     communicates, alike on all ranks; any other error that one rank alone has ends the context's group, as peers may
     wait for it.
 
@@ -75,7 +66,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
         clip_value: parameters, largest absolute value and that factor.
         items: items of a checkpoint, to items by the same names in which each object of the engine is replaced by one
             that gives and takes its state, such as a module, a `Part` or an object with state_dict and load_state_dict.
-        loaded: the items of a load, and those of `items` in which their state now is. Forwards it to the engine.
+        loaded: the items of a load, and the results of `items` with their new state. Forwards it to the engine.
     """
 
     prepare: Callable[[DistContext, Sequence[Any]], Sequence[Any]]
@@ -101,7 +92,7 @@ def engine_of(ctx: DistContext, table: Mapping[str, tuple[str, str]] = ENGINES) 
 
 
 def _guarded(engine: Engine) -> Engine:
-    """Return an engine whose functions inform peers of a rank that fails between their collectives."""
+    """Return an engine that informs peers of a rank that fails between its collectives."""
     return Engine(
         prepare=_within_call(engine.prepare, opens=True),
         hold=partial(_held, engine),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods and submodules of a spread model that are called beside its forward.
+"""Methods and submodules of a spread model that are called besides its forward.
 
 Each of them runs inside a call of the prepared model, so that gathers of parameters, exchanges of gradients, buffers
 and hooks are those of a forward. A submodule of a sharded model that is called otherwise raises an error with the line
@@ -48,7 +48,7 @@ class _Gate:
         self.is_open = False
 
     def lead_to(self, outer: nn.Module, *, needs_grad: bool) -> None:
-        """Set the module whose call leads into the model; `needs_grad`: forwards without gradients do not need it."""
+        """Set the module to call for the model; `needs_grad`: forwards without gradients do not need it."""
         self._outer = weakref.ref(outer)
         self._needs_grad = needs_grad
 
@@ -164,7 +164,7 @@ class _Shows(Mixin, nn.Module):
 def check_methods(model: nn.Module, methods: Sequence[str], axes: Sequence[str]) -> None:
     """Raise `PrepareError` for what `Plan.methods` cannot name. No communication.
 
-    `axes`: axes of several ranks whose ranks run parts of a forward alone.
+    `axes`: axes of several ranks that run only parts of a forward.
     """
     for path in methods:
         if problem := _problem(model, path):

@@ -82,7 +82,7 @@ def current_parameter(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def check_exchanged(rank: int, parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse parameters whose gradients ranks cannot have exchanged, by name. No communication."""
+    """Refuse parameters with gradients that ranks cannot have exchanged, by name. No communication."""
     unused: list[str] = []
     own: list[str] = []
     for each in parameters:

@@ -27,7 +27,7 @@ def has_compiled() -> bool:
 
 
 def clear_gradients(*models: nn.Module) -> None:
-    """Drop all gradients of models, such as those of a window that is given up. No communication.
+    """Drop all gradients of models, such as in a window that is given up. No communication.
 
     It reaches what `optimizer.zero_grad()` leaves: parameters that no optimizer has, and under `fsdp` the gradients of
     micro-batches whose exchange has not come yet. Of an engine's model it reaches what the engine holds.
@@ -109,18 +109,13 @@ def found_gradient(parameter: torch.Tensor) -> bool | None:
 
 
 class _FoundGradient(NamedTuple):
-    """A gradient that a window found.
+    """A gradient that a window found."""
 
-    Attributes:
-        parameter: as an optimizer has it.
-        reached: the tensor whose gradient a backward computes before it adds to this one; None if `zero_grad` cannot
-            clear it.
-        grad: the gradient.
-    """
-
-    parameter: torch.Tensor
+    parameter: torch.Tensor  # as an optimizer has it
+    # The tensor that gets a gradient in a backward before this one does; None if `zero_grad` cannot clear
+    # it.
     reached: torch.Tensor | None
-    grad: torch.Tensor
+    grad: torch.Tensor  # the gradient
 
 
 def _note(found: list[_FoundGradient]) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def local_of(parameter: torch.Tensor, *, summands: bool, fresh: bool = False) -> torch.Tensor:
     """Return this rank's part of a parameter, from which gradients flow back to the whole.
 
-    `summands`: a replicated parameter's gradient awaits its sum over ranks. `fresh`: it comes in memory of its own.
+    `summands`: a replicated parameter's gradient awaits its sum over ranks. `fresh`: it comes in new memory.
     """
     if not is_dtensor(parameter):
         return parameter
@@ -51,7 +51,7 @@ def _own_part(parameter: DTensor, *, summands: bool) -> torch.Tensor:
 
 
 class _OwnPart(torch.autograd.Function):
-    """`to_local` of a contiguous parameter, whose gradient becomes a DTensor without a view."""
+    """`to_local` of a contiguous parameter. Its gradient becomes a DTensor without a view."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, copies: bool) -> torch.Tensor:

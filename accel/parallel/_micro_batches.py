@@ -14,32 +14,20 @@ from accel.tree._walk import Containers, leaves, tensors
 
 
 class Rows(NamedTuple):
-    """Rows of one micro-batch.
+    """Rows of one micro-batch."""
 
-    Attributes:
-        begin: first row.
-        real: number of rows of the batch.
-        size: number of rows, with copies of the batch's last row behind the real ones.
-    """
-
-    begin: int
-    real: int
-    size: int
+    begin: int  # first row
+    real: int  # number of rows of the batch
+    size: int  # number of rows, with copies of the batch's last row behind the real ones
 
 
 class MicroBatch(NamedTuple):
-    """Inputs and targets of one micro-batch.
+    """Inputs and targets of one micro-batch."""
 
-    Attributes:
-        args, kwargs: of the model.
-        targets: of the loss function; None without.
-        rows: its rows in the batch.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    targets: Any
-    rows: Rows
+    args: tuple[Any, ...]  # positional arguments of the model
+    kwargs: Mapping[str, Any]  # its keyword arguments
+    targets: Any  # of the loss function; None without
+    rows: Rows  # its rows in the batch
 
 
 def plan_rows(rows: int, count: int, *, equal: bool) -> list[Rows]:

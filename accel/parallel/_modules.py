@@ -98,7 +98,7 @@ def _argument_names(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def layerdrops(module: nn.Module) -> list[float]:
-    """Return a module's layerdrop rates: its own, or those of its config."""
+    """Return a module's layerdrop rates, or its config's."""
     if hasattr(module, "layerdrop"):
         return [cast(Any, module).layerdrop]
     config = getattr(module, "config", None)
@@ -125,7 +125,7 @@ class KeepsParameters(Mixin):
 
 
 def has_parameters(module: nn.Module) -> bool:
-    """Return whether a module has parameters of its own."""
+    """Return whether a module itself has parameters."""
     return any(True for _ in module.parameters(recurse=False))
 
 
@@ -150,130 +150,74 @@ class EngineGradients(Protocol):
 
 
 class Prepared(TypedDict, total=False):
-    """Facts of a prepared model, kept on the module inside of wrappers.
+    """Facts of a prepared model, kept on the module inside of wrappers."""
 
-    Attributes:
-        context: method of context parallelism. By prepare_model; read by a second one.
-        expects_values: it was spread empty. By prepare_model; read until its first forward, which removes it.
-        follows: it copies a pipelined model, and is divided as that one is. By `Ema`; read by saves.
-        local: no gradient crosses ranks with other samples. By prepare_local_model; read by `accumulate`.
-        losses: texts of the loss functions that add up over micro-batches. By and for forward_backward.
-        micro_batches: number of micro-batches of its plan. By prepare_model; read by forward_backward.
-        pipeline: its `Pipeline`. By prepare_model, along pp; read by each pass.
-        same_batches: its `SameBatches`. By prepare_model, along tp, cp and pp; read by its first forwards.
-        stages: modules that run this rank's stages. By prepare_model, along pp; read wherever modules run.
-    """
-
-    context: str
-    expects_values: bool
-    follows: bool
-    local: bool
-    losses: tuple[str, ...]
-    micro_batches: int
-    pipeline: Any
-    same_batches: Any
+    context: str  # method of context parallelism. By prepare_model; read by a second one
+    expects_values: bool  # it was spread empty. By prepare_model; read until its first forward, which removes it
+    follows: bool  # it copies a pipelined model, and is divided as that one is. By `Ema`; read by saves
+    local: bool  # no gradient crosses ranks with other samples. By prepare_local_model; read by `accumulate`
+    losses: tuple[str, ...]  # texts of the loss functions that add up over micro-batches. By and for forward_backward
+    micro_batches: int  # number of micro-batches of its plan. By prepare_model; read by forward_backward
+    pipeline: Any  # its `Pipeline`. By prepare_model, along pp; read by each pass
+    same_batches: Any  # its `SameBatches`. By prepare_model, along tp, cp and pp; read by its first forwards
+    # Modules that run this rank's stages. By prepare_model, along pp; read wherever modules run.
     stages: tuple[nn.Module, ...]
 
 
 class ModuleNotes(TypedDict, total=False):
-    """Facts of a module within a model.
+    """Facts of a module within a model."""
 
-    Attributes:
-        absent: placeholders of tensors that other stages hold, by name. By prepare_model, along pp.
-        answer: function that answers its calls. By replays, until they end.
-        chunks: parts of the sequence on which it runs. By chunk_sequence; read by its forwards.
-        compute: function that a head runs instead of its forward. By a loss without logits, for one call.
-        early: product of a column-wise layer that is there before its call. For one call of the module around it.
-        elsewhere: another stage holds it. By prepare_model, along pp; read wherever modules are chosen.
-        emptied: engine that empties its parameters between passes. By DeepSpeed's engine; read by losses.
-        exchanges: rows of its parameters that ranks exchange, by name. By prepare_model, along tp.
-        expert, experts: its place in a list of experts; the name of its list. By prepare_model, along ep.
-        gate: leads calls of entries to the model. By prepare_model, methods=.
-        held: the `EngineGradients` of an engine's wrapper. By the engine; read by `accumulate`.
-        kept_gathered: an FSDP unit that is not resharded after a forward. By its first such forward.
-        moved: id of the module with a bias that an `ExpertLoad` moves. Until the `ExpertLoad` is closed.
-        offload: place of a block in `offload_activations`. Read in its forwards.
-        overlaps: it sends beside its own products. By prepare_model, along tp; read by compile_model.
-        pairs: guard of pairs of linear layers. By prepare_model, along tp.
-        path: its path in the model, of a layer of a pair. By prepare_model, along tp.
-        plain: replicated parameters that its forward sees as plain tensors. By prepare_model, fsdp.
-        positions: calls with parts of positions. By prepare_model, along cp.
-        recompute: whether logits are made again in backward. By defer_logits; read by losses.
-        reported: the line that made its deferred logits was logged. By that line.
-        wraps: attribute of the module in an engine's wrapper. By the engine; read by unwrap_model.
-        watch: function that reads and writes of its attributes call. By records, until they end.
-    """
-
-    absent: Mapping[str, Tensor]
-    answer: Any
-    chunks: Any
-    compute: Any
-    early: Any
-    elsewhere: bool
-    emptied: str
-    exchanges: Mapping[str, Any]
-    expert: int
-    experts: str
-    gate: Any
-    held: EngineGradients
-    kept_gathered: bool
-    moved: int
-    offload: Any
-    overlaps: bool
-    pairs: Any
-    path: str
-    plain: Any
-    positions: Any
-    recompute: bool | None
-    reported: bool
-    wraps: str
-    watch: Any
+    absent: Mapping[str, Tensor]  # placeholders of tensors that other stages hold, by name. By prepare_model, along pp
+    answer: Any  # function that answers its calls. By replays, until they end
+    chunks: Any  # parts of the sequence on which it runs. By chunk_sequence; read by its forwards
+    compute: Any  # function that a head runs instead of its forward. By a loss without logits, for one call
+    early: Any  # product of a column-wise layer that is there before its call. For one call of the module around it
+    elsewhere: bool  # another stage holds it. By prepare_model, along pp; read wherever modules are chosen
+    emptied: str  # engine that empties its parameters between passes. By DeepSpeed's engine; read by losses
+    exchanges: Mapping[str, Any]  # rows of its parameters that ranks exchange, by name. By prepare_model, along tp
+    expert: int  # its place in a list of experts. By prepare_model, along ep
+    experts: str  # name of its list of experts. By prepare_model, along ep
+    gate: Any  # leads calls of entries to the model. By prepare_model, methods=
+    held: EngineGradients  # the `EngineGradients` of an engine's wrapper. By the engine; read by `accumulate`
+    kept_gathered: bool  # an FSDP unit that is not resharded after a forward. By its first such forward
+    moved: int  # id of the module with a bias that an `ExpertLoad` moves. Until the `ExpertLoad` is closed
+    offload: Any  # place of a block in `offload_activations`. Read in its forwards
+    overlaps: bool  # it sends during its matmuls. By prepare_model, along tp; read by compile_model
+    pairs: Any  # guard of pairs of linear layers. By prepare_model, along tp
+    path: str  # its path in the model, of a layer of a pair. By prepare_model, along tp
+    plain: Any  # replicated parameters that its forward sees as plain tensors. By prepare_model, fsdp
+    positions: Any  # calls with parts of positions. By prepare_model, along cp
+    recompute: bool | None  # whether logits are made again in backward. By defer_logits; read by losses
+    reported: bool  # the line that made its deferred logits was logged. By that line
+    wraps: str  # attribute of the module in an engine's wrapper. By the engine; read by unwrap_model
+    watch: Any  # function that reads and writes of its attributes call. By records, until they end
 
 
 class TensorNotes(TypedDict, total=False):
     """Facts of a parameter, and of gradients and activations if a field says so.
 
     Notes of hooks hold the id of the tensor with the hook: a copy of the tensor has the note, and no hook.
-
-    Attributes:
-        adjusted: id of a tensor whose hook adjusts what transformers sums. By its layer's forward.
-        alone: ranks may decide differently about its steps. By local SGD and `join_uneven_inputs`.
-        autocast: whether a forward ran with autocast off, and on; one list for a model. By its first forwards.
-        awaited: placements of the gradient of a replicated parameter before its mean. By prepare_model, fsdp.
-        dropped: another rank has it instead. By prepare_model, along pp; read by prepare_optimizer.
-        found: whether a window found a gradient with other values than zero. Until the gradient is cleared.
-        heir: the parameter in its place. By prepare_model; read by prepare_optimizer and steps.
-        name: its name in the prepared model. By prepare_model; read by errors.
-        needed: a step needs its gradient. By prepare_model; read by steps.
-        on_host: the optimizer keeps its state on the host. By prepare_model; read by prepare_optimizer and steps.
-        placeholder: activation; another stage computes it. By stages; read by the look at a loss.
-        reached: activation; a unit is gathered again when its gradient comes. By the unit's forward.
-        reports: id of the parameter that a hook notes as used.
-        settled: gradient; ranks have exchanged its bit. By steps.
-        tied_copy: a lower rank along pp has the same parameter. By prepare_model.
-        used: whether a backward has reached it since these bits were exchanged. By backwards; read by steps.
-        viewed: its exchanged gradient is a view of its bucket. By prepare_model, ddp; read by steps.
-        watched: id of the tensor whose hook may take `found` back; None for none.
     """
 
-    adjusted: int
-    alone: bool
-    autocast: list[bool]
+    adjusted: int  # id of a tensor with a hook that adjusts what transformers sums. By its layer's forward
+    alone: bool  # ranks may decide differently about its steps. By local SGD and `join_uneven_inputs`
+    autocast: list[bool]  # whether a forward ran with autocast off, and on; one list for a model. By its first forwards
+    # Placements of the gradient of a replicated parameter before its mean. By prepare_model, fsdp.
     awaited: tuple[object, ...]
-    dropped: bool
-    found: bool
-    heir: nn.Parameter
-    name: str
-    needed: bool
-    on_host: bool
-    placeholder: bool
-    reached: bool
-    reports: int
-    settled: bool
-    tied_copy: bool
-    used: bool
-    viewed: bool
-    watched: int | None
+    dropped: bool  # another rank has it instead. By prepare_model, along pp; read by prepare_optimizer
+    found: bool  # whether a window found a gradient with other values than zero. Until the gradient is cleared
+    heir: nn.Parameter  # the parameter in its place. By prepare_model; read by prepare_optimizer and steps
+    name: str  # its name in the prepared model. By prepare_model; read by errors
+    needed: bool  # a step needs its gradient. By prepare_model; read by steps
+    on_host: bool  # the optimizer keeps its state on the host. By prepare_model; read by prepare_optimizer and steps
+    placeholder: bool  # activation; another stage computes it. By stages; read by the look at a loss
+    reached: bool  # activation; a unit is gathered again when its gradient comes. By the unit's forward
+    reports: int  # id of the parameter that a hook notes as used
+    settled: bool  # gradient; ranks have exchanged its bit. By steps
+    tied_copy: bool  # a lower rank along pp has the same parameter. By prepare_model
+    used: bool  # whether a backward has reached it since these bits were exchanged. By backwards; read by steps
+    viewed: bool  # its exchanged gradient is a view of its bucket. By prepare_model, ddp; read by steps
+    watched: int | None  # id of the tensor with the hook that may take `found` back; None for none
 
 
 NOTES = "accel_notes"  # attribute of modules within a model and of tensors
@@ -352,6 +296,31 @@ def wrapped_name(module: nn.Module) -> str | None:
         return name
     compiled = isinstance(getattr(module, "_orig_mod", None), nn.Module)  # torch names the class in a private place
     return "_orig_mod" if compiled else None
+
+
+def clean_name(module: nn.Module, raw: str) -> str:
+    """Return a name in a module without the steps of wrappers."""
+    return name_and_owner(module, raw)[0]
+
+
+def name_and_owner(module: nn.Module, raw: str) -> tuple[str, nn.Module]:
+    """Return a name without the steps of wrappers, and the innermost submodule on the way."""
+    kept: list[str] = []
+    node = module
+    for part in raw.split("."):
+        if part != wrapped_name(node):
+            kept.append(part)
+        child = getattr(node, part, None)
+        node = child if isinstance(child, nn.Module) else node
+    return ".".join(kept), node
+
+
+def reshard(model: nn.Module) -> None:
+    """Let `fully_shard` drop gathered weights, which are stale once their shards change."""
+    for module in model.modules():
+        kind = type(module)
+        if hasattr(kind, "reshard") and hasattr(kind, "set_requires_gradient_sync"):
+            cast(Any, module).reshard()
 
 
 def held_by(model: nn.Module) -> EngineGradients | None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations of blocks in the host's memory between forward and backward, by copies on streams of their own.
+"""Activations of blocks in the host's memory between forward and backward, by copies on separate streams.
 
 Each block runs in torch's hooks of saved tensors. A block's storages are copied out while it and the next block run,
-and are freed at the end of the next one. Before a block's backward those of the blocks before it are copied back.
+and are freed at the end of the next one. Before a block's backward the storages before it are copied back.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class _BlockRun:
             stored.fetched = there
 
     def unpack(self, packed: Any) -> Tensor:
-        """Return a saved tensor, and begin to fetch those of the blocks before."""
+        """Return a saved tensor, and begin to fetch the tensors of the blocks before."""
         if not isinstance(packed, _HostTensor):
             return packed
         by = self.by
@@ -211,7 +211,7 @@ class _StayingTensors:
                 self._shapes.add(cast("tuple[int, ...]", sizes))
 
     def addresses(self) -> set[int]:
-        """Return those of the tensors that the block holds now, gathered ones among them."""
+        """Return the addresses of the tensors that the block holds now, gathered ones among them."""
         held = (local_part(getattr(each, name)) for each, name in self._owners)
         return {each.untyped_storage().data_ptr() for each in held}
 
@@ -225,7 +225,7 @@ class _OffloadState:
     """Streams and pinned memory of a model's blocks. Copies of the model have their own.
 
     Attributes:
-        last: the latest call whose storages are being copied; None for none.
+        last: the latest call with storages that are being copied; None for none.
     """
 
     def __init__(self, min_bytes: int, max_pinned_bytes: int | None, prefetch: int) -> None:
@@ -266,7 +266,7 @@ class _OffloadState:
 
 
 class _BlockPlace(NamedTuple):
-    """A block's place among those of its model."""
+    """A block's place among the blocks of its model."""
 
     by: _OffloadState
     is_first: bool
@@ -274,7 +274,7 @@ class _BlockPlace(NamedTuple):
 
 
 class Offloaded(Mixin, nn.Module):
-    """A block whose activations are on the host between forward and backward. In front of recomputation, so that its
+    """A block with activations on the host between forward and backward. In front of recomputation, so that its
     inputs alone leave."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -309,7 +309,7 @@ def offload_activations(
 ) -> M:
     """Keep what the chosen blocks save for their backward in the host's pinned memory. No communication. Mutates them.
 
-    Copies run on streams beside the computation. The last block's activations stay, since its backward comes first.
+    Copies run during the computation. The last block's activations stay, since its backward comes first.
     Values and gradients are the same. Parameters, buffers and tensors of a weight's shape never move. Nothing is
     wrapped. Recomputed blocks move their inputs alone; before `prepare_model` the order of both calls does not matter.
 

@@ -63,7 +63,7 @@ def composition(ctx: DistContext) -> Sequence[Spread]:
     # DDP takes whole models of plain parameters alone; `fully_shard` has replicas of parts of models too.
     divides_model = asked & {"pipeline", "tensor", "expert"}
     wanted = {*asked - {"data", "replicate", "shard"}, "shard" if divides_model else data_dimension(ctx.strategy)}
-    if asked == {"pipeline"}:  # every rank has a stage of its own, and no peer with the same one
+    if asked == {"pipeline"}:  # every rank has another stage, and no peer with the same one
         wanted = {"pipeline"}
     return [_SPREADS[dimension] for dimension in _ORDER if dimension in wanted and dimension in _SPREADS]
 
@@ -74,7 +74,7 @@ def unspread(ctx: DistContext, view: ModelView) -> Sequence[Spread]:
 
 
 def check_axes(ctx: DistContext, *, spreads: bool = True) -> None:
-    """Raise `PrepareError` for a pipeline or expert axis whose ranks would hold replicas.
+    """Raise `PrepareError` for a pipeline or expert axis of ranks that would hold replicas.
 
     `spreads`: the model is about to be spread along the known axes.
     """
@@ -116,7 +116,7 @@ def prepare_model(
     ranks; build the optimizer from the parameters that the model has then, or pass it to `prepare` too. One rank keeps
     the model as it is, under either.
 
-    Every rank begins with rank 0's parameters and buffers, also one whose model is empty, on the meta device. Where no
+    Every rank begins with rank 0's parameters and buffers, also with an empty model on the meta device. Where no
     rank has values each gives its part memory, for a load or an initialisation to fill before the first forward.
 
     A model that is wrapped or spread over all ranks already is returned unchanged; under `ddp` also one without
@@ -384,7 +384,7 @@ def options_of(spread: Spread, plan: Plan, keywords: ReplicateOptions, view: Mod
 
 
 def refuse_plan(ctx: DistContext, plan: Plan | None) -> None:
-    """Raise `ConfigError` for a plan beside an engine, which spreads models by its own options."""
+    """Raise `ConfigError` for a plan with an engine, which spreads models by its own options."""
     if plan is not None:
         raise ConfigError(
             "a plan has no effect on an engine",

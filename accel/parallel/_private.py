@@ -7,7 +7,9 @@ A test looks for each of them in the torch that is installed, and in the package
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
@@ -32,7 +34,7 @@ PRIVATE = {
     "torch._C._distributed_c10d.Reducer": ("_rebuild_buckets", "_set_mixed_precision_param_dtype"),
     "torch.Tensor": ("_is_view", "_backward_hooks", "_post_accumulate_grad_hooks", "_make_wrapper_subclass"),
     "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod",),
-    "torch": ("_disable_dynamo", "_weight_norm"),  # torch.compiler.disable, without importing the compiler at once
+    "torch": ("_weight_norm",),
     "torch.nn.Module": (
         "_parameters",
         "_modules",
@@ -86,8 +88,18 @@ alias: Callable[[torch.Tensor], torch.Tensor] = cast(Any, torch).ops.aten.alias.
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that torch.compile does not trace, but breaks its graph at."""
-    return cast(Any, torch)._disable_dynamo(function)
+    """Return a function at which torch.compile breaks its graph. A call does not import the compiler."""
+    disabled: list[Callable[P, R]] = []
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "torch._dynamo" not in sys.modules:  # nobody has compiled anything yet
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(cast(Any, torch.compiler).disable(function))
+        return disabled[0](*args, **kwargs)
+
+    return call
 
 
 def rebuild_buckets(replica: object) -> None:
@@ -166,7 +178,7 @@ def forward_hooks(module: nn.Module) -> Mapping[int, object]:
 
 
 def drop_forward_hooks(module: nn.Module) -> None:
-    """Let a copy of a module have no hooks that see its output; the module whose table it shares keeps them."""
+    """Let a copy of a module have no hooks that see its output; the module that shared its table keeps them."""
     cast(Any, module)._forward_hooks = OrderedDict[int, object]()
 
 
@@ -181,7 +193,7 @@ def forward_pre_hooks(module: nn.Module) -> Mapping[int, object]:
 
 
 def user_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks, except for those of torch.distributed and of this package."""
+    """Return whether a module has hooks, except for hooks of torch.distributed and of this package."""
     each = cast(Any, module)
     kinds = (each._forward_hooks, each._forward_pre_hooks, each._backward_hooks, each._backward_pre_hooks)
     return any(not is_library_hook(hook) for kind in kinds for hook in kind.values())

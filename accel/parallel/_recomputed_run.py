@@ -42,17 +42,11 @@ def _left_empty(*_args: Any, **_kwargs: Any) -> int:
 
 
 class _Mutable(NamedTuple):
-    """A mutable part of an argument, and what it was before the forward.
+    """A mutable part of an argument, and what it was before the forward."""
 
-    Attributes:
-        path: of the part in its argument, as ".items[0]".
-        value: the part itself.
-        before: its version, if it is a tensor; else a shallow copy of what it holds.
-    """
-
-    path: str
-    value: Any
-    before: Any
+    path: str  # of the part in its argument, as ".items[0]"
+    value: Any  # the part itself
+    before: Any  # its version, if it is a tensor; else a shallow copy of what it holds
 
 
 class RecomputedRun:

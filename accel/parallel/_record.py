@@ -25,46 +25,31 @@ from accel.parallel._modules import aliases_of, named_modules
 
 
 class Label(NamedTuple):
-    """A source of a tensor. Labels sort alike on all ranks.
+    """A source of a tensor. Labels sort alike on all ranks."""
 
-    Attributes:
-        kind: "output" of a call, "argument" of a call, "tensor" for a parameter or buffer, "inside" for a tensor that
-            a call makes and does not return.
-        call: number of the call, by the order of the record; -1 for a parameter or buffer.
-        leaf: number of the output or argument of that call; -1 for the other kinds.
-        name: first name of the parameter or buffer; "" for the other kinds.
-    """
-
+    # "output" of a call, "argument" of a call, "tensor" for a parameter or buffer, "inside" for a tensor that a
+    # call makes and does not return.
     kind: Literal["output", "argument", "tensor", "inside"]
-    call: int = -1
-    leaf: int = -1
-    name: str = ""
+    call: int = -1  # number of the call, by the order of the record; -1 for a parameter or buffer
+    leaf: int = -1  # number of the output or argument of that call; -1 for the other kinds
+    name: str = ""  # first name of the parameter or buffer; "" for the other kinds
 
 
 Labels = frozenset[Label]
 
 
 class Leaf(msgspec.Struct, frozen=True):
-    """A leaf of what a call returns or leaves behind, or an argument of a call.
+    """A leaf of what a call returns or leaves behind, or an argument of a call."""
 
-    Attributes:
-        dtype: None for a value that is no tensor.
-        shape, stride: of the tensor.
-        device: type of its device.
-        differentiable: whether gradients flow into it.
-        value: the value that is no tensor.
-        same: number of the argument that this leaf is, of the leaves of (args, kwargs); None for a new tensor.
-        changed: whether code between calls changes the tensor in place.
-    """
-
-    dtype: torch.dtype | None = None
-    shape: tuple[int, ...] = ()
-    stride: tuple[int, ...] = ()
-    device: str = "cpu"
-    differentiable: bool = False
-    value: Any = None
+    dtype: torch.dtype | None = None  # None for a value that is no tensor
+    shape: tuple[int, ...] = ()  # sizes of the tensor
+    stride: tuple[int, ...] = ()  # its strides
+    device: str = "cpu"  # type of its device
+    differentiable: bool = False  # whether gradients flow into it
+    value: Any = None  # the value that is no tensor
+    # Number of the argument that this leaf is, of the leaves of (args, kwargs); None for a new tensor.
     same: int | None = None
-    changed: bool = False
+    changed: bool = False  # whether code between calls changes the tensor in place
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Leaf:
@@ -79,106 +64,62 @@ class Leaf(msgspec.Struct, frozen=True):
 
 
 class Argument(msgspec.Struct, frozen=True):
-    """An argument of a call that may be sent in place of what it is computed from.
+    """An argument of a call that may be sent in place of what it is computed from."""
 
-    Attributes:
-        leaf: the tensor.
-        sources: labels that it is computed from, since the last calls.
-        base: the output that it is a view of; None for a tensor of its own.
-    """
-
-    leaf: Leaf
-    sources: Labels
-    base: Label | None = None
+    leaf: Leaf  # the tensor
+    sources: Labels  # labels that it is computed from, since the last calls
+    base: Label | None = None  # the output that it is a view of; None for no view
 
 
 class Stash(NamedTuple):
-    """A value with tensors that a call leaves in an attribute.
+    """A value with tensors that a call leaves in an attribute."""
 
-    Attributes:
-        path: of the module with the attribute, from the called module; "" for that one.
-        name: of the attribute.
-        rebuild: returns the value from its leaves.
-        leaves: their numbers among the leaves of the call.
-    """
-
-    path: str
-    name: str
-    rebuild: Callable[[Sequence[Any]], Any]
-    leaves: tuple[int, ...]
+    path: str  # of the module with the attribute, from the called module; "" for that one
+    name: str  # of the attribute
+    rebuild: Callable[[Sequence[Any]], Any]  # returns the value from its leaves
+    leaves: tuple[int, ...]  # their numbers among the leaves of the call
 
 
 class Write(NamedTuple):
-    """An argument that a call changes in place.
+    """An argument that a call changes in place."""
 
-    Attributes:
-        argument: number among the leaves of (args, kwargs).
-        leaf: number, among the leaves of the call, of its value after the call.
-    """
-
-    argument: int
-    leaf: int
+    argument: int  # number among the leaves of (args, kwargs)
+    leaf: int  # number, among the leaves of the call, of its value after the call
 
 
 class Growth(NamedTuple):
-    """Items that a call adds to a list or dictionary that it is given.
+    """Items that a call adds to a list or dictionary that it is given."""
 
-    Attributes:
-        list: number of the list or dictionary, in the order of `growing_in`.
-        rebuild: returns the items from their leaves.
-        leaves: their numbers among the leaves of the call.
-    """
-
-    list: int
-    rebuild: Callable[[Sequence[Any]], Any]
-    leaves: tuple[int, ...]
+    list: int  # number of the list or dictionary, in the order of `growing_in`
+    rebuild: Callable[[Sequence[Any]], Any]  # returns the items from their leaves
+    leaves: tuple[int, ...]  # their numbers among the leaves of the call
 
 
 class Tap(NamedTuple):
-    """A result that the forward hooks of a module within a call are given.
+    """A result that the forward hooks of a module within a call are given."""
 
-    Attributes:
-        path: of the module, from the called one; "" for that one.
-        rebuild: returns the result from its leaves.
-        leaves: their numbers among the leaves of the call.
-    """
-
-    path: str
-    rebuild: Callable[[Sequence[Any]], Any]
-    leaves: tuple[int, ...]
+    path: str  # of the module, from the called one; "" for that one
+    rebuild: Callable[[Sequence[Any]], Any]  # returns the result from its leaves
+    leaves: tuple[int, ...]  # their numbers among the leaves of the call
 
 
 class UnitCall(msgspec.Struct, frozen=True):
-    """A call of a unit.
+    """A call of a unit."""
 
-    Attributes:
-        path: of the module.
-        rebuild: returns the result from its leaves, the first `width` of `leaves`.
-        width: number of leaves of the result.
-        leaves: of the result; then of attributes, arguments, lists and hooks.
-        arguments: by number of the leaf of (args, kwargs), those that may be sent.
-        needs: sources of what it is given and of what it reads, parameters included.
-        stashes, writes, growths, taps: tensors that it leaves behind besides its result.
-        flops: of its forward.
-        reentrant: whether it runs in a checkpoint of the reentrant kind, whose first run has no gradient.
-        hidden: numbers of the leaves that such a checkpoint keeps inside, without a gradient.
-        cached: growths of the caches of keys and values that it is given.
-    """
-
-    path: str
-    rebuild: Callable[[Sequence[Any]], Any]
-    width: int
-    leaves: tuple[Leaf, ...]
-    arguments: Mapping[int, Argument]
-    needs: Labels
-    stashes: tuple[Stash, ...] = ()
-    writes: tuple[Write, ...] = ()
-    growths: tuple[Growth, ...] = ()
-    taps: tuple[Tap, ...] = ()
-    flops: float = 0.0
-    reentrant: bool = False
-    hidden: frozenset[int] = frozenset()
-    cached: tuple[CacheGrowth, ...] = ()
+    path: str  # of the module
+    rebuild: Callable[[Sequence[Any]], Any]  # returns the result from its leaves, the first `width` of `leaves`
+    width: int  # number of leaves of the result
+    leaves: tuple[Leaf, ...]  # of the result; then of attributes, arguments, lists and hooks
+    arguments: Mapping[int, Argument]  # by number of the leaf of (args, kwargs), those that may be sent
+    needs: Labels  # sources of what it is given and of what it reads, parameters included
+    stashes: tuple[Stash, ...] = ()  # values with tensors that it leaves in attributes
+    writes: tuple[Write, ...] = ()  # arguments that it changes in place
+    growths: tuple[Growth, ...] = ()  # items that it adds to lists and dictionaries
+    taps: tuple[Tap, ...] = ()  # results that hooks within it are given
+    flops: float = 0.0  # of its forward
+    reentrant: bool = False  # whether it runs in a checkpoint of the reentrant kind, whose first run has no gradient
+    hidden: frozenset[int] = frozenset()  # numbers of the leaves that such a checkpoint keeps without a gradient
+    cached: tuple[CacheGrowth, ...] = ()  # growths of the caches of keys and values that it is given
 
 
 class RunningCall:
@@ -234,61 +175,36 @@ class RunningCall:
 
 
 class Decision(NamedTuple):
-    """A place between calls where Python reads values of tensors, as `if` and `nonzero` do.
+    """A place between calls where Python reads values of tensors, as `if` and `nonzero` do."""
 
-    Attributes:
-        call: number of the calls before it.
-        sources: of the values.
-    """
-
-    call: int
-    sources: Labels
+    call: int  # number of the calls before it
+    sources: Labels  # of the values
 
 
 class HeldTensor(NamedTuple):
-    """A parameter or buffer of the model.
+    """A parameter or buffer of the model."""
 
-    Attributes:
-        names: all its names, the first one being that of labels.
-        bytes: its size.
-        is_parameter: whether it is one.
-    """
-
-    names: tuple[str, ...]
-    bytes: int
-    is_parameter: bool
+    names: tuple[str, ...]  # all its names, the first one being that of labels
+    bytes: int  # its size
+    is_parameter: bool  # whether it is one
 
 
 class ForwardRecord(msgspec.Struct, frozen=True):
-    """One forward of a model.
+    """One forward of a model."""
 
-    Attributes:
-        calls: of units, in order.
-        end: sources of what the forward returns.
-        decisions: values that Python reads between calls.
-        held: parameters and buffers of the model.
-        between: FLOPs of the code before each call, and of that behind the last one.
-        outside: FLOPs of the code between calls by the names of the parameters that it reads.
-        units: paths of the units.
-        draws: whether it draws random numbers of torch.
-        draws_on_host: whether it draws from the global streams of python or numpy.
-        branches: whether Python reads values between calls that no call has made, such as those of the inputs.
-        updates: names of buffers that the code between calls changes by values of calls.
-        states: attributes and buffers that it changes.
-    """
-
-    calls: tuple[UnitCall, ...]
-    end: Labels
-    decisions: tuple[Decision, ...]
-    held: tuple[HeldTensor, ...]
-    between: tuple[float, ...] = ()
-    outside: Mapping[str, float] = {}
-    units: tuple[str, ...] = ()
-    draws: bool = False
-    updates: tuple[str, ...] = ()
+    calls: tuple[UnitCall, ...]  # of units, in order
+    end: Labels  # sources of what the forward returns
+    decisions: tuple[Decision, ...]  # values that Python reads between calls
+    held: tuple[HeldTensor, ...]  # parameters and buffers of the model
+    between: tuple[float, ...] = ()  # FLOPs of the code before each call, and of that behind the last one
+    outside: Mapping[str, float] = {}  # FLOPs of the code between calls by the names of the parameters that it reads
+    units: tuple[str, ...] = ()  # paths of the units
+    draws: bool = False  # whether it draws random numbers of torch
+    updates: tuple[str, ...] = ()  # names of buffers that the code between calls changes by values of calls
+    # Whether Python reads values between calls that no call has made, such as values of the inputs.
     branches: bool = False
-    states: tuple[State, ...] = ()
-    draws_on_host: bool = False
+    states: tuple[State, ...] = ()  # attributes and buffers that it changes
+    draws_on_host: bool = False  # whether it draws from the global streams of python or numpy
 
     @property
     def is_random(self) -> bool:
@@ -351,7 +267,7 @@ def check_states(record: ForwardRecord, ends: Sequence[int], *, several: bool) -
 
 
 def place_of(error: Exception, model: nn.Module, unit_of: Callable[[Node | None], str] | None = None) -> str:
-    """Return the path of the innermost module in whose forward or backward an error was raised, and the user's line.
+    """Return the path of the innermost module that raised an error in forward or backward, and the user's line.
 
     `unit_of`: maps a node of the graph to a path, and None to the text for an error with neither module nor node.
     """
@@ -386,11 +302,11 @@ def held_tensors(model: nn.Module) -> tuple[HeldTensor, ...]:
 def record_in_order(model: nn.Module, units: Sequence[str]) -> ForwardRecord:
     """Return a record of calls in the order of registration, for a model without an example. No tensor is known.
 
-    The FLOPs of a unit are those of its matmuls for one token, without their factor of two. A parameter outside of
+    The FLOPs of a unit count its matmuls for one token, without their factor of two. A parameter outside of
     units may be read by every call.
 
     Args:
-        units: paths of the modules that are called, such as those of `units_of`.
+        units: paths of the modules that are called, such as `units_of` returns.
     """
     held = held_tensors(model)
     inside = tuple(f"{path}." for path in units)

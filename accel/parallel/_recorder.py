@@ -75,7 +75,7 @@ def record_forward(
     The model, which may be one `without_memory`, keeps its buffers and its classes; the random streams stay.
 
     Args:
-        units: paths of the modules whose calls are recorded, such as those of `units_of`.
+        units: paths of the modules to record, such as `units_of` returns.
         args, kwargs: of the model; real tensors.
         containers: kinds of containers besides those that `take_apart` knows.
 
@@ -350,7 +350,7 @@ class Recorder(TorchDispatchMode):
         return tree.rebuild([given.get(id(each), fake(each)) for each in tree.leaves])
 
     def _hand_out(self, now: RunningCall, value: Any) -> Any:
-        """Note a leaf that a call returns; return it under a label of its own, or the argument that it is."""
+        """Note a leaf that a call returns; return it under a new label, or the argument that it is."""
         at = len(now.leaves)
         if not isinstance(value, torch.Tensor):
             same = None if isinstance(value, _PLAIN) else _place(now.given, value)
@@ -451,7 +451,7 @@ class Recorder(TorchDispatchMode):
                 now.growths.append(Growth(number, tree.rebuild, tuple(range(first, len(now.leaves)))))
 
     def _note_taps(self, now: RunningCall, taps: Sequence[tuple[str, Any]]) -> None:
-        """Label what hooks have seen: a result of the call, or a leaf of its own."""
+        """Label what hooks have seen: a result of the call, or another leaf."""
         known = {id(each): at for at, each in enumerate(now.tree.leaves) if isinstance(each, torch.Tensor)}
         for path, output in taps:
             tree = take_apart(output, self._containers)

@@ -21,47 +21,29 @@ _HOOK = "_hf_hook"  # attribute of a module with a hook of Accelerate's, or seve
 
 
 class RefusedFact(NamedTuple):
-    """Something in a model that is refused.
+    """Something in a model that is refused."""
 
-    Attributes:
-        got: text of it, for the error.
-        where: place of it, for the error.
-    """
-
-    got: str
-    where: str = "prepare_model"
+    got: str  # text of it, for the error
+    where: str = "prepare_model"  # place of it, for the error
 
 
 class PrepareCall(NamedTuple):
-    """A call of `prepare` for one model.
+    """A call of `prepare` for one model."""
 
-    Attributes:
-        ctx: its context.
-        view: the model.
-        waiting: the spreads that are to come.
-        options: those of the spread whose rows are asked.
-    """
-
-    ctx: DistContext
-    view: ModelView
-    waiting: Sequence[Spread] = ()
-    options: Any = None
+    ctx: DistContext  # its context
+    view: ModelView  # the model
+    waiting: Sequence[Spread] = ()  # the spreads that are to come
+    options: Any = None  # options of the spread that is asked
 
 
 class ModelRefusal(NamedTuple):
-    """A kind of model that `prepare` refuses, as a row of a table.
+    """A kind of model that `prepare` refuses, as a row of a table."""
 
-    Attributes:
-        problem, expected, fix: of the error.
-        when: finds it in a call; None if it is not there. No communication.
-        error: class of the error.
-    """
-
-    problem: str
-    when: Callable[[PrepareCall], RefusedFact | None]
-    fix: str
-    expected: str = ""
-    error: type[AccelError] = PrepareError
+    problem: str  # what is wrong, for the error
+    when: Callable[[PrepareCall], RefusedFact | None]  # finds it in a call; None if it is not there. No communication
+    fix: str  # what to do, for the error
+    expected: str = ""  # what is right, for the error
+    error: type[AccelError] = PrepareError  # class of the error
 
 
 def refused(asked: PrepareCall, rows: Iterable[ModelRefusal]) -> list[AccelError]:
@@ -127,7 +109,7 @@ def _hooked(asked: PrepareCall) -> RefusedFact | None:
     devices = sorted({f"cuda:{each}" if isinstance(each, int) else str(each) for each in devices})
     if away:
         return RefusedFact(f"{len(away)} offloaded modules, such as {away[0]!r}")
-    # a model with all weights on one device passes, as does one whose hooks were taken away
+    # a model with all weights on one device passes, and one without its former hooks
     return RefusedFact(f"modules on {', '.join(devices)}") if len(devices) > 1 else None
 
 
@@ -137,7 +119,7 @@ _WRAPPERS = frozenset(
 )
 _COMPOSED = "torch.distributed._composable.replicate"  # DDP as a class put before the module's
 _STAGES = "transformers.distributed.pipeline_parallel"  # module of the class of layers that other stages have
-_REPLACED = ("_original_forward", "forward")  # attributes of a model whose forward Accelerate has replaced
+_REPLACED = ("_original_forward", "forward")  # attributes of a model after Accelerate has replaced its forward
 
 
 def _module_of(kind: Callable[[nn.Module], bool]) -> Callable[[PrepareCall], RefusedFact | None]:

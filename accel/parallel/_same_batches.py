@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches of ranks that share samples: compared in the first training and the first evaluation forward of a model.
 
-A loader whose sampler counts all ranks gives each rank along tp and pp a batch of its own. Nothing fails then, and
+A loader with a sampler that counts all ranks gives each rank along tp and pp another batch. Nothing fails then, and
 products of parts of different samples train something else than the model. Later batches come from the same loader, so
 they are not compared; a model that a checkpoint was loaded into compares its next ones.
 """
@@ -42,17 +42,12 @@ _TOLERANCE = 1e-3  # of absolute sums: outputs of an encoder differ in their las
 
 
 class _Known(NamedTuple):
-    """Facts of one leaf to compare.
+    """Facts of one leaf to compare."""
 
-    Attributes:
-        text: path, dtype and shape, or type.
-        values: bytes to be equal on all ranks.
-        figures: sum and absolute sum of all elements; then, of a sample, the sum weighted by place and the absolute
-            sum. Large batches of one distribution have nearly equal sums, samples of them have not.
-    """
-
-    text: str
-    values: bytes = b""
+    text: str  # path, dtype and shape, or type
+    values: bytes = b""  # bytes to be equal on all ranks
+    # Sum and absolute sum of all elements; then, of a sample, the sum weighted by place and the absolute sum.
+    # Large batches of one distribution have nearly equal sums, samples of them have not.
     figures: tuple[float, ...] = _NO_FIGURES
 
 
@@ -60,8 +55,8 @@ class SameBatches:
     """Compares the batches of ranks that share samples, once in training and once in evaluation.
 
     Attributes:
-        modes: the modes whose first forward is compared.
-        awaited: the ones whose first forward has not come.
+        modes: the modes that compare their first forward.
+        awaited: the modes without a forward so far.
     """
 
     __slots__ = ("_comm", "_containers", "_rank", "awaited", "modes")
@@ -117,7 +112,7 @@ class SameBatches:
 
 
 class _Compared(Mixin, nn.Module):
-    """Stands before the class of a model whose ranks share samples.
+    """Stands before the class of a model on ranks that share samples.
 
     A call, and no hook: torch.compile makes hooks part of a model's graph, which cannot communicate in this way.
     """
@@ -225,7 +220,7 @@ def _is_plain(leaf: torch.Tensor) -> bool:
 
 
 def _flat_reals(tensor: torch.Tensor) -> torch.Tensor:
-    """Return floating-point elements in one dimension; complex ones as two, those of one byte in float32."""
+    """Return floating-point elements in one dimension; complex ones as two, elements of one byte in float32."""
     flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
     return flat.float() if flat.itemsize == 1 else flat  # torch has no sum of them
 

@@ -22,7 +22,7 @@ from accel.topology import Dimension, dimension_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Ranks along these hold parameters of their own, so gradients of the same parameter never cross them.
+# Ranks along these hold different parameters, so gradients of one parameter never cross them.
 MODEL_DIMENSIONS: tuple[Dimension, ...] = ("pipeline", "tensor")
 _MOST_LISTED = 8
 
@@ -170,7 +170,7 @@ def stage_size(ctx: DistContext) -> int:
 def _left_out(
     ctx: DistContext, named: Mapping[str, nn.Parameter], *, with_fsdp: bool = False
 ) -> tuple[str, int | None] | None:
-    """The first parameter whose gradient would not reach every rank, with the size of its mesh, if it has one."""
+    """The first parameter with a gradient that would not reach every rank, and the size of its mesh, if it has one."""
     known: dict[DeviceMesh, bool] = {}
     for name, parameter in named.items():
         mesh = mesh_of(parameter)

@@ -50,9 +50,9 @@ def _nodes(roots: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 
 def separate_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Give each gradient whose elements are another's too its own memory. Mutates `.grad`; no communication.
+    """Give each gradient that shares elements with another its own memory. Mutates `.grad`; no communication.
 
-    Views of one storage without a common element stay, such as those of DDP's buckets.
+    Views of one storage without a common element stay, such as the views of DDP's buckets.
     """
     storages: dict[int, list[torch.Tensor]] = {}
     for each in parameters:
@@ -72,18 +72,12 @@ def _copied(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class _Span(NamedTuple):
-    """The part of a storage that holds a gradient.
+    """The part of a storage that holds a gradient."""
 
-    Attributes:
-        start, end: in bytes, without the end.
-        part: this rank's elements.
-        parameter: parameter of the gradient.
-    """
-
-    start: int
-    end: int
-    part: torch.Tensor
-    parameter: torch.Tensor
+    start: int  # its first byte
+    end: int  # the byte behind its last
+    part: torch.Tensor  # this rank's elements
+    parameter: torch.Tensor  # parameter of the gradient
 
     @property
     def is_dense(self) -> bool:
@@ -99,7 +93,7 @@ def _span(parameter: torch.Tensor) -> _Span:
 
 
 def _overlapping(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield parameters whose gradient, in the same storage as all the others, has an element of one before it."""
+    """Yield parameters with a gradient that shares an element with one before it. All are in one storage."""
     spans = [_span(each) for each in parameters if cast(torch.Tensor, each.grad).numel()]
     reaching: list[_Span] = []  # gradients that stay, as far as they reach into the next span
     for each in sorted(spans, key=lambda span: (span.start, -span.end)):
@@ -111,7 +105,7 @@ def _overlapping(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _share_elements(first: _Span, second: _Span) -> bool:
-    """Return whether two gradients whose spans meet have a common element."""
+    """Return whether two gradients with overlapping spans have a common element."""
     if (first.is_dense and second.is_dense) or first.part.itemsize != second.part.itemsize:
         return True
     size = first.part.itemsize

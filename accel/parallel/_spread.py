@@ -47,7 +47,7 @@ def stage_comm(ctx: DistContext) -> Comm:
 
 
 def follow_first_(comm: Comm, tensors: Iterable[torch.Tensor]) -> None:
-    """Replace plain tensors, alike in shape and dtype, by those of a handle's first rank. A collective of a message a
+    """Replace plain tensors, alike in shape and dtype, by the first rank's of a handle. A collective of a message a
     dtype."""
 
     def receive(flat: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ class _Awaited:
 
 
 class PendingForward:
-    """Knows whether a backward is to come for an earlier forward, whose saved tensors may be the model's buffers.
+    """Knows whether an earlier forward still awaits its backward: its saved tensors may be the model's buffers.
 
     Buffers are not replaced in place meanwhile: several calls of a model may share a backward.
     """
@@ -155,7 +155,7 @@ class ModelView:
         return self if inner is self.model else ModelView(inner, self.example)
 
     def after(self, model: nn.Module | None = None) -> ModelView:
-        """Return the view of the model with the tensors that it has now; the modules are those of this view.
+        """Return the view of the model with the tensors that it has now; the modules stay the same.
 
         `model`: a wrapper that was put around the model.
         """
@@ -233,7 +233,7 @@ class ModelView:
 
 
 def sparse_tables(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters that DDP expects sparse gradients of, those of `sparse=True`, by path."""
+    """Return the trainable parameters that DDP expects sparse gradients of, by path: tables with `sparse=True`."""
     found: dict[str, nn.Parameter] = {}
     for path, module in modules:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
@@ -299,7 +299,7 @@ class SpreadFunction(Protocol):
     """A function that spreads a model."""
 
     def __call__(self, ctx: DistContext, view: ModelView, options: Any, /, *, is_empty: bool) -> nn.Module:
-        """Spread a model and return the object to call in the loop. Mutates the model, whose modules stay in their
+        """Spread a model and return the object to call in the loop. Mutates the model; its modules stay in their
         places; with `is_empty`, no rank has values and nothing is sent."""
         ...
 
@@ -310,7 +310,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         dimension: the dimension to spread along.
         options_from: its options of a plan, of keywords of `prepare_model` and of a model. Pure.
-        keywords: those of `prepare_model` that it takes.
+        keywords: keywords of `prepare_model` that it takes.
         is_done: whether the model is spread along it already. No communication.
         refusals: returns the errors of a model that cannot be spread with these options, all of them. No
             communication, and nothing is changed.

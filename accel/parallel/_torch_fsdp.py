@@ -70,21 +70,15 @@ GATHERS, SUMS = ("unshard", "wait_for_unshard"), "post_backward"
 
 
 class Shards(NamedTuple):
-    """A parameter that `fully_shard` has taken.
+    """A parameter that `fully_shard` has taken."""
 
-    Attributes:
-        parameter: as an optimizer has it.
-        whole: as forward and backward have it; None until the first forward.
-        held: gradients of the whole one that ranks have not exchanged.
-    """
-
-    parameter: torch.Tensor
-    whole: torch.Tensor | None
-    held: list[torch.Tensor]
+    parameter: torch.Tensor  # as an optimizer has it
+    whole: torch.Tensor | None  # as forward and backward have it; None until the first forward
+    held: list[torch.Tensor]  # gradients of the whole one that ranks have not exchanged
 
 
 def shards_of(module: nn.Module) -> Iterator[Shards]:
-    """Yield the parameters that `fully_shard` took when it was called on a module; not those of modules below it."""
+    """Yield the parameters that `fully_shard` took when it was called on a module, not on modules below it."""
     for group in _groups(module):
         for each in group.fsdp_params:
             whole = getattr(each, "_unsharded_param", None)

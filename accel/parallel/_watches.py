@@ -196,7 +196,7 @@ class _BufferWatch(_FirstForward):
 
     def __init__(self, model: nn.Module) -> None:
         self._before: dict[str, tuple[torch.Tensor, int]] = {}
-        # Hooks of torch.nn.utils.spectral_norm change buffers too; those of a sharded model bring rank 0's. A graph
+        # Hooks of torch.nn.utils.spectral_norm change buffers too; hooks of a sharded model bring rank 0's. A graph
         # would break at a hook that is not traced.
         super().__init__(model, lambda hook: hook, prepend=not any(map(is_dtensor, model.parameters())))
 
@@ -220,7 +220,7 @@ class _BufferWatch(_FirstForward):
 
 
 def _statistics(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a model's buffers but for counters and those of batch norms, whose change everybody expects."""
+    """Yield a model's buffers but for counters and buffers of batch norms: everybody expects these to change."""
     for path, module in named_modules(model):
         if not isinstance(module, _BatchNorm):
             for name, each in module.named_buffers(path, recurse=False):

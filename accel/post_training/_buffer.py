@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of each prompt of a run with rollouts, as a frozen record that a checkpoint holds.
 
-Prompts are numbered in the order of the data. `next` is the first one that was never started; what is below it, and
-neither queued, in flight nor finished, was used or discarded. So a prompt is in exactly one state at any time.
+Prompts are numbered in the order of the data. `next` is the first one that was never started. A lower number that is
+neither queued, in flight nor finished was used or discarded. So a prompt is in exactly one state at any time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from accel.errors import DataError
-from accel.errors._checks import check_count
+from accel.errors._checks import check_count, check_kind
 from accel.post_training._samples import Samples, check_rewards
 
 PromptStatus = Literal["waiting", "in flight", "finished", "used or discarded"]
@@ -76,7 +76,7 @@ def group_samples(samples: Samples, rewards: Tensor | Sequence[float] | None = N
 
 
 class FinishedPrompt(StartedPrompt, frozen=True, eq=False):
-    """A prompt whose samples wait for a step.
+    """A prompt with samples that wait for a step.
 
     Attributes:
         group: the samples.
@@ -94,14 +94,14 @@ class RolloutBuffer(msgspec.Struct, frozen=True, eq=False):
 
     Attributes:
         batch: number of prompts of a step.
-        max_staleness: most updates between the weights that drew samples and those that train on them.
+        max_staleness: most updates between the weights that drew samples and the weights that train on them.
         in_order: whether a step waits for the oldest prompts, so that a run does not depend on which ended first.
         next: first prompt that was never started.
         queue: prompts to be started again before new ones.
-        flight: prompts whose samples are being drawn.
-        finished: prompts whose samples wait for a step.
+        flight: prompts with samples that are being drawn.
+        finished: prompts with samples that wait for a step.
         used: number of prompts that steps have taken.
-        stale: number of groups that became too old, and whose prompts were queued again.
+        stale: number of groups that became too old. Their prompts were queued again.
         discarded: number of prompts that were discarded, by reason.
 
     Examples:
@@ -123,13 +123,9 @@ class RolloutBuffer(msgspec.Struct, frozen=True, eq=False):
 
     def __post_init__(self) -> None:
         check_count(self.batch, "the number of prompts is not valid", where=f"{_WHERE}(batch=)")
-        if self.max_staleness < 0:
-            raise DataError(
-                "the number of updates is not valid",
-                expected="0 or more",
-                got=repr(self.max_staleness),
-                where=f"{_WHERE}(max_staleness=)",
-            )
+        check_count(
+            self.max_staleness, "the number of updates is not valid", least=0, where=f"{_WHERE}(max_staleness=)"
+        )
 
     @property
     def room(self) -> int:
@@ -162,8 +158,13 @@ class RolloutBuffer(msgspec.Struct, frozen=True, eq=False):
             groups: samples by the prompt's number.
 
         Raises:
+            ConfigError: values that are no `RolloutGroup`.
             DataError: a prompt that is not in flight.
         """
+        where, fix = f"{_WHERE}.put", "Pass group_samples(samples, rewards)."
+        check_kind(groups, Mapping, "the samples are not grouped by prompt", where=where, fix=fix)
+        for each in groups.values():
+            check_kind(each, RolloutGroup, "the samples of a prompt are no group", where=where, fix=fix)
         self._check_in_flight(groups, "put")
         updates = {each.prompt: each.update for each in self.flight}
         made = (FinishedPrompt(prompt, updates[prompt], group) for prompt, group in groups.items())
@@ -176,7 +177,7 @@ class RolloutBuffer(msgspec.Struct, frozen=True, eq=False):
         return msgspec.structs.replace(self, flight=self._flight_without(prompts), queue=queue)
 
     def discard(self, prompt: int, reason: str) -> RolloutBuffer:
-        """Leave out a prompt in flight or finished for good, such as one whose samples all have the same reward.
+        """Leave out a prompt in flight or finished for good, such as one with equal rewards of all samples.
 
         Args:
             prompt: its number.

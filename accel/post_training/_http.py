@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -34,19 +34,10 @@ A = TypeVar("A")
 _PATIENCE_S = 60.0  # of the server, for the next bytes of a request
 
 
-class _Commit(msgspec.Struct, frozen=True):
-    digest: str
-    count: int
-
-
-class _Asked(msgspec.Struct, frozen=True):
-    requests: list[SampleRequest]
-    options: SampleOptions
-
-
-class _Drawn(msgspec.Struct, frozen=True):
-    rows: list[DrawnTokens]
-    version: Version
+# Bodies of the requests commit and sample, and of the answer to sample.
+_Commit = tuple[str, int]
+_Asked = tuple[list[SampleRequest], SampleOptions]
+_Drawn = tuple[list[DrawnTokens], Version]
 
 
 class HttpServer:
@@ -69,7 +60,7 @@ class HttpServer:
 
     def commit(self, digest: str, count: int) -> None:
         """Have each server compare what it holds; see `WeightServer`."""
-        self._send_all("commit", msgspec.json.encode(_Commit(digest, count)))
+        self._send_all("commit", msgspec.json.encode((digest, count)))
 
     def sample(self, ctx: DistContext, requests: Sequence[SampleRequest], options: SampleOptions) -> Samples:
         """Draw samples, a part of them from each server; see `SampleServer`. No communication with ranks."""
@@ -78,17 +69,17 @@ class HttpServer:
 
         def ask(part: tuple[str, list[SampleRequest]]) -> _Drawn:
             url, asked = part
-            answer = self._ask(url, "sample", msgspec.json.encode(_Asked(asked, options)))
+            answer = self._ask(url, "sample", msgspec.json.encode((asked, options)))
             with understood(url):
-                drawn = msgspec.json.decode(answer, type=_Drawn)
-                if len(drawn.rows) != len(asked):
-                    raise ValueError(f"{len(drawn.rows)} samples for {len(asked)} requests")
-                if any(len(row.tokens) != len(row.logprobs) for row in drawn.rows):
+                rows, version = msgspec.json.decode(answer, type=_Drawn)
+                if len(rows) != len(asked):
+                    raise ValueError(f"{len(rows)} samples for {len(asked)} requests")
+                if any(len(row.tokens) != len(row.logprobs) for row in rows):
                     raise ValueError("a log-probability is missing")
-                return drawn
+                return rows, version
 
         found = in_threads(ask, parts.items())
-        versions = {url: each.version for url, each in zip(parts, found, strict=True)}
+        versions = {url: version for url, (_, version) in zip(parts, found, strict=True)}
         if len({*versions.values()}) > 1:
             raise ServerError(
                 "servers have different weights",
@@ -97,8 +88,8 @@ class HttpServer:
                 where="sample",
                 fix="Publish the weights again, or name the version: sample(version=...).",
             )
-        rows = [found[at % count].rows[at // count] for at in range(len(requests))]
-        version = found[0].version if found else options.version
+        rows = [found[at % count][0][at // count] for at in range(len(requests))]
+        version = found[0][1] if found else options.version
         return samples_of(requests, rows, version, limited=options.is_limited)
 
     def _send_all(self, verb: str, body: bytes) -> None:
@@ -126,10 +117,12 @@ def as_safetensors(tensors: Mapping[str, Tensor]) -> bytes:
     return save({name: each.detach().cpu().contiguous() for name, each in tensors.items()})
 
 
-def request(url: str, body: bytes, timeout_s: float, token: str) -> tuple[int, bytes]:
-    """Return status and body of an answer; raise `ServerError` for none in time."""
+def request(
+    url: str, body: bytes, timeout_s: float, token: str, kind: str = "application/octet-stream"
+) -> tuple[int, bytes]:
+    """Return status and body of the answer to a body of a media type; raise `ServerError` for none in time."""
     try:
-        return post(url, body, timeout_s, {"Authorization": f"Bearer {token}"})
+        return post(url, body, timeout_s, {"Authorization": f"Bearer {token}", "Content-Type": kind})
     except OSError as error:
         raise ServerError(
             "a server does not answer",
@@ -238,8 +231,7 @@ def serve(
     if server.place != "rank":
         raise ConfigError("a spread model cannot be served", expected="a plain model", got=server.place, where="serve")
     shown = f"[{host}]" if ":" in host else host
-    with _Listener((host, port), _Handler) as listener:
-        listener.ctx, listener.server, listener.token, listener.most_bytes = ctx, server, token, most_bytes
+    with _Listener((host, port), ctx, server, token, most_bytes) as listener:
         thread = threading.Thread(target=listener.serve_forever, args=(0.05,), name="accel-serve", daemon=True)
         thread.start()
         try:
@@ -251,13 +243,12 @@ def serve(
 class _Listener(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False  # a client that hangs does not hold the end
-    ctx: DistContext
-    server: LocalServer
-    token: str
-    most_bytes: int
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(
+        self, address: tuple[str, int], ctx: DistContext, server: LocalServer, token: str, most_bytes: int
+    ) -> None:
+        super().__init__(address, _Handler)
+        self.ctx, self.server, self.token, self.most_bytes = ctx, server, token, most_bytes
         self.lock = threading.Lock()
 
 
@@ -292,13 +283,12 @@ class _Handler(BaseHTTPRequestHandler):
         if verb == "load":
             return to.load(load(body))
         if verb == "commit":
-            sent = msgspec.json.decode(body, type=_Commit)
-            return to.commit(sent.digest, sent.count)
+            return to.commit(*msgspec.json.decode(body, type=_Commit))
         if verb == "sample":
-            asked = msgspec.json.decode(body, type=_Asked)
-            rows = to.draw(self.server.ctx, asked.requests, asked.options)
-            _ = samples_of(asked.requests, rows, to.version, limited=False)  # refuses NaN, which JSON does not have
-            return _Drawn(rows, to.version)
+            requests, options = msgspec.json.decode(body, type=_Asked)
+            rows = to.draw(self.server.ctx, requests, options)
+            _ = samples_of(requests, rows, to.version, limited=False)  # refuses NaN, which JSON does not have
+            return rows, to.version
         raise ServerError("no such request", expected="begin, load, commit or sample", got=verb, where="serve")
 
     def _answer(self, status: int, value: object) -> None:
@@ -320,7 +310,7 @@ def _check_token(token: str, call: str) -> None:
     if not token.strip() or not token.isascii() or not token.isprintable():
         raise ConfigError(
             "the token is not valid",
-            expected="printable ASCII characters, such as those of secrets.token_urlsafe()",
+            expected="printable ASCII characters, such as secrets.token_urlsafe()",
             got="nothing" if not token.strip() else "other characters",
             where=f"{call}(token=)",
         )

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from accel.checkpoint._live_tensors import checksums, tied
 from accel.comm import adopt, all_reduce_flat
@@ -25,24 +26,23 @@ from accel.parallel import split_sequence
 from accel.parallel._micro_batches import first_tensor
 from accel.parallel._modules import is_pipelined, prepared_of, unwrap_model
 from accel.parallel._sharded import is_sharded
+from accel.post_training._logprobs import token_logprobs
 from accel.post_training._sample import DrawnTokens, Place, SampleOptions, SampleRequest, samples_of
 from accel.post_training._samples import Samples, Version
 from accel.tensors import integers, is_dtensor
 from accel.training._decoding import (
     CachedTokens,
     Decoder,
-    Sampling,
     WholeSequences,
     decode,
-    log_chances,
     numbers_of,
     share_tokens,
     takes_cache,
-    whole_rows,
 )
 from accel.training._evaluating import evaluating
 from accel.training._generate import check_causal
 
+_padded_in_front = partial(pad_sequence, batch_first=True, padding_side="left")
 Layout = Literal["hub", "model"]
 Check = Literal["digest", "dtype", "version"]
 
@@ -51,7 +51,7 @@ class WeightServer(Protocol):
     """A server that weights are published to.
 
     Attributes:
-        layout: names of tensors that it takes: those of the hub's checkpoints, or the model's own.
+        layout: names of tensors that it takes: "hub" for names in the hub's checkpoints, "model" for the model's.
         checks: names of facts that the server itself compares. After a publish to one that does not compare the
             "digest" of what it holds, `publish` compares log-probabilities.
     """
@@ -98,7 +98,7 @@ class Digest:
 
 
 class LocalServer:
-    """A model of this process as a server, with weights of its own; made by `local`.
+    """A model of this process as a server; made by `local`.
 
     Attributes:
         version: the weights that it has.
@@ -143,7 +143,7 @@ class LocalServer:
         self._missing -= {first.get(name, name) for name in tensors}
 
     def commit(self, digest: str, count: int) -> None:
-        """Compare what has arrived; see `WeightServer`."""
+        """Compare the tensors that have arrived; see `WeightServer`."""
         coming = self._begun("commit")
         check_arrived(self._arrived, digest, count)
         if self._missing:
@@ -159,27 +159,91 @@ class LocalServer:
     @property
     def place(self) -> Place:
         """Return who draws samples: all ranks together if the model is spread over them."""
-        return "ranks" if is_spread(self.model) else "rank"
+        return "ranks" if is_sharded(self.model) or is_pipelined(self.model) else "rank"
 
     def sample(self, ctx: DistContext, requests: Sequence[SampleRequest], options: SampleOptions) -> Samples:
         """Draw samples; see `SampleServer`. A collective if the model is spread over ranks."""
         return samples_of(requests, self.draw(ctx, requests, options), self.version, limited=options.is_limited)
 
     def draw(self, ctx: DistContext, requests: Sequence[SampleRequest], options: SampleOptions) -> list[DrawnTokens]:
-        """Draw the tokens of each request, as `sample` does."""
+        """Draw the tokens of each request, as `sample` does, in batches of rows.
+
+        If the model is spread over ranks, all run equally many batches: a rank with fewer repeats a row.
+        """
         self.check_version(options.version)
-        rows, vocab_parallel = self._most_rows, self._vocab_parallel
-        return draw_tokens(ctx, self.model, requests, options, most_rows=rows, vocab_parallel=vocab_parallel)
+        check_causal(self.model, options.max_new_tokens, where="sample")
+        plain = unwrap_model(self.model)
+        if "context" in prepared_of(plain):
+            raise ConfigError(
+                "a token at a time cannot be shared along cp",
+                expected="a model that was not prepared on a mesh with cp",
+                got=type(plain).__name__,
+                where="sample",
+                fix="Publish its weights to a plain copy, and sample from that: server = servers.local(copy).",
+            )
+        batches = _batches(requests, self._most_rows, alike=not takes_cache(self.model))
+        if ctx.world_size > 1 and self.place == "ranks":
+            count = torch.tensor([len(batches)], dtype=torch.int64, device=ctx.comm.control)
+            most = int(all_reduce_flat(ctx.comm, count, "max"))
+            filling = [SampleRequest(-1, 0, requests[0].ids if requests else (0,))]
+            batches += [filling] * (most - len(batches))
+        drawn: dict[tuple[int, int], DrawnTokens] = {}
+        with evaluating(self.model), torch.no_grad():
+            for batch in batches:
+                rows = self._draw_batch(ctx, batch, options)
+                drawn |= {(each.prompt, each.sample): row for each, row in zip(batch, rows, strict=True)}
+        return [drawn[each.prompt, each.sample] for each in requests]
+
+    def _draw_batch(
+        self, ctx: DistContext, requests: Sequence[SampleRequest], options: SampleOptions
+    ) -> list[DrawnTokens]:
+        """Draw the tokens of requests in one batch. Rows leave it when they end."""
+        prompts = [torch.tensor(each.ids) for each in requests]
+        ids = _padded_in_front(prompts).to(ctx.device)
+        select = partial(first_tensor, containers=ctx.containers)
+        decoder: Decoder
+        if takes_cache(self.model):
+            mask = _padded_in_front([torch.ones_like(each) for each in prompts])
+            decoder = CachedTokens(ctx, self.model, mask.to(ctx.device), select)
+        else:
+            longest = ids.shape[1] + options.max_new_tokens - 1
+            decoder = WholeSequences(ctx, self.model, longest, lambda ids: ids, select)
+        numbers = None
+        if options.temperature:
+            keys = [options.key.fold_in("sample", each.prompt, each.sample) for each in requests]
+            numbers = numbers_of(keys, options.max_new_tokens, ctx.device)
+        found = decode(
+            ctx,
+            self.model,
+            decoder,
+            ids,
+            options,
+            count=options.max_new_tokens,
+            numbers=numbers,
+            stop=options.stop,
+            vocab_parallel=self._vocab_parallel,
+            together=ctx.world_size > 1 and self.place == "ranks",
+            drops=True,
+            scores=True,
+            where="sample",
+        )
+        assert found.logprobs is not None
+        rows: list[DrawnTokens] = []
+        for tokens, count, logprobs in zip(found.tokens, integers(found.counts), found.logprobs, strict=True):
+            new = integers(tokens[:count])
+            values = cast("list[float]", logprobs[:count].tolist())  # pyright: ignore[reportUnknownMemberType]
+            rows.append(DrawnTokens(new, values, "stop" if new[-1] in options.stop else "length"))
+        return rows
+
+    def check_version(self, version: Version | None) -> None:
+        """Raise `ServerError` unless all of a version's weights are here; None for any version."""
+        check_held(self.version, self._coming, version)
 
     def _begun(self, call: str) -> Version:
         """Return the version that is on its way; a chunk that comes too late must not change the weights."""
         if self._coming is None:
             raise ServerError("weights that nobody has begun to send", expected="begin", got=call, where=call)
         return self._coming
-
-    def check_version(self, version: Version | None) -> None:
-        """Raise `ServerError` unless all of a version's weights are here; None for any version."""
-        check_held(self.version, self._coming, version)
 
 
 def local(
@@ -194,7 +258,7 @@ def local(
         model: causal; of transformers, or one that maps ids, [rows, length], to logits. Each rank that samples has one.
         version: the weights that it has; none by default.
         most_rows: number of rows that run at once.
-        vocab_parallel: whether each rank along `tp` has the logits of its own classes.
+        vocab_parallel: whether each rank along `tp` has the logits of its share of the classes.
     """
     check_count(most_rows, "the number of rows is not valid", where="servers.local(most_rows=)")
     return LocalServer(model, version or Version(), most_rows=most_rows, vocab_parallel=vocab_parallel)
@@ -236,7 +300,7 @@ def check_arrived(arrived: Digest, digest: str, count: int) -> None:
     """Raise `ServerError` unless all tensors have arrived with the same bits."""
     if (arrived.value, arrived.count) != (digest, count):
         raise ServerError(
-            "the weights that have arrived are not those that were sent",
+            "other weights have arrived than were sent",
             expected=f"{count} tensors with the digest {digest}",
             got=f"{arrived.count} with {arrived.value}",
             where="publish",
@@ -247,43 +311,6 @@ def check_arrived(arrived: Digest, digest: str, count: int) -> None:
 def name_version(version: Version) -> str:
     """Return a version as errors show it."""
     return f"version {version.number} of session {version.session!r}"
-
-
-def draw_tokens(
-    ctx: DistContext,
-    model: nn.Module,
-    requests: Sequence[SampleRequest],
-    options: SampleOptions,
-    *,
-    most_rows: int,
-    vocab_parallel: bool,
-) -> list[DrawnTokens]:
-    """Draw tokens from a model of this process, in batches of rows. A collective if the model is spread over ranks,
-    of all ranks alike: those with fewer rows run one of their own again."""
-    check_causal(model, options.max_new_tokens, where="sample")
-    if "context" in prepared_of(unwrap_model(model)):
-        raise ConfigError(
-            "a token at a time cannot be shared along cp",
-            expected="a model that was not prepared on a mesh with cp",
-            got=type(unwrap_model(model)).__name__,
-            where="sample",
-            fix="Publish its weights to a plain copy, and sample from that: server = servers.local(copy).",
-        )
-    cached = takes_cache(model)
-    batches = _batches(requests, most_rows, alike=not cached)
-    together = ctx.world_size > 1 and is_spread(model)
-    if together:
-        count = torch.tensor([len(batches)], dtype=torch.int64, device=ctx.comm.control)
-        most = int(all_reduce_flat(ctx.comm, count, "max"))
-        filling = [SampleRequest(-1, 0, requests[0].ids if requests else (0,))]
-        batches += [filling] * (most - len(batches))
-    drawn: dict[tuple[int, int], DrawnTokens] = {}
-    with evaluating(model), torch.no_grad():
-        for batch in batches:
-            how = {"cached": cached, "vocab_parallel": vocab_parallel, "together": together}
-            rows = _draw_batch(ctx, model, batch, options, **how)
-            drawn |= {(each.prompt, each.sample): row for each, row in zip(batch, rows, strict=True)}
-    return [drawn[each.prompt, each.sample] for each in requests]
 
 
 def score_row(
@@ -301,20 +328,14 @@ def score_row(
     with evaluating(model), torch.no_grad():
         logits = WholeSequences(ctx, model, len(ids), lambda _: inputs, select).every(row)
         if logits is not None:
-            logits = whole_rows(ctx, logits) if vocab_parallel else logits
             inside = places < len(ids) - 1
             following = places[inside] + 1
-            chances = log_chances(logits[0][inside], Sampling())
-            found[following] = chances.gather(-1, row[0, following][:, None])[:, 0]
+            logprobs = token_logprobs(ctx, logits[:, inside], row[:, following], vocab_parallel=vocab_parallel)
+            found[following] = logprobs[0].double()
         share_tokens(ctx, model, found)
     if group is not None:
         found = all_reduce_flat(adopt(group, ctx.device), found, "sum")
     return cast("list[float]", found[first:].tolist())  # pyright: ignore[reportUnknownMemberType]
-
-
-def is_spread(model: nn.Module) -> bool:
-    """Return whether a forward of a model needs other ranks."""
-    return is_sharded(model) or is_pipelined(model)
 
 
 def _batches(requests: Sequence[SampleRequest], most: int, *, alike: bool) -> list[list[SampleRequest]]:
@@ -323,51 +344,3 @@ def _batches(requests: Sequence[SampleRequest], most: int, *, alike: bool) -> li
     for each in requests:
         groups.setdefault(len(each.ids) if alike else 0, []).append(each)
     return [group[at : at + most] for group in groups.values() for at in range(0, len(group), most)]
-
-
-def _draw_batch(
-    ctx: DistContext,
-    model: nn.Module,
-    requests: Sequence[SampleRequest],
-    options: SampleOptions,
-    *,
-    cached: bool,
-    vocab_parallel: bool,
-    together: bool,
-) -> list[DrawnTokens]:
-    """Draw the tokens of requests in one batch, whose rows leave it when they end."""
-    widest = max(len(each.ids) for each in requests)
-    ids = torch.tensor([[0] * (widest - len(each.ids)) + list(each.ids) for each in requests]).to(ctx.device)
-    select = partial(first_tensor, containers=ctx.containers)
-    decoder: Decoder
-    if cached:
-        mask = torch.tensor([[0] * (widest - len(each.ids)) + [1] * len(each.ids) for each in requests])
-        decoder = CachedTokens(ctx, model, mask.to(ctx.device), select)
-    else:
-        decoder = WholeSequences(ctx, model, widest + options.max_new_tokens - 1, lambda ids: ids, select)
-    numbers = None
-    if options.temperature:
-        keys = [options.key.fold_in("sample", each.prompt, each.sample) for each in requests]
-        numbers = numbers_of(keys, options.max_new_tokens, ctx.device)
-    found = decode(
-        ctx,
-        model,
-        decoder,
-        ids,
-        options,
-        count=options.max_new_tokens,
-        numbers=numbers,
-        stop=options.stop,
-        vocab_parallel=vocab_parallel,
-        together=together,
-        drops=True,
-        scores=True,
-        where="sample",
-    )
-    assert found.logprobs is not None
-    rows: list[DrawnTokens] = []
-    for tokens, count, logprobs in zip(found.tokens, integers(found.counts), found.logprobs, strict=True):
-        new = integers(tokens[:count])
-        values = cast("list[float]", logprobs[:count].tolist())  # pyright: ignore[reportUnknownMemberType]
-        rows.append(DrawnTokens(new, values, "stop" if new[-1] in options.stop else "length"))
-    return rows

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses as sums with the weight that `backward` takes: averages of tokens and of sequences, and losses of pairs.
 
-A rank's weight is what it holds of the divisor, so the sums of all ranks and micro-batches over their weights are one
-mean. Along cp a rank holds some positions of each sequence: numbers of whole sequences take one message there.
+A rank's weight is its part of the divisor, so the sums of all ranks and micro-batches over their weights are one mean.
+Along cp a rank holds some positions of each sequence: numbers of whole sequences take one message there.
 """
 
 from __future__ import annotations
@@ -77,9 +77,8 @@ def weighted_sum(
     Raises:
         ConfigError: shapes that do not fit each other, another `average`, or, on the CPU, factors below 0 or NaN.
     """
-    counted, losses = masked(losses, mask)
-    times, weight = token_weights(ctx, counted, average, documents)
-    return LossSum((losses * times).sum(), weight)
+    factors, losses = masked(losses, mask)
+    return averaged(ctx, losses, factors, average, documents)
 
 
 @context_first
@@ -99,8 +98,8 @@ def loss_weight(
     Returns:
         The weight, shape [].
     """
-    counted, _ = masked(torch.zeros_like(mask, dtype=torch.float32), mask)
-    return token_weights(ctx, counted, average, documents)[1]
+    losses = torch.zeros_like(mask, dtype=torch.float32)
+    return weighted_sum(ctx, losses, mask, average=average, documents=documents).weight
 
 
 @context_first
@@ -133,7 +132,7 @@ class PairLoss(LossSum, frozen=True):
 
     Attributes:
         margin: mean of the chosen answer's score less the rejected one's, shape []; no gradient.
-        accuracy: share of pairs whose chosen answer has the higher score, shape []; no gradient.
+        accuracy: share of pairs in which the chosen answer has the higher score, shape []; no gradient.
     """
 
     margin: Tensor
@@ -155,10 +154,10 @@ def dpo_loss(
     A pair's score is `beta` times the gain of the answer's log-probability on the reference.
 
     Args:
-        chosen: log-probabilities of the chosen answers, shape [pairs], as of `sequence_sums`.
-        rejected: those of the rejected answers.
+        chosen: log-probabilities of the chosen answers, shape [pairs], from `sequence_sums`.
+        rejected: log-probabilities of the rejected answers.
         reference_chosen: log-probabilities of the chosen answers under the reference, shape [pairs].
-        reference_rejected: those of the rejected answers.
+        reference_rejected: log-probabilities of the rejected answers under the reference.
         beta: strength of the reference, above 0.
         kind: "sigmoid" for DPO; "ipo" for the squared distance of the log-ratio from `1 / (2 * beta)`.
         weights: factor of each pair, such as 0 for a placeholder, or bool, shape [pairs]; None for 1.
@@ -191,7 +190,7 @@ def reward_loss(
 
     Args:
         chosen: scores of the chosen answers, shape [pairs].
-        rejected: those of the rejected answers.
+        rejected: scores of the rejected answers.
         margins: least distance of the two, shape [pairs]; None for 0.
         weights: factor of each pair, such as 0 for a placeholder, or bool, shape [pairs]; None for 1.
 
@@ -260,12 +259,10 @@ def has_values(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.is_cpu and not torch.compiler.is_compiling()
 
 
-def token_weights(
-    ctx: DistContext, factors: Tensor, average: Average, documents: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return the factor of each token's loss, and the sum of weights, for an average. A collective along cp."""
+def averaged(ctx: DistContext, losses: Tensor, factors: Tensor, average: Average, documents: Tensor | None) -> LossSum:
+    """Return the weighted sum of losses and factors of `masked`; see `weighted_sum`. A collective along cp."""
     if average == "token":
-        return factors, factors.sum()
+        return LossSum((losses * factors).sum(), factors.sum())
     length = 1.0 if average == "sequence" else average
     if isinstance(length, str | bool) or not 0 < length < math.inf:
         raise ConfigError(
@@ -274,9 +271,9 @@ def token_weights(
             got=repr(average),
             where="average=",
         )
-    totals = sequence_totals(ctx, factors[None], documents)[0]
-    shares = factors / torch.where(totals > 0, totals, 1.0)
-    return shares if average == "sequence" else factors / length, shares.sum()
+    shares = mean_of(factors, sequence_totals(ctx, factors[None], documents)[0])
+    times = shares if average == "sequence" else factors / length
+    return LossSum((losses * times).sum(), shares.sum())
 
 
 @torch.no_grad()
@@ -297,7 +294,7 @@ def sequence_totals(ctx: DistContext, numbers: Tensor, documents: Tensor | None)
         places = torch.zeros_like(numbers, dtype=torch.int64)
     else:
         size = numbers.shape[2] * (1 if group is None else group.size())
-        _check_documents(documents, numbers.shape[1:], size)
+        check_documents(documents, numbers.shape[1:], size)
         places = documents.long().expand_as(numbers)
         totals = numbers.new_zeros(*numbers.shape[:2], size).scatter_add_(2, places, numbers)
     if group is not None:
@@ -305,7 +302,7 @@ def sequence_totals(ctx: DistContext, numbers: Tensor, documents: Tensor | None)
     return totals.gather(2, places)
 
 
-def _check_documents(documents: Tensor, shape: torch.Size, size: int) -> None:
+def check_documents(documents: Tensor, shape: torch.Size, size: int) -> None:
     """Raise `ConfigError` for what does not number the sequences of rows."""
     got = f"{documents.dtype} of shape {list(documents.shape)}"
     is_right = documents.shape == shape and not documents.is_floating_point()

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.data import IterableDataset, get_worker_info
 
 from accel.data import order
@@ -54,7 +55,7 @@ class PackedTokens(NamedTuple):
     Attributes:
         ids: tokens, int64; behind the last row, padding.
         position_ids: places that begin anew with each row, int64, as models of transformers take them.
-        documents: number of each token's row in the packed row, from 0, int64; padding is a document of its own.
+        documents: number of each token's row in the packed row, from 0, int64; padding is one more document.
         targets: token that comes next, int64.
         loss_weights: factor of the loss of `targets`, fp32; 0 for the last token of a row and for padding.
     """
@@ -76,7 +77,7 @@ class PackedTokens(NamedTuple):
 
 
 class PackedRows(IterableDataset[PackedTokens]):
-    """A stream of `PackedTokens`, made by `pack`. Its state is the place in the rows, and marks of those that wait."""
+    """A stream of `PackedTokens`, made by `pack`. Its state is the place in the rows, and which rows wait."""
 
     def __init__(
         self,
@@ -181,7 +182,7 @@ def pack(
     Args:
         rows: rows of tokens: a list, an object with `__len__` and `__getitem__`, or an iterable that begins anew in
             each epoch, with a state (`state_dict`, `load_state_dict`) if a resume must not read it from the beginning.
-        max_tokens: length of a packed row, at least that of the longest row.
+        max_tokens: length of a packed row, at least the longest row's.
         lookahead: number of rows that wait for a place; more fill better. 1 packs nothing.
         truncate: True cuts the ends of longer rows off, False refuses them.
         pad_id: token behind the last row.
@@ -191,8 +192,9 @@ def pack(
         The stream, of `PackedTokens`.
 
     Raises:
+        ConfigError: a number out of its range.
         DataError: an iterator, which cannot begin anew, or shuffled rows without indices. In iteration: rows that are
-            too long, with their number among those read at once.
+            too long, with their number among the rows that are read at once.
 
     Examples:
         >>> rows = [post_training.TokenRow([1, 2, 3], [0, 1, 1]), post_training.TokenRow([4, 5], [0, 1])]
@@ -202,6 +204,7 @@ def pack(
     """
     check_count(max_tokens, "the length of packed rows is not valid", where="pack(max_tokens=)")
     check_count(lookahead, "the number of rows is not valid", where="pack(lookahead=)")
+    check_count(pad_id, "the token behind the last row is not valid", least=0, where="pack(pad_id=)")
     if isinstance(rows, Iterator):
         raise DataError(
             "an iterator cannot begin anew",
@@ -314,18 +317,19 @@ class _Waiting:
 
 def _laid(rows: Sequence[_Read], size: int, pad_id: int) -> PackedTokens:
     """Lay rows one behind the other."""
+
+    def joined(parts: Iterable[Tensor], value: int = 0) -> Tensor:
+        whole = torch.cat(list(parts))
+        return pad(whole, (0, size - len(whole)), value=value)
+
     lengths = [len(row.ids) for row in rows]
     lengths += [size - sum(lengths)] * (sum(lengths) < size)
-    ids, targets = (torch.full((size,), pad_id, dtype=torch.int64) for _ in range(2))
-    weights = torch.zeros(size)
-    begin = 0
-    for row in rows:
-        end = begin + len(row.ids)
-        ids[begin:end] = row.ids
-        targets[begin : end - 1] = row.ids[1:]
-        weights[begin : end - 1] = row.weights[1:]
-        begin = end
     counts = torch.tensor(lengths)
     documents = torch.arange(len(lengths)).repeat_interleave(counts)
-    position_ids = torch.arange(size) - (counts.cumsum(0) - counts)[documents]
-    return PackedTokens(ids, position_ids, documents, targets, weights)
+    return PackedTokens(
+        ids=joined((row.ids for row in rows), pad_id),
+        position_ids=torch.arange(size) - (counts.cumsum(0) - counts)[documents],
+        documents=documents,
+        targets=joined((pad(row.ids[1:], (0, 1), value=pad_id) for row in rows), pad_id),
+        loss_weights=joined(pad(row.weights[1:], (0, 1)) for row in rows),
+    )

@@ -13,7 +13,16 @@ from accel.collectives import reduce
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice
-from accel.post_training._losses import Average, LossSum, has_values, masked, mean_of, sequence_totals, token_weights
+from accel.post_training._losses import (
+    Average,
+    LossSum,
+    averaged,
+    check_documents,
+    has_values,
+    masked,
+    mean_of,
+    sequence_totals,
+)
 from accel.post_training._samples import check_rewards
 
 
@@ -22,10 +31,10 @@ class PolicyLoss(LossSum, frozen=True):
 
     Attributes:
         tokens: number of tokens that count on this rank, shape []: the weight of the means below.
-        clipped: share of tokens whose ratio is limited.
+        clipped: share of tokens with a limited ratio.
         kl: estimate of the divergence from the reference (k3 of Schulman), or from `old` without one.
-        mismatch: mean distance of log-probabilities of trainer and sampler; 0 without those of a sampler.
-        truncated: share of tokens whose importance weight is limited.
+        mismatch: mean distance of log-probabilities of trainer and sampler; 0 without a sampler.
+        truncated: share of tokens with a limited importance weight.
     """
 
     tokens: Tensor
@@ -52,15 +61,15 @@ def policy_loss(
     average: Average = "token",
     documents: Tensor | None = None,
 ) -> PolicyLoss:
-    """Return the clipped loss of a policy gradient, as of PPO, GRPO, DAPO, Dr. GRPO and GSPO.
+    """Return the clipped loss of a policy gradient, for PPO, GRPO, DAPO, Dr. GRPO and GSPO.
 
     A collective along cp, if `ratio` or `average` needs whole sequences (a message each); elsewhere no communication.
 
     Args:
         ctx: the context.
         new: log-probabilities of the sampled tokens, with gradient, shape [rows, tokens].
-        old: those of the trainer before the update, no gradient; `new.detach()` in the first step on samples.
-        advantages: shape [rows, tokens], or [rows] if each row is one sequence.
+        old: log-probabilities before the update, without gradient; `new.detach()` in the first step on samples.
+        advantages: shape [rows, tokens], or [rows] if each row is one sequence, without `documents`.
         mask: tokens that count, bool, or their factors, shape [rows, tokens]. It applies before exponentials: other
             tokens may have any log-probability.
         clip: largest distances of a ratio below 1, and above 1, from which the objective still gains.
@@ -85,17 +94,15 @@ def policy_loss(
         Liu et al. 2025, arXiv:2503.20783; Zheng et al. 2025, arXiv:2507.18071.
     """
     check_choice(ratio, ("token", "sequence"), "unknown ratio", where="policy_loss(ratio=)")
-    _check_options(clip, cap, beta, reference)
     by_row = new.ndim == 2 and advantages.shape == new.shape[:1]
+    _check_options(clip, cap, beta, has_reference=reference is not None, is_ambiguous=by_row and documents is not None)
     gains = advantages[:, None].expand_as(new) if by_row else advantages
-    given = (old.detach(), gains.detach(), _detached(sampler), _detached(reference))
+    given = [None if each is None else each.detach() for each in (old, gains, sampler, reference)]
     factors, new, old, gains, sampled, referred = masked(new, mask, *given)
-    times, weight = token_weights(ctx, factors, average, documents)
     gaps = new - old
     if ratio == "sequence":
         totals = sequence_totals(ctx, torch.stack([gaps.detach() * factors, factors]), documents)
-        means = totals[0] / torch.where(totals[1] > 0, totals[1], 1.0)
-        gaps = means.masked_fill(factors == 0, 0.0) + new - new.detach()
+        gaps = mean_of(*totals).masked_fill(factors == 0, 0.0) + new - new.detach()
     ratios = gaps.exp()
     free = ratios * gains
     limited = ratios.clamp(1 - clip[0], 1 + clip[1]) * gains
@@ -103,44 +110,36 @@ def policy_loss(
     distance = torch.zeros_like(old) if sampler is None else old - sampled
     importance = distance.exp()
     losses = losses * importance.clamp(max=cap)
-    kl = _k3((old if reference is None else referred) - new)
+    behind = (old if reference is None else referred) - new
+    kl = behind.exp() - 1 - behind  # never below 0, and unbiased
     if beta:
         losses = losses + beta * kl
     counted = (factors != 0).to(factors.dtype)
     tokens = counted.sum()
     shown = [each.detach() * counted for each in (limited < free, kl, distance.abs(), importance > cap)]
-    return PolicyLoss((losses * times).sum(), weight, tokens, *(mean_of(each.sum(), tokens) for each in shown))
+    loss = averaged(ctx, losses, factors, average, documents)
+    return PolicyLoss(loss.sum, loss.weight, tokens, *(mean_of(each.sum(), tokens) for each in shown))
 
 
-def _detached(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach()
-
-
-def _k3(gaps: Tensor) -> Tensor:
-    """Return the estimate of a divergence from log-ratios: never below 0, and unbiased."""
-    return gaps.exp() - 1 - gaps
-
-
-def _check_options(clip: tuple[float, float], cap: float, beta: float, reference: Tensor | None) -> None:
+def _check_options(
+    clip: tuple[float, float], cap: float, beta: float, *, has_reference: bool, is_ambiguous: bool
+) -> None:
     if not isinstance(clip, tuple | list) or len(clip) != 2:  # pyright: ignore[reportUnnecessaryIsInstance] - from users
         near = clip if isinstance(clip, int | float) and 0 <= clip <= 1 else 0.2
         fix = f"Pass clip=({near}, {near})."
         raise ConfigError("clip is no pair", expected="(0.2, 0.2)", got=repr(clip), where="policy_loss", fix=fix)
-    for name, is_right, expected, got in (
-        ("clip", 0 <= clip[0] <= 1 and clip[1] >= 0, "from 0 to 1, and 0 or above", clip),
-        ("cap", cap > 0, "above 0", cap),
-        ("beta", beta >= 0, "0 or above", beta),
+    least, most = clip
+    referred = "Compute them in `with reference(ctx, model)`, or leave beta out."
+    by_token = "Pass advantages of the shape of new, or leave documents out if each row is one sequence."
+    for is_right, problem, expected, got, fix in (
+        (0 <= least <= 1 and most >= 0, "clip is out of its range", "from 0 to 1, and 0 or above", clip, ""),
+        (cap > 0, "cap is out of its range", "above 0", cap, ""),
+        (beta >= 0, "beta is out of its range", "0 or above", beta, ""),
+        (not beta or has_reference, "no reference to diverge from", "its log-probabilities", beta, referred),
+        (not is_ambiguous, "rows of several sequences", "an advantage of each token", "of each row", by_token),
     ):
         if not is_right:
-            raise ConfigError(f"{name} is out of its range", expected=expected, got=repr(got), where="policy_loss")
-    if beta and reference is None:
-        raise ConfigError(
-            "a divergence from no reference",
-            expected="reference=, its log-probabilities",
-            got=f"beta={beta}",
-            where="policy_loss",
-            fix="Compute them in `with reference(ctx, model)`, or leave beta out.",
-        )
+            raise ConfigError(problem, expected=expected, got=str(got), where="policy_loss", fix=fix)
 
 
 @context_first
@@ -163,7 +162,7 @@ def value_loss(
         ctx: the context.
         values: predicted returns of tokens, with gradient, shape [rows, tokens].
         old: values before the update, of the same shape.
-        returns: targets of the values, as of `gae`.
+        returns: targets of the values, from `gae`.
         mask: tokens that count, or their factors.
         clip: largest distance of a value from `old`; None for any.
         average: as for `weighted_sum`.
@@ -180,12 +179,11 @@ def value_loss(
             "clip is out of its range", expected="0 or above, or None", got=repr(clip), where="value_loss"
         )
     factors, values, old, returns = masked(values, mask, old.detach(), returns.detach())
-    times, weight = token_weights(ctx, factors, average, documents)
     errors = (values - returns).square()
     if clip is not None:
         near = old + (values - old).clamp(-clip, clip)
         errors = torch.maximum(errors, (near - returns).square())
-    return LossSum((errors * times).sum() / 2, weight)
+    return averaged(ctx, errors / 2, factors, average, documents)
 
 
 @context_first
@@ -205,8 +203,8 @@ def group_advantages(
         ctx: the context.
         rewards: rewards of this rank, shape [prompts * size], the answers to one prompt next to each other.
         size: number of answers to a prompt, at least 2.
-        scale: "group" divides by the standard deviation of the group, "batch" by that of the rewards of all ranks,
-            "none" by nothing.
+        scale: "group" divides by the standard deviation of the group, "batch" by the standard deviation over
+            all ranks, "none" by nothing.
         eps: added to the deviation.
 
     Returns:
@@ -242,6 +240,8 @@ def group_advantages(
 @context_first
 def whiten(ctx: DistContext, values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
     """Return values with mean 0 and variance 1 over the tokens of all ranks that count. A collective, two messages.
+
+    Along cp call it before the split, as `gae`.
 
     Args:
         ctx: the context.
@@ -281,7 +281,7 @@ def gae(
     """Return generalized advantage estimates and returns. No communication; along cp call it before the split.
 
     Args:
-        rewards: rewards of tokens, shape [rows, tokens]; a reward of a sequence is that of its last token.
+        rewards: rewards of tokens, shape [rows, tokens]; the last token has the reward of a sequence.
         values: predicted returns of tokens, of the same shape.
         mask: tokens that count. Others, such as a tool's, are passed over: the next token that counts comes next.
         discount: factor of what comes later, gamma.
@@ -291,10 +291,15 @@ def gae(
     Returns:
         Advantages, and returns for `value_loss`: shape [rows, tokens], 0 for tokens that do not count.
 
+    Raises:
+        ConfigError: shapes that do not fit each other.
+
     Reference:
         Schulman et al. 2015, arXiv:1506.02438.
     """
     factors, rewards, values = masked(rewards, mask, values)
+    if documents is not None:
+        check_documents(documents, rewards.shape, rewards.shape[1])
     counts = factors != 0
     advantages = torch.zeros_like(rewards)
     next_value = rewards.new_zeros(rewards.shape[0])

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module
 from typing import Any, Literal, cast
@@ -17,8 +17,8 @@ from accel.comm import Call, agreed, broadcast_value, call_site, shared_failure
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, ServerError
 from accel.errors._checks import check_choice, check_count, check_kind
-from accel.items._models import distinct_tensors
-from accel.items._whole import facts, live_tensors, staged_tensors
+from accel.items._models import check_storable
+from accel.items._whole import distinct_tensors, facts, live_tensors, staged_tensors
 from accel.parallel._empty import check_filled
 from accel.parallel._engines import whole_model
 from accel.parallel._modules import unwrap_model
@@ -85,7 +85,7 @@ def publish(
         chunk_bytes: bytes of tensors that are sent together.
         tolerance: largest mean distance, in nats, of log-probabilities of server and model, for 8 tokens behind a fixed
             prompt. They are compared if the server does not compare digests.
-        vocab_parallel: whether each rank along `tp` has the logits of its own classes, for that comparison.
+        vocab_parallel: whether each rank along `tp` has the logits of its share of the classes, for that comparison.
 
     Returns:
         What the servers have, on every rank. Tied tensors are sent once, under the first name.
@@ -127,23 +127,24 @@ def publish(
         own = live_tensors(model)
     stages = staged_tensors(ctx, model, own)
     with shared_failure(ctx.comm, call):
-        kept, _, whole = distinct_tensors(own, stages, "publish")
+        check_storable(own if stages is None else stages.facts, "publish")
+        kept, _, whole = distinct_tensors(own, stages)
         inner = unwrap_model(model)
         if hasattr(inner, "peft_config"):
             kept, whole = _adapted(inner, kept, whole, adapters)
         compares = server is not None and "digest" not in server.checks
         mine = (layout or (server.layout if server is not None else "model"), compares)
     wishes = broadcast_value(ctx.comm, Call("publish", "\n".join(facts(kept)), site), mine, tuple[Layout, bool])
-    layout, compares = wishes  # those of the server of rank 0
-    sending = _Sending(server, version, chunk_bytes)
-    for name in kept:
-        sending.add(_named(inner, name, _cast(whole(name), dtype), layout))
+    layout, compares = wishes  # of the server of rank 0
+    tensors = (_named(inner, name, _cast(whole(name), dtype), layout) for name in kept)
+    digest, nbytes, failure = _send(server, version, _chunks(tensors, chunk_bytes))
     with agreed(ctx.comm, Call("publish: committing", site=site)):
-        sending.end()
+        if failure is not None:
+            raise as_server_error(failure, "publish", "taken the weights")
     mismatch = None
     if compares:
         mismatch = _compare(ctx, server, model, version, tolerance, site, vocab_parallel=vocab_parallel)
-    return Published(version, sending.digest.value, sending.digest.count, sending.nbytes, mismatch)
+    return Published(version, digest.value, digest.count, nbytes, mismatch)
 
 
 def _compare(
@@ -178,51 +179,54 @@ def _compare(
                 expected=f"a mean distance of at most {tolerance:g}",
                 got=f"{mismatch:.3g}",
                 where="publish(tolerance=)",
-                fix="Check that the server reads what was sent, in this dtype; or pass a larger tolerance.",
+                fix="Check that the server reads the files that were sent, in this dtype; or pass a larger tolerance.",
             )
     return mismatch
 
 
-class _Sending:
-    """A server that takes tensors, whose first failure ends the sending and is raised at the end."""
+def _chunks(tensors: Iterable[Mapping[str, Tensor]], least_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Join tensors to chunks of so many bytes."""
+    chunk: dict[str, Tensor] = {}
+    for each in tensors:
+        chunk |= each
+        del each  # else the last tensor outlives its chunk
+        if _bytes_of(chunk) >= least_bytes:
+            yield chunk
+            chunk = {}
+    if chunk:
+        yield chunk
 
-    def __init__(self, server: WeightServer | None, version: Version, chunk_bytes: int) -> None:
-        self.digest = Digest()
-        self.nbytes = 0
-        self._server = server
-        self._chunk_bytes = chunk_bytes
-        self._chunk: dict[str, Tensor] = {}
-        self._failure: Exception | None = None
-        self._call(lambda to: to.begin(version))
 
-    def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Count tensors on every rank, and send them where there is a server."""
-        self.digest.add(tensors)
-        self.nbytes += sum(each.nbytes for each in tensors.values())
-        if self._server is not None and self._failure is None:
-            self._chunk |= tensors
-            if sum(each.nbytes for each in self._chunk.values()) >= self._chunk_bytes:
-                self._flush()
+def _bytes_of(tensors: Mapping[str, Tensor]) -> int:
+    return sum(each.nbytes for each in tensors.values())
 
-    def end(self) -> None:
-        """Send what is left, and commit; raise the first failure."""
-        self._flush()
-        self._call(lambda to: to.commit(self.digest.value, self.digest.count))
-        if self._failure is not None:
-            raise as_server_error(self._failure, "publish", "taken the weights")
 
-    def _flush(self) -> None:
-        chunk, self._chunk = self._chunk, {}
-        if chunk:
-            self._call(lambda to: to.load(chunk))
+def _send(
+    server: WeightServer | None, version: Version, chunks: Iterable[dict[str, Tensor]]
+) -> tuple[Digest, int, Exception | None]:
+    """Send chunks to a server; return their digest and bytes, and the server's first failure, which ends the sending.
 
-    def _call(self, call: Callable[[WeightServer], None]) -> None:
-        if self._server is None or self._failure is not None:
-            return
-        try:
-            call(self._server)
-        except Exception as error:  # whatever a server of others raises
-            self._failure = error
+    Every rank takes all chunks, with a server or without: gathering them is a collective.
+    """
+    digest = Digest()
+    nbytes = 0
+    failures: list[Exception] = []
+
+    def attempt(call: Callable[[WeightServer], None]) -> None:
+        if server is not None and not failures:
+            try:
+                call(server)
+            except Exception as error:  # a user's own server may raise any
+                failures.append(error)
+
+    attempt(lambda to: to.begin(version))
+    for chunk in chunks:
+        digest.add(chunk)
+        nbytes += _bytes_of(chunk)
+        attempt(lambda to, chunk=chunk: to.load(chunk))
+        del chunk  # before the next one is gathered
+    attempt(lambda to: to.commit(digest.value, digest.count))
+    return digest, nbytes, failures[0] if failures else None
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -247,36 +251,48 @@ def _adapted(model: Any, kept: Mapping[str, Tensor], whole: Whole, how: Adapters
     """Return tensors of a model of peft: the base's with adapters merged, or the adapters' alone, by stored names."""
     adapter = str(model.active_adapter)
     config = model.peft_config[adapter]
-    if getattr(config, "peft_type", None) != "LORA" or getattr(config, "use_dora", False):
+    named = re.escape(adapter)
+    factor = re.compile(rf"\.lora_([AB])\.{named}\.weight$")
+    copied = re.compile(rf"\.modules_to_save\.{named}\.")
+    layers = {path: each for path, each in model.named_modules() if adapter in _scales(each)}
+    weights = {f"{path}.base_layer.weight": path for path in layers}
+    other = [path for name, path in weights.items() if name not in kept]  # as of the embedding or of experts
+    trained = {name for name, each in model.named_parameters() if each.requires_grad} if how == "alone" else set[str]()
+    own = {name for name in kept if re.search(rf"\.{named}(\.|$)", name)}
+    other += [name for name in sorted(own | trained) if not factor.search(name) and not copied.search(name)]
+    if getattr(config, "peft_type", None) != "LORA" or getattr(config, "use_dora", False) or other:
         raise ConfigError(
             "adapters that are not low-rank cannot be published",
-            expected="adapters of LoRA, without DoRA",
-            got=str(getattr(config, "peft_type", config)),
+            expected="adapters of LoRA for linear layers, without DoRA",
+            got=", ".join(other[:3]) or str(getattr(config, "peft_type", config)),
             where="publish(model)",
             fix="Merge them before: model.merge_and_unload().",
         )
-    parts = re.compile(rf"\.lora_([AB])\.{re.escape(adapter)}\.weight$")
     if how == "alone":
-        names = {parts.sub(r".lora_\1.weight", name): name for name in kept if parts.search(name)}
+        names = {copied.sub(".", factor.sub(r".lora_\1.weight", name)): name for name in own}
         return {new: kept[old] for new, old in names.items()}, lambda new: whole(names[new])
-    scales = {path: each.scaling[adapter] for path, each in _scaled(model) if adapter in each.scaling}
+    skipped = re.compile(rf"\.lora_|\.original_module\.|\.modules_to_save\.(?!{named}\.)")
     prefix = "base_model.model."
-    names = {name.removeprefix(prefix).replace(".base_layer.", "."): name for name in kept if ".lora_" not in name}
+    names = {
+        copied.sub(".", name).removeprefix(prefix).replace(".base_layer.", "."): name
+        for name in kept
+        if not skipped.search(name)
+    }
 
     def merged(new: str) -> Tensor:
-        old = names[new]
-        path = old.removesuffix(".base_layer.weight")
-        found = whole(old)
-        if path == old or path not in scales:
+        found = whole(names[new])
+        path = weights.get(names[new])
+        if path is None or adapter in layers[path].merged_adapters:
             return found
         down, up = (whole(f"{path}.lora_{each}.{adapter}.weight") for each in "AB")
-        change = scales[path] * (up.float() @ down.float())
-        transposed = getattr(model.get_submodule(path), "fan_in_fan_out", False)
+        change = layers[path].scaling[adapter] * (up.float() @ down.float())
+        transposed = getattr(layers[path], "fan_in_fan_out", False)
         return found + (change.T if transposed else change).to(found.dtype)
 
     return {new: kept[old] for new, old in names.items()}, merged
 
 
-def _scaled(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    modules: Iterator[tuple[str, Any]] = cast(Any, model.named_modules())
-    return ((path, each) for path, each in modules if isinstance(getattr(each, "scaling", None), dict))
+def _scales(module: Any) -> Mapping[str, float]:
+    """Return the factor of each adapter of a layer of peft; none of another module."""
+    scales = getattr(module, "scaling", None)
+    return cast("dict[str, float]", scales) if isinstance(scales, dict) else {}

@@ -23,7 +23,7 @@ def reference(ctx: DistContext, model: nn.Module) -> Generator[nn.Module]:
 
     In the block the model is in evaluation mode, and nothing records gradients. Adapters are layers of peft, in a
     `PeftModel` or in a model of transformers with `add_adapter`. Behind the block everything is as before. All ranks
-    enter it, as the forward in it is that of all ranks.
+    enter it, as all run the forward in it.
 
     Args:
         ctx: the context.
@@ -69,7 +69,7 @@ def _has_adapters(module: nn.Module) -> Any:
 
 
 def _switch(layers: list[Any], needs: list[tuple[nn.Parameter, bool]], *, on: bool) -> None:
-    """Turn adapters on or off. Peft freezes those that are off: units of fsdp would gather them frozen from then on."""
+    """Turn adapters on or off. Peft freezes adapters that are off: FSDP units would gather them frozen from then on."""
     for each in layers:
         each.enable_adapters(on)
     for parameter, trains in needs:

@@ -27,8 +27,8 @@ from accel.training._decoding import Sampling, plain_number
 Place = Literal["rank", "ranks", "remote"]
 _BY_NUMBER = "the tokens of each prompt by its number, an integer"
 _BIAS = (
-    "samples are drawn with top_k or top_p, and their log-probabilities are those of the whole distribution: ratios of"
-    " them are biased. Have the server return those of the distribution that it draws from, or draw without limits."
+    "samples are drawn with top_k or top_p, and their log-probabilities are of the full distribution: their ratios"
+    " are biased. Have the server return log-probabilities of the limited distribution, or draw without limits."
 )
 
 
@@ -37,7 +37,7 @@ class SampleRequest(msgspec.Struct, frozen=True):
 
     Attributes:
         prompt: number of the prompt.
-        sample: number of the sample among those of its prompt.
+        sample: number of the sample within its prompt.
         ids: the prompt's tokens.
     """
 
@@ -124,7 +124,7 @@ def sample(
         max_new_tokens: most tokens of a sample, from 1.
         n: number of samples of each prompt.
         temperature: divisor of the logits; 0 takes the most probable token.
-        top_k, top_p: limits on the tokens that may be drawn, as of `generate`. With them the log-probabilities are the
+        top_k, top_p: limits on the tokens that may be drawn, as in `generate`. With them the log-probabilities are the
             sampler's.
         stop: token or tokens that end a sample; it keeps them.
         version: the weights that the server must have; None for any.
@@ -219,7 +219,7 @@ def sample_later(
 ) -> PendingSamples:
     """Begin to draw samples, and return at once if the server is another process. No communication.
 
-    The samples are those of `sample`. Train meanwhile on earlier ones, ask for the result, and only then publish: a
+    The samples equal `sample`'s. Train meanwhile on earlier ones, ask for the result, and only then publish: a
     server refuses to sample between two versions. A server of this process draws in the call itself, as it may share
     its device, its weights or its collectives with the training.
 
@@ -256,24 +256,20 @@ def _begin(
         check_server(server, name)
         requests, options = _asked(prompts, **keywords)
     found: Future[Samples] = Future()
+    # "ranks": a failure of a collective is every rank's already; a draw's failure differs between ranks.
+    kept = ServerError if server.place == "ranks" else Exception
 
     def draw() -> None:
         try:
             found.set_result(server.sample(ctx, requests, options))
-        except Exception as error:  # a model's own failure stays what it is
-            found.set_exception(
-                as_server_error(error, name, "drawn the samples") if server.place == "remote" else error
-            )
+        except kept as error:  # `result` raises it on all ranks
+            is_far = server.place == "remote"  # a failure of a model of this process stays what it is
+            found.set_exception(as_server_error(error, name, "drawn the samples") if is_far else error)
 
-    if server.place == "ranks":  # a failure of a collective is every rank's already
-        try:
-            found.set_result(server.sample(ctx, requests, options))
-        except ServerError as error:  # of what was drawn, which differs between ranks: `result` raises it on all
-            found.set_exception(error)
-    elif server.place == "rank":
-        draw()
-    else:  # nothing in it communicates with ranks
+    if server.place == "remote":  # nothing in it communicates with ranks
         Thread(target=draw, name="accel-samples", daemon=True).start()
+    else:
+        draw()
     return PendingSamples(ctx, call, found, options)
 
 
@@ -323,13 +319,13 @@ def _asked(prompts: Any, *, n: int = 1, stop: Any = (), **options: Any) -> tuple
 def samples_of(
     requests: Sequence[SampleRequest], drawn: Sequence[DrawnTokens], version: Version | None, *, limited: bool
 ) -> Samples:
-    """Return what was drawn for requests; no row for none.
+    """Return the samples of requests; no row for none.
 
     Args:
         requests: the requests, in the order of the rows.
         drawn: tokens of each.
         version: the weights that drew them.
-        limited: whether log-probabilities are those of a distribution that leaves out tokens.
+        limited: whether log-probabilities are of a distribution that leaves out tokens.
 
     Raises:
         ServerError: log-probabilities that are inf or NaN: the tokens are then drawn from nothing.

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples: sequences that a model began from prompts, who drew which tokens, and how probable they were.
+"""Samples: sequences that a model continued from prompts, with masks of its tokens and their log-probabilities.
 
-They come from `sample`, or from a user's own rollouts by `Samples.of`. All else takes them from anywhere.
+They come from `sample`, or from a user's rollouts by `Samples.of`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Set
+from operator import index
 from typing import Any, Literal, cast, get_args
 
 import msgspec
@@ -15,11 +16,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from accel.errors import DataError
-from accel.errors._checks import check_choice
+from accel.errors._checks import check_choice, check_count
 
 FinishReason = Literal["stop", "length", "abort"]
 Drawn = Literal["model", "sampler"]
-_OF = "Samples.of"
+# Fields of `Samples` by their shape: tensors [rows, longest, ...], tensors [rows], and tuples of a value for each row.
+_PADDED = ("ids", "mask", "logprobs", "routed")
+_BY_ROW = ("prompt_lengths", "lengths")
+_TUPLES = ("prompts", "samples", "finish_reasons")
 
 
 class Version(msgspec.Struct, frozen=True, order=True):
@@ -35,7 +39,7 @@ class Version(msgspec.Struct, frozen=True, order=True):
 
 
 class SampleRow(msgspec.Struct, frozen=True, eq=False):
-    """One sequence of a user's own rollout, for `Samples.of`.
+    """One sequence of a user's rollout, for `Samples.of`.
 
     Attributes:
         ids: tokens of the prompt and behind it, in order.
@@ -43,7 +47,7 @@ class SampleRow(msgspec.Struct, frozen=True, eq=False):
         mask: whether the model drew each token behind the prompt: False for the output of a tool. None if it drew all.
         logprobs: log-probability of each token behind the prompt; any number where `mask` is False. None if unknown.
         prompt: number of the prompt.
-        sample: number of the sample among those of its prompt.
+        sample: number of the sample within its prompt.
         finish_reason: why it ended: "stop" by its own token, "length" by the limit, "abort" by force.
         routed: experts of each token, [tokens, layers, experts], of a model that routes; None otherwise.
     """
@@ -67,7 +71,7 @@ class Samples(msgspec.Struct, frozen=True, eq=False):
         lengths: number of tokens of each prompt with what came behind it, int64 of shape [rows].
         mask: tokens that the model drew, bool of shape [rows, longest]: not the prompt's, a tool's, or the filling.
         prompts: number of each row's prompt.
-        samples: number of each row among those of its prompt.
+        samples: number of each row within its prompt.
         finish_reasons: why each row ended.
         logprobs: log-probabilities of the tokens that the model drew, 0 elsewhere, shape [rows, longest]; None if
             unknown.
@@ -98,7 +102,7 @@ class Samples(msgspec.Struct, frozen=True, eq=False):
         drawn_from: Drawn = "model",
         version: Version | None = None,
     ) -> Samples:
-        """Return samples of a user's own rollouts. No communication.
+        """Return samples of a user's rollouts. No communication.
 
         Args:
             rows: sequences, at least one.
@@ -112,8 +116,10 @@ class Samples(msgspec.Struct, frozen=True, eq=False):
                 alone.
         """
         check_choice(drawn_from, ("model", "sampler"), "unknown distribution", where="Samples.of(drawn_from=)")
-        _check(rows)
-        return join_samples([_of_row(row, drawn_from, version) for row in rows], pad_id=pad_id)
+        if not rows:
+            raise DataError("no rows", expected="one row at least", got="none", where="Samples.of")
+        parts = [_of_row(row, f"Samples.of(rows[{at}])", drawn_from, version) for at, row in enumerate(rows)]
+        return join_samples(parts, pad_id=pad_id)
 
     @property
     def truncated(self) -> Tensor:
@@ -121,26 +127,13 @@ class Samples(msgspec.Struct, frozen=True, eq=False):
         return torch.tensor([each == "length" for each in self.finish_reasons], device=self.ids.device)
 
     def rows(self, which: Sequence[int]) -> Samples:
-        """Return some rows, as wide as the longest of them: no trace of the rows beside them. Waits for the device."""
+        """Return some rows, as wide as the longest of them: no trace of other rows. Waits for the device."""
         at = list(which)
-        lengths = self.lengths[at]
-        widest = int(lengths.max()) if at else 0
-
-        def cut(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[at, :widest].contiguous()
-
-        return msgspec.structs.replace(
-            self,
-            ids=cut(self.ids),
-            prompt_lengths=self.prompt_lengths[at],
-            lengths=lengths,
-            mask=cut(self.mask),
-            prompts=tuple(self.prompts[each] for each in at),
-            samples=tuple(self.samples[each] for each in at),
-            finish_reasons=tuple(self.finish_reasons[each] for each in at),
-            logprobs=cut(self.logprobs),
-            routed=cut(self.routed),
-        )
+        widest = int(self.lengths[at].max()) if at else 0
+        padded = {name: each[at, :widest].contiguous() for name, each in _padded(self).items()}
+        by_row = {name: getattr(self, name)[at] for name in _BY_ROW}
+        tuples = {name: tuple(getattr(self, name)[each] for each in at) for name in _TUPLES}
+        return msgspec.structs.replace(self, **padded, **by_row, **tuples)
 
 
 def join_samples(parts: Sequence[Samples], *, pad_id: int = 0, width: int | None = None) -> Samples:
@@ -163,54 +156,87 @@ def join_samples(parts: Sequence[Samples], *, pad_id: int = 0, width: int | None
         raise DataError(
             "rows do not fit the width", expected=f"width={widest} or more", got=f"width={width}", where="join_samples"
         )
-    for name, kinds in (
-        ("drawn_from", {each.drawn_from for each in parts}),
-        ("routed", {each.routed is not None for each in parts}),
-    ):
-        if len(kinds) > 1:
+    tensors = [_padded(each) for each in parts]
+    kinds = {name: {"a tensor" if name in each else "None" for each in tensors} for name in ("logprobs", "routed")}
+    for name, found in (*kinds.items(), ("drawn_from", {repr(each.drawn_from) for each in parts})):
+        if len(found) > 1:
             raise DataError(
                 "samples of several kinds cannot be joined",
-                expected=f"samples with the same {name}",
-                got=", ".join(sorted(map(repr, kinds))),
+                expected=f"the same kind of {name} in all samples",
+                got=", ".join(sorted(found)),
                 where="join_samples",
             )
-    _check_widths(parts)
-    wide = width or widest
-    versions = {each.version for each in parts}
-    logprobs = [each.logprobs for each in parts if each.logprobs is not None]
-    routed = [each.routed for each in parts if each.routed is not None]
-
-    def joined(tensors: Sequence[Tensor], value: float = 0) -> Tensor:
-        sides = [(0, 0) * (each.ndim - 2) + (0, wide - each.shape[1]) for each in tensors]
-        return torch.cat([pad(each, side, value=value) for each, side in zip(tensors, sides, strict=True)])
-
-    return Samples(
-        ids=joined([each.ids for each in parts], pad_id),
-        prompt_lengths=torch.cat([each.prompt_lengths for each in parts]),
-        lengths=torch.cat([each.lengths for each in parts]),
-        mask=joined([each.mask for each in parts]),
-        prompts=tuple(at for each in parts for at in each.prompts),
-        samples=tuple(at for each in parts for at in each.samples),
-        finish_reasons=tuple(reason for each in parts for reason in each.finish_reasons),
-        logprobs=joined(logprobs) if len(logprobs) == len(parts) else None,
-        drawn_from=parts[0].drawn_from,
-        version=versions.pop() if len(versions) == 1 else None,
-        routed=joined(routed) if len(routed) == len(parts) else None,
-    )
-
-
-def _check_widths(parts: Sequence[Samples]) -> None:
-    """Raise `DataError` for a tensor that is wider than its tokens: padding would cut it."""
-    for at, part in enumerate(parts):
-        tensors = {"mask": part.mask, "logprobs": part.logprobs, "routed": part.routed}
-        sizes = {name: each.shape[1] for name, each in tensors.items() if each is not None}
-        if wider := {name: size for name, size in sizes.items() if size > part.ids.shape[1]}:
+    for at, each in enumerate(tensors):  # padding would cut a tensor that is wider than its tokens
+        sizes = {name: tensor.shape[1] for name, tensor in each.items()}
+        if wider := {name: size for name, size in sizes.items() if size > sizes["ids"]}:
             raise DataError(
                 f"{' and '.join(wider)} of samples {at} do not fit their tokens",
-                expected=f"at most {part.ids.shape[1]} in a row",
+                expected=f"at most {sizes['ids']} in a row",
                 got=", ".join(map(str, wider.values())),
                 where="join_samples",
             )
+
+    def joined(name: str) -> Tensor:
+        filled: list[Tensor] = []
+        for each in tensors:
+            behind = (width or widest) - each[name].shape[1]
+            sides = (0, 0) * (each[name].ndim - 2) + (0, behind)
+            filled.append(pad(each[name], sides, value=pad_id if name == "ids" else 0))
+        return torch.cat(filled)
+
+    padded: dict[str, Any] = {name: joined(name) for name in tensors[0]}
+    by_row: dict[str, Any] = {name: torch.cat([getattr(each, name) for each in parts]) for name in _BY_ROW}
+    tuples: dict[str, Any] = {name: sum((getattr(each, name) for each in parts), ()) for name in _TUPLES}
+    versions = {each.version for each in parts}
+    version = versions.pop() if len(versions) == 1 else None
+    return Samples(**padded, **by_row, **tuples, drawn_from=parts[0].drawn_from, version=version)
+
+
+def _padded(samples: Samples) -> dict[str, Tensor]:
+    """Return the tensors [rows, longest, ...] of samples by the field's name, without fields that are None."""
+    return {name: each for name in _PADDED if (each := getattr(samples, name)) is not None}
+
+
+def _of_row(row: SampleRow, where: str, drawn_from: Drawn, version: Version | None) -> Samples:
+    """Return samples of one row; raise an error unless its parts fit each other."""
+    ids = token_ids(row.ids, "SampleRow(ids=)")
+    begin = index(row.prompt_length) if hasattr(row.prompt_length, "__index__") else row.prompt_length
+    problem = "the prompt length is not valid"
+    check_count(begin, problem, least=0, most=len(ids), where=f"{where}.prompt_length", error=DataError)
+    reasons, problem = get_args(FinishReason), "unknown reason of the end"
+    check_choice(row.finish_reason, reasons, problem, where=f"{where}.finish_reason", error=DataError)
+    behind = len(ids) - begin
+    for name, part, least, most in (
+        ("mask", row.mask, behind, behind),
+        ("logprobs", row.logprobs, behind, behind),
+        ("routed", row.routed, 0, len(ids)),
+    ):
+        if part is not None and not least <= len(part) <= most:
+            expected = f"{most} behind the prompt" if least else f"at most {most}"
+            problem = f"{name} do not fit the row's tokens"
+            raise DataError(problem, expected=expected, got=str(len(part)), where=f"{where}.{name}")
+    mask = torch.ones(behind, dtype=torch.bool)
+    if row.mask is not None:
+        mask = torch.as_tensor(row.mask, dtype=torch.bool)
+    logprobs = None
+    if row.logprobs is not None:
+        logprobs = torch.as_tensor(row.logprobs, dtype=torch.float64).where(mask, 0.0)
+        if not bool(logprobs.isfinite().all()):
+            problem, got = "log-probabilities of a row are not finite", str(row.logprobs)[:80]
+            raise DataError(problem, expected="finite ones of the tokens that the model drew", got=got, where=where)
+    return Samples(
+        ids=ids[None],
+        prompt_lengths=torch.tensor([begin]),
+        lengths=torch.tensor([len(ids)]),
+        mask=pad(mask, (begin, 0))[None],
+        prompts=(row.prompt,),
+        samples=(row.sample,),
+        finish_reasons=(row.finish_reason,),
+        logprobs=None if logprobs is None else pad(logprobs, (begin, 0))[None],
+        drawn_from=None if logprobs is None else drawn_from,
+        version=version,
+        routed=None if row.routed is None else row.routed[None],
+    )
 
 
 def token_ids(ids: Any, where: str, *, or_one: bool = False) -> Tensor:
@@ -223,7 +249,7 @@ def token_ids(ids: Any, where: str, *, or_one: bool = False) -> Tensor:
         found = torch.zeros((1, 1))
     found = found.reshape(-1) if or_one and found.ndim < 2 else found
     whole = (found.real if found.is_complex() else found).to(torch.int64)
-    # torch compares unsigned integers of 16 bits and more with no others; those beyond int64 are below 0 here.
+    # torch compares unsigned integers of 16 bits and more with no others; numbers beyond int64 are below 0 here.
     has_parts = found.is_floating_point() or found.is_complex()
     is_row = found.ndim == 1 and found.dtype != torch.bool
     if not is_row or bool((whole < 0).any()) or (has_parts and not bool((whole == found).all())):
@@ -248,69 +274,3 @@ def check_rewards(rewards: Tensor, where: str) -> None:
             where=where,
             fix="rewards = torch.nan_to_num(rewards, nan=0.0, posinf=0.0, neginf=0.0), or correct the reward function.",
         )
-
-
-def _check(rows: Sequence[SampleRow]) -> None:
-    problem = expected = got = ""
-    if not rows:
-        problem, expected, got = "no rows", "one row at least", "none"
-    for at, row in enumerate(rows):
-        if not hasattr(row.prompt_length, "__index__"):
-            problem, expected, got = (
-                f"the prompt length in row {at} is not valid",
-                "an integer",
-                repr(row.prompt_length),
-            )
-            break
-        behind = len(row.ids) - row.prompt_length
-        sizes = {"mask": row.mask, "logprobs": row.logprobs}
-        wrong = {name: len(each) for name, each in sizes.items() if each is not None and len(each) != behind}
-        if behind < 0 or row.prompt_length < 0:
-            problem, expected = f"the prompt of row {at} is longer than the row", f"at most {len(row.ids)} tokens"
-            got = f"prompt_length={row.prompt_length}"
-        elif wrong:
-            problem, expected = (
-                f"{' and '.join(wrong)} of row {at} do not fit its tokens",
-                f"{behind} behind the prompt",
-            )
-            got = ", ".join(map(str, wrong.values()))
-        elif row.routed is not None and len(row.routed) > len(row.ids):
-            problem, expected = f"experts of row {at} do not fit its tokens", f"those of at most {len(row.ids)} tokens"
-            got = str(len(row.routed))
-        elif row.finish_reason not in get_args(FinishReason):
-            problem, expected = f"unknown reason of the end of row {at}", ", ".join(get_args(FinishReason))
-            got = repr(row.finish_reason)
-        elif (row.logprobs is None) != (rows[0].logprobs is None):
-            problem, expected, got = "some rows have log-probabilities", "those of all rows, or of none", f"row {at}"
-        elif (row.routed is None) != (rows[0].routed is None):
-            problem, expected, got = "some rows have experts", "those of all rows, or of none", f"row {at}"
-    if problem:
-        raise DataError(problem, expected=expected, got=got, where=_OF)
-
-
-def _of_row(row: SampleRow, drawn_from: Drawn, version: Version | None) -> Samples:
-    """Return samples of one row."""
-    ids = token_ids(row.ids, "SampleRow(ids=)")
-    mask = torch.ones(len(ids) - row.prompt_length, dtype=torch.bool)
-    if row.mask is not None:
-        mask = torch.as_tensor(row.mask, dtype=torch.bool)
-    logprobs = None
-    if row.logprobs is not None:
-        logprobs = torch.as_tensor(row.logprobs, dtype=torch.float64).where(mask, 0.0)
-        if not bool(logprobs.isfinite().all()):
-            problem, got = "log-probabilities of a row are not finite", str(row.logprobs)[:80]
-            raise DataError(problem, expected="finite ones of the tokens that the model drew", got=got, where=_OF)
-    before = (row.prompt_length, 0)
-    return Samples(
-        ids=ids[None],
-        prompt_lengths=torch.tensor([row.prompt_length]),
-        lengths=torch.tensor([len(ids)]),
-        mask=pad(mask, before)[None],
-        prompts=(row.prompt,),
-        samples=(row.sample,),
-        finish_reasons=(row.finish_reason,),
-        logprobs=None if logprobs is None else pad(logprobs, before)[None],
-        drawn_from=None if logprobs is None else drawn_from,
-        version=version,
-        routed=None if row.routed is None else row.routed[None],
-    )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's server: weights by a folder that it shares with the trainer, samples by its completions API.
 
-What is asked of the server is in its own documentation: `/sleep`, `/wake_up` and `/collective_rpc` of the development
+Its documentation has the endpoints: `/sleep`, `/wake_up` and `/collective_rpc` of the development
 mode, `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, and `/v1/completions` with `return_token_ids`.
 """
 
@@ -66,7 +66,7 @@ class VllmServer:
         self._index: dict[str, str] = {}
 
     def begin(self, version: Version) -> None:
-        """Begin to write weights beside those of the server; see `WeightServer`."""
+        """Begin to write weights next to the server's; see `WeightServer`."""
         check_newer(version, self._state().version)
         shutil.rmtree(self._stage, ignore_errors=True)
         self._stage.mkdir(parents=True)
@@ -92,12 +92,12 @@ class VllmServer:
             self._forget({*held.adapters} & {_name(self._coming)})  # of a publish that failed
             self._load_adapter()
         self._write(_FolderState(self._coming, None, adapters))
-        if held.adapters:  # those of a trainer that died among them
+        if held.adapters:  # also of a trainer that died
             self._forget({*held.adapters} - {_name(self._coming)})
             self._write(_FolderState(self._coming, None, adapters[-1:]))
 
     def sample(self, ctx: DistContext, requests: Sequence[SampleRequest], options: SampleOptions) -> Samples:
-        """Draw samples, each by a request with a seed of its own; see `SampleServer`. No communication with ranks."""
+        """Draw samples, each by a request with its seed; see `SampleServer`. No communication with ranks."""
         state = self._state()
         check_held(state.version, state.coming, options.version)
         if options.temperature != 1 and not self._is_processed:
@@ -138,7 +138,7 @@ class VllmServer:
         return DrawnTokens(found.token_ids, found.logprobs.token_logprobs, reasons.get(found.finish_reason, "abort"))
 
     def _reload(self) -> None:
-        """Put the new files beside the old ones, and change the index, which is whole at any moment, while the server
+        """Move the new files to the old ones, and replace the index, which is complete at any moment, while the server
         has no weights in memory."""
         index = msgspec.json.encode({"metadata": {}, "weight_map": self._index})
         _ = (self._stage / _INDEX).write_bytes(index)
@@ -154,8 +154,8 @@ class VllmServer:
         _ = self._post("wake_up?tags=kv_cache")
 
     def _load_adapter(self) -> None:
-        """Load a folder of the version's own."""
-        parts = [*self._stage.glob("*.safetensors")]  # of what is small beside the weights: one file is read
+        """Load a folder of the version."""
+        parts = [*self._stage.glob("*.safetensors")]  # of adapters, which are small: one file is read
         whole = {name: each for part in parts for name, each in load(part.read_bytes()).items()}
         for part in parts:
             part.unlink()
@@ -166,22 +166,27 @@ class VllmServer:
         _ = self._post("v1/load_lora_adapter", {"lora_name": place.name, "lora_path": str(place.absolute())})
 
     def _forget(self, names: set[str]) -> None:
-        """Unload adapters and remove their folders; the server refuses those that it has not, as after its restart."""
+        """Unload adapters and remove their folders; the server may have none, as after a restart."""
         for name in sorted(names):
-            body = msgspec.json.encode({"lora_name": name})
-            _ = request(f"{self._url}/v1/unload_lora_adapter", body, self._timeout_s, self._token)
+            _ = self._ask("v1/unload_lora_adapter", {"lora_name": name})
             shutil.rmtree(self._folder / name, ignore_errors=True)
 
-    def _post(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+    def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
         data = b"" if body is None else msgspec.json.encode(body)
-        status, answer = request(f"{self._url}/{path}", data, self._timeout_s, self._token)
+        return request(f"{self._url}/{path}", data, self._timeout_s, self._token, "application/json")
+
+    def _post(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        status, answer = self._ask(path, body)
+        command = "VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --enable-sleep-mode"
+        if self._adapter is not None:
+            command = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve FOLDER --enable-lora"
         if status != 200:
             raise ServerError(
                 "the server of vLLM has refused a request",
                 expected="HTTP status 200",
                 got=f"{status}: {answer[:500].decode(errors='replace')}",
                 where=f"{self._url}/{path}",
-                fix="Start it in its development mode: VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --enable-sleep-mode.",
+                fix=f"Start it like this: {command}.",
             )
         return answer
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers that take a trainer's weights and sample from them: a model of this process, accel's own server, and vLLM.
 
-A server of one's own is an object with the methods of `WeightServer` and of `SampleServer`.
+Any object with the methods of `WeightServer` and of `SampleServer` is a server.
 """
 
 from accel.post_training._http import HttpServer, http, serve

@@ -29,7 +29,7 @@ def fp32_products(device: torch.device, *, rounded: bool) -> Generator[None]:
     if device.type != "cuda":
         yield
         return
-    # torch 2.9 added these beside the older settings, and refuses to read the older where the two differ
+    # torch refuses to read the older settings where they differ from these
     newer = _newer()
     before = [each.fp32_precision for each in newer]
     older = _older()
@@ -48,15 +48,8 @@ def fp32_products(device: torch.device, *, rounded: bool) -> Generator[None]:
 
 
 def _newer() -> list[Any]:
-    if not hasattr(_backends.cuda.matmul, "fp32_precision"):
-        return []
-    cudnn = _backends.cudnn
-    return [
-        _backends.cuda.matmul,
-        cudnn.conv,
-        cudnn.rnn,
-        _backends.mkldnn.matmul,
-    ]  # written by the older settings
+    """Return the settings by kind of operation, which the older settings write."""
+    return [_backends.cuda.matmul, _backends.cudnn.conv, _backends.cudnn.rnn, _backends.mkldnn.matmul]
 
 
 def _older() -> tuple[str, bool] | None:
@@ -115,7 +108,7 @@ def autocast(
 def matmul_precision(ctx: DistContext) -> AbstractContextManager[None]:
     """Compute the block's fp32 products in the context's precision, as a backward in tf32 needs outside of `autocast`.
 
-    torch's settings are those of the process, so blocks of several threads must not overlap.
+    torch's settings are global to the process, so blocks of several threads must not overlap.
     """
     if ctx.precision.compute != "tf32":
         return _UNCHANGED

@@ -72,8 +72,7 @@ def submodules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def matched(model: nn.Module, patterns: Sequence[str], where: str) -> set[str]:
-    """Return the submodules that match a pattern, such as "blocks.*.router", with those inside; a pattern without a
-    match raises `ConfigError`."""
+    """Return the submodules that match patterns such as "blocks.*.router", with all inside; none: `ConfigError`."""
     every = list(cast("Iterable[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=False)))
     names = [name for name, _ in every if name]
     found: set[str] = set()
@@ -206,7 +205,8 @@ def _engine_recipe(recipe: Fp8) -> Any:
 
 M = TypeVar("M", bound=nn.Module)
 
-_TRAINED = "torchao.quantization.qat"  # module of the classes of prepared layers
+FP8_PACKAGES = ("torchao.float8", "transformer_engine")
+QAT_PACKAGES = ("torchao.quantization.qat",)
 
 
 def qat_layers(model: nn.Module, recipe: Qat, spared: set[str]) -> list[str]:
@@ -226,9 +226,9 @@ def qat_layers(model: nn.Module, recipe: Qat, spared: set[str]) -> list[str]:
     return chosen
 
 
-def has_qat(model: nn.Module) -> bool:
-    """Return whether layers of the model are prepared."""
-    return any(type(module).__module__.startswith(_TRAINED) for module in model.modules())
+def has_layers(model: nn.Module, packages: tuple[str, ...]) -> bool:
+    """Return whether some layers of the model are of classes from these packages: it is converted or prepared."""
+    return any(type(module).__module__.startswith(packages) for module in model.modules())
 
 
 def round_layers(model: nn.Module, recipe: Qat, names: list[str]) -> None:
@@ -271,7 +271,7 @@ def convert_qat(ctx: DistContext, model: M) -> M:
             fix="Pass the context of the training.",
         )
     sharded = next((name for name, each in model.named_parameters() if is_dtensor(each)), None)
-    if sharded is not None or not has_qat(model):
+    if sharded is not None or not has_layers(model, QAT_PACKAGES):
         shown = with_article(type(model).__name__)
         raise PrepareError(
             "the model cannot be quantized",

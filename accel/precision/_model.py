@@ -18,11 +18,13 @@ from accel.formats import Precision
 from accel.mixins import KeepsFormat, Mixin, add_mixin
 from accel.precision._fp8 import (
     DTYPES,
+    FP8_PACKAGES,
+    QAT_PACKAGES,
     check_compute,
     check_fp8,
     convert_layers,
     fp8_layers,
-    has_qat,
+    has_layers,
     matched,
     qat_layers,
     round_layers,
@@ -58,13 +60,6 @@ def check_masters(model: nn.Module, formats: Mapping[int, torch.dtype]) -> None:
             where="Precision.master_weights",
             fix='Pass params="bf16" too, or leave it out.',
         )
-
-
-def widen_gradients(model: nn.Module) -> None:
-    """Let autograd give and sum the gradients of 16-bit parameters in float32. Mutates the parameters' `grad_dtype`."""
-    for parameter in model.parameters():
-        if is_half(parameter):
-            parameter.grad_dtype = torch.float32
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -122,18 +117,19 @@ def apply_precision(ctx: DistContext, model: M) -> M:
         check_compute(ctx.device, precision.compute)
     spared = _spared(model, precision)
     layers: list[str] = []
-    if precision.fp8 is not None and not _has_fp8(model):
+    if precision.fp8 is not None and not has_layers(model, FP8_PACKAGES):
         check_fp8(ctx.device, precision.fp8)
         layers = fp8_layers(model, precision.fp8, spared)
     rounded: list[str] = []
-    if precision.qat is not None and not has_qat(model):
+    if precision.qat is not None and not has_layers(model, QAT_PACKAGES):
         rounded = qat_layers(model, precision.qat, spared)
     formats = _formats(model, precision, spared)
     if precision.master_weights is not None:
         check_masters(model, {id(parameter): dtype for _, parameter, dtype in formats})
     _convert(formats)
     if precision.master_weights is not None:
-        widen_gradients(model)
+        for parameter in filter(is_half, model.parameters()):
+            parameter.grad_dtype = torch.float32  # autograd gives and sums gradients of 16-bit parameters in float32
     # nested ones too: a list of modules has no forward to cover its own
     in_fp32 = [model.get_submodule(name) for name in spared]
     add_mixin(in_fp32, InFp32, _accel_device_type=ctx.device.type, _accel_containers=ctx.containers)
@@ -194,11 +190,6 @@ def _convert(formats: list[tuple[str, nn.Parameter, torch.dtype]]) -> None:
             )
     for _, parameter, dtype in formats:
         parameter.data = parameter.data.to(dtype)  # optimizers hold the parameter object
-
-
-def _has_fp8(model: nn.Module) -> bool:
-    packages = ("torchao.float8", "transformer_engine")
-    return any(type(module).__module__.startswith(packages) for module in model.modules())
 
 
 def _cast(tree: T, dtype: torch.dtype, containers: Sequence[trees.Container]) -> T:

@@ -18,7 +18,7 @@ import msgspec
 
 from accel.opening import open_regular
 from accel.report._run_data import MediaFile
-from accel.report._tables import NONE, Html, element, seen_text, show_number
+from accel.report._tables import NONE, Html, element, folded, seen_text, show_number
 from accel.run_folder import MediaKind
 from accel.terminal import natural_key, show_size
 
@@ -36,7 +36,7 @@ _LARGEST_JSON = 8_000_000  # bytes
 _LARGEST_IMAGE = 2**25  # bytes of its pixels: 3840 x 2160 of four channels
 _LARGEST_STEP = 2**28  # bytes of the pixels of all images of a step, which a browser shows at once
 _INFLATED = 200  # bytes of pixels that a page unpacks to check them, for each byte of room
-_OVERHEAD = 60  # bytes of a step beside its contents
+_OVERHEAD = 60  # bytes of a step in addition to its contents
 
 
 class MediaContent(NamedTuple):
@@ -460,15 +460,14 @@ def media_section(media: PageMedia) -> Html:
     )
     cards = [_card(media, at) for at in range(len(media.series))]
     spreads = [card for card, each in zip(cards, media.series, strict=True) if each["kind"] == "histogram"]
-    folded: list[Html] = []
+    rest: list[Html] = []
     if len(spreads) > _MOST_OPEN:
         cards = cards[: -len(spreads)]
-        title = element("summary", "histograms", element("span", f" ({len(spreads)})"))
-        folded = [element("details", title, element("div", *spreads, class_="cards"))]
+        rest = [folded("histograms", element("div", *spreads, class_="cards"), note=str(len(spreads)))]
     body = [slider] if shown else []
     body += [element("p", media.summary, class_="key")] if media.summary else []
     shelf = element("div", *cards, class_="cards")
-    return element("details", head, *body, shelf, *folded, class_="group media", open="")
+    return element("details", head, *body, shelf, *rest, class_="group media", open="")
 
 
 def _card(media: PageMedia, at: int) -> Html:

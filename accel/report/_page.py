@@ -17,14 +17,14 @@ from accel.report._media import MEDIA_ROOM, MediaShelf, PageMedia, media_section
 from accel.report._run_data import AT, MetricCurve, RunData
 from accel.report._run_state import RunState, state_of
 from accel.report._series import ChartData, SeriesWriter, charts_of, clock_of, counted_axes, marks_of, ranked_metrics
-from accel.report._tables import Html, element, join, launch_sections, table
+from accel.report._tables import Html, element, folded, join, launch_sections, table
 from accel.run_folder import CODE
 from accel.terminal import show_size
 
 MOST_SIDE_BY_SIDE = 6  # runs; more are a table of one row a run
 _MOST_TILES = 4
 _MOST_GROUPS = 6  # groups of charts that are not folded
-_MOST_OPEN = 12  # charts of a page whose readings of clocks are not folded
+_MOST_OPEN = 12  # charts up to which readings of clocks are not folded
 _LAST = ("time/", "system/", "constants and counters")  # titles of groups, behind the media
 _FIRST = ("train", "eval", "val", "valid", "validation", "test")  # groups
 _LONGEST_CODE = 200_000  # characters of changed code on the page
@@ -61,7 +61,7 @@ def page_of(
 
     Args:
         runs: the runs.
-        order: places of charts on earlier pages of the runs, which keep them; gets those of new ones.
+        order: places of charts on earlier pages of the runs, which keep them; new charts are added.
         shelf: media of earlier pages, and the room for them.
         unreadable: folders that may hold more runs and cannot be searched, a line each.
     """
@@ -104,7 +104,7 @@ def report_page(runs: Sequence[RunData], room: int = MEDIA_ROOM, unreadable: Seq
 
 
 def contents_json(contents: Mapping[str, bytes], keys: Iterable[str]) -> str:
-    """Return those of these keys that a page has, as JSON."""
+    """Return the contents of the keys that a page has, as JSON."""
     parts = [f'"{key}":{contents[key].decode()}' for key in keys if key in contents]
     return f"{{{','.join(parts)}}}".replace("<", "\\u003c")
 
@@ -268,9 +268,8 @@ def _chart_groups(
 ) -> Iterator[Html]:
     for title, is_open, members in groups:
         cards = [_card(runs, charts, at) for at in members]
-        summary = element("summary", title, element("span", f" ({len(members)})"))
-        opened = {"open": ""} if is_open else {}
-        yield element("details", summary, element("div", *cards, class_="cards"), class_="group", **opened)
+        shown = element("div", *cards, class_="cards")
+        yield folded(title, shown, note=str(len(members)), is_open=is_open, class_="group")
 
 
 def _groups(charts: Sequence[ChartData]) -> Iterator[tuple[str, bool, list[int]]]:
@@ -355,7 +354,7 @@ def _bar(runs: Sequence[RunData], charts: Sequence[ChartData]) -> Html:
 
 def _sweep() -> Html:
     """Return the places of the sweep's table and of its parallel coordinates, which the script fills."""
-    chooser = element("details", element("summary", "Columns"), id="columns")
+    chooser = folded("Columns", id="columns")
     against = element("label", "Settings against ", element("select", id="against"), class_="controls")
     parallel = element("div", id="parallel", class_="wide")
     rows = element("div", element("table", id="rows"), class_="wide", tabindex="0")
@@ -364,19 +363,24 @@ def _sweep() -> Html:
     )
 
 
+_COMPARED = (
+    ("Configuration", _tables.configurations),
+    ("Settings and their sources", _tables.settings),
+    ("Versions", _tables.versions),
+)
+
+
 def _details(runs: Sequence[RunData], states: Sequence[RunState]) -> Iterator[Html]:
     yield element("h2", "Details")
     facts = table(["", *_names(runs)], _tables.overview(runs, states))
-    opened = {"open": ""} if len(runs) == 1 else {}
-    yield element("details", element("summary", "Overview"), facts, **opened)
+    yield folded("Overview", facts, is_open=len(runs) == 1)
     if any(run.curves.values for run in runs):
         values = table(["last value", *_names(runs)], _tables.last_values(runs))
-        yield element("details", element("summary", "Last values"), values)
+        yield folded("Last values", values)
     yield from _checkpoints(runs)
     yield from _profiles(runs)
-    yield from _compared("Configuration", runs, _tables.configurations(runs))
-    yield from _compared("Settings and their sources", runs, _tables.settings(runs))
-    yield from _compared("Versions", runs, _tables.versions(runs))
+    for title, read in _COMPARED:
+        yield from _compared(title, runs, read(runs))
     yield from _code(runs)
     for run in runs:
         yield from launch_sections(run, several=len(runs) > 1)
@@ -385,17 +389,13 @@ def _details(runs: Sequence[RunData], states: Sequence[RunState]) -> Iterator[Ht
 def _shared_details(runs: Sequence[RunData]) -> Iterator[Html]:
     """Yield what many runs have in common; each also has a separate page."""
     shown: list[Html] = []
-    for title, rows in (
-        ("Configuration", _tables.configurations(runs)),
-        ("Settings and their sources", _tables.settings(runs)),
-        ("Versions", _tables.versions(runs)),
-    ):
+    for title, read in _COMPARED:
+        rows = read(runs)
         differing = set(_tables.differing(rows))
         alike = [row[:2] for at, row in enumerate(rows) if at not in differing]
         if alike:
-            note = f" ({len(alike)}; {len(differing)} differ)" if differing else f" ({len(alike)})"
-            summary = element("summary", title, element("span", note))
-            shown.append(element("details", summary, table(["", ""], alike)))
+            note = f"{len(alike)}; {len(differing)} differ" if differing else str(len(alike))
+            shown.append(folded(title, table(["", ""], alike), note=note))
     if shown:
         yield element("h2", "Alike in all runs")
     yield from shown
@@ -417,22 +417,21 @@ def _checkpoints(runs: Sequence[RunData]) -> Iterator[Html]:
         cells = (each.name, show_size(each.size), _tables.show_time(each.changed_s), each.problem or metrics)
         rows.append((*cells, run.name) if len(runs) > 1 else cells)
     shown = table(["name", "size", "written", "metrics", *(["run"] if len(runs) > 1 else [])], rows)
-    yield element("details", element("summary", "Checkpoints", element("span", f" ({len(rows)})")), shown)
+    yield folded("Checkpoints", shown, note=str(len(rows)))
 
 
 def _profiles(runs: Sequence[RunData]) -> Iterator[Html]:
     for run in runs:
         if run.profile:
             title = f"Profile of {run.name}" if len(runs) > 1 else "Profile"
-            yield element("details", element("summary", title), element("pre", run.profile, class_="table"))
+            yield folded(title, element("pre", run.profile, class_="table"))
 
 
 def _compared(title: str, runs: Sequence[RunData], rows: _tables.Rows) -> Iterator[Html]:
     if rows:
         marked = _tables.differing(rows)
         note = f"{len(marked)} of {len(rows)} differ" if len(runs) > 1 else f"{len(rows)}"
-        shown = table(["", *_names(runs)], rows, marked=marked)
-        yield element("details", element("summary", title, element("span", f" ({note})")), shown)
+        yield folded(title, table(["", *_names(runs)], rows, marked=marked), note=note)
 
 
 def _code(runs: Sequence[RunData]) -> Iterator[Html]:
@@ -447,4 +446,4 @@ def _code(runs: Sequence[RunData]) -> Iterator[Html]:
             cut = f"\n[{len(text) - _LONGEST_CODE} characters more]" if len(text) > _LONGEST_CODE else ""
             title = f"Changes of the code of {run.name}" if len(runs) > 1 else "Changes of the code"
             body = element("pre", text[:_LONGEST_CODE] + cut, class_="table")
-            yield element("details", element("summary", title), element("div", body, class_="wide"))
+            yield folded(title, element("div", body, class_="wide"))

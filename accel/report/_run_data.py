@@ -26,6 +26,7 @@ from accel.run_folder import (
     MetricsLine,
     Position,
     RunRecord,
+    SourceState,
     decode_line,
     noted,
     parse_media,
@@ -185,7 +186,7 @@ class RunData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         launches: its launches in order of their start.
         checkpoints: its checkpoints in order of their steps.
         profile: its profile as `accel profile` prints it; empty for none.
-        machine: samples of its hosts, by name; those of all GPUs of all hosts are one curve.
+        machine: samples of its hosts, by name; samples of all GPUs of all hosts are one curve.
         alerts: its alerts in order of time.
         media: the files of its media.
         problems: its files that cannot be read, with the reason, a line each.
@@ -207,6 +208,12 @@ class RunData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def damaged(self) -> int:
         """The number of lines of its files that could not be read."""
         return self.curves.damaged + sum(each.damaged for each in self.launches)
+
+    @property
+    def source(self) -> SourceState | None:
+        """The state of the code by the newest launch, or else by the run's record."""
+        launched = self.launches[-1].source if self.launches else None
+        return launched or (self.run.source if self.run else None)
 
     @property
     def is_empty(self) -> bool:

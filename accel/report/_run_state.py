@@ -108,8 +108,9 @@ def _of_records(
 ) -> RunState:
     starts = [each.started_s for each in launches] + ([run.started_s] if run else [])
     started_s = min(starts, default=None)
-    if launches and (run is None or max((run.started_s, *run.resumed_s)) <= _end(launches[-1])):
-        launch = launches[-1]
+    launch = launches[-1] if launches else None
+    began_s = max((run.started_s, *run.resumed_s)) if run is not None else 0.0
+    if launch is not None and (launch.ended_s is None or began_s <= launch.ended_s):
         if launch.ended_s is not None:
             kind, text = _ended(launch)
             return RunState(kind, text, started_s, launch.ended_s)
@@ -122,10 +123,6 @@ def _of_records(
         text = f"failed: {run.error}" if run.status == "failed" and run.error else run.status
         return RunState(run.status, text, started_s, run.ended_s)
     return RunState("unknown", "state unknown", started_s)
-
-
-def _end(launch: LaunchRecord) -> float:
-    return float("inf") if launch.ended_s is None else launch.ended_s
 
 
 def _ended(launch: LaunchRecord) -> tuple[Literal["finished", "failed", "stopped"], str]:

@@ -22,7 +22,7 @@ _MOST_PARTS = 4000  # of a curve: a page is zoomed, and a screen has fewer colum
 _LEAST_PARTS = 20
 _MOST_NUMBERS = 1_100_000  # of all curves: 6 MB as text
 _MOST_MARKS = 200  # of a curve
-_MOST_JUMPS = 20  # of an axis, whose both ends are kept
+_MOST_JUMPS = 20  # of an axis; both ends of each are kept
 _OF_LOSSES = """loss losses error errors err perplexity ppl nll bpb bpc ce mse mae rmse wer cer fid kl divergence
 distance"""
 _OF_SCORES = """accuracy acc f1 auc auroc bleu rouge recall map iou miou dice psnr ssim reward rewards return score em

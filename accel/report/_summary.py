@@ -10,10 +10,10 @@ from statistics import median
 
 from msgspec.structs import replace
 
-from accel.report._run_data import AT, MetricCurve, RunData
+from accel.report._run_data import MetricCurve, RunData
 from accel.report._run_state import RunState
 from accel.report._series import ChartData, best_of, clock_of, condense
-from accel.report._tables import NONE, Html, element, join, ranks_of, show_source, show_time, table
+from accel.report._tables import NONE, Html, duration_of, element, join, ranks_of, show_source, show_time, table
 from accel.terminal import show_duration, show_seconds, show_size, show_value
 
 _RATES = ("tokens_per_s", "samples_per_s")
@@ -72,15 +72,6 @@ def _step_rates(run: RunData) -> MetricCurve:
 def _clock(run: RunData) -> tuple[list[int], list[float]]:
     clock = clock_of(run)
     return clock.steps, clock.values
-
-
-def duration_of(run: RunData, state: RunState) -> float | None:
-    """Return the seconds from the first start of a run to its end, or to its last line."""
-    reading = run.curves.time.get(AT)
-    last_s = reading.values[-1] if reading and reading.values else None
-    end_s = state.ended_s or last_s
-    start_s = state.started_s or (reading.values[0] if reading and reading.values else None)
-    return max(0.0, end_s - start_s) if end_s and start_s else None
 
 
 def warnings_of(run: RunData) -> Iterator[str]:
@@ -194,10 +185,8 @@ def _facts(run: RunData, state: RunState) -> Iterator[str]:
         yield f"step {show_value(run.curves.last_step)}"
     if (ranks := ranks_of(run)) is not None:
         yield f"{ranks} rank{'s' * (ranks > 1)}"
-    launched = run.launches[-1].source if run.launches else None
-    source = launched or (run.run.source if run.run else None)
-    if source is not None:
-        yield show_source(source)
+    if run.source is not None:
+        yield show_source(run.source)
 
 
 def _dotted(facts: Sequence[str]) -> Iterator[Html]:

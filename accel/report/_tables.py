@@ -63,6 +63,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, marked: Iterabl
     return element("div", body, class_="wide", tabindex="0")
 
 
+def folded(title: str, *content: str | None, note: str = "", is_open: bool = False, **attributes: str) -> Html:
+    """Return a section that unfolds, with a note in parentheses behind its title."""
+    opened = {"open": ""} if is_open else {}
+    summary = element("summary", title, element("span", f" ({note})") if note else None)
+    return element("details", summary, *content, **attributes, **opened)
+
+
 def seen_text(text: str) -> str:
     """Return a text without characters that a page would hide or obey."""
     return _UNSEEN.sub("\N{REPLACEMENT CHARACTER}", text)
@@ -103,18 +110,19 @@ def configurations(runs: Sequence[RunData]) -> Rows:
 
 
 def settings(runs: Sequence[RunData]) -> Rows:
-    """Return the settings of the runs: those of their contexts, and of the newest launches with their sources."""
+    """Return the settings of the runs: from their contexts, and from the newest launches with their sources."""
     found: list[dict[str, str]] = []
     for run in runs:
         launched, settled = settings_of(run)
-        changed = {name: each for name, each in settled.items() if each.value != _value(launched.get(name))}
+        values = {name: each.value for name, each in launched.items()}
+        changed = {name: each for name, each in settled.items() if each.value != values.get(name)}
         known = {**launched, **changed}  # a launch's "auto" is settled by the script or the machine
         found.append({name: _setting(setting) for name, setting in known.items()})
     return _side_by_side(found)
 
 
 def settings_of(run: RunData) -> tuple[dict[str, Setting], dict[str, Setting]]:
-    """Return the settings of a run's newest launch, and those of its contexts."""
+    """Return the settings of a run's newest launch, and the settings of its contexts."""
     launched = run.launches[-1].settings if run.launches else {}
     settled = run.run.settings if run.run else {}
     return _plain(launched), _plain(settled)
@@ -134,7 +142,7 @@ def versions(runs: Sequence[RunData]) -> Rows:
 
 
 def differing(rows: Rows) -> list[int]:
-    """Return the numbers of rows whose cells differ."""
+    """Return the numbers of rows with cells that differ."""
     return [at for at, row in enumerate(rows) if len(set(row[1:])) > 1]
 
 
@@ -180,23 +188,22 @@ def ranks_of(run: RunData) -> int | None:
 def _facts(run: RunData, state: RunState) -> dict[str, str]:
     launch = run.launches[-1] if run.launches else None
     ranks = ranks_of(run)
-    end_s = state.ended_s or _last_reading(run)
+    seconds = duration_of(run, state)
     speed = run.curves.speed()
     whole = [each for each in run.checkpoints if not each.problem]
-    source = (launch and launch.source) or (run.run and run.run.source) or None
     return {
         "state": state.text,
         "project": run.run.project if run.run else NONE,
         "run": (run.run.name or run.run.id) if run.run else NONE,
         "started": show_time(state.started_s),
-        "duration": show_clock(end_s - state.started_s) if end_s and state.started_s else NONE,
+        "duration": NONE if seconds is None else show_clock(seconds),
         "last step": NONE if run.curves.last_step is None else str(run.curves.last_step),
         "steps/s at the end": NONE if speed is None else show_value(speed),
         "ranks": NONE if ranks is None else str(ranks),
         "launches": str(len(run.launches)) if run.launches else NONE,
         "restarts": str(sum(each.restarts for each in run.launches)) if run.launches else NONE,
         "checkpoints": f"{len(whole)}, {show_size(sum(each.size for each in whole))}" if whole else NONE,
-        "code": show_source(source) if source or not run.run or not run.run.code else run.run.code,
+        "code": show_source(run.source) if run.source or not run.run or not run.run.code else run.run.code,
         "command": show_command(launch) if launch else NONE,
         "host": ", ".join(dict.fromkeys(each.host for each in run.launches)) or NONE,
         "folder": str(run.folder),
@@ -205,9 +212,13 @@ def _facts(run: RunData, state: RunState) -> dict[str, str]:
     }
 
 
-def _last_reading(run: RunData) -> float | None:
+def duration_of(run: RunData, state: RunState) -> float | None:
+    """Return the seconds from the first start of a run to its end, or to its last line."""
     clock = run.curves.time.get(AT)
-    return clock.values[-1] if clock and clock.values else None
+    readings = clock.values if clock else []
+    end_s = state.ended_s or (readings[-1] if readings else None)
+    start_s = state.started_s or (readings[0] if readings else None)
+    return max(0.0, end_s - start_s) if end_s and start_s else None
 
 
 def versions_of(run: RunData) -> dict[str, str]:
@@ -220,10 +231,6 @@ def _last(run: RunData, name: str) -> str:
     curve = run.curves.values.get(name)
     end = curve.last if curve else None
     return NONE if end is None else f"{show_number(end[1]) if end[1] - end[1] == 0 else end[1]} at step {end[0]}"
-
-
-def _value(setting: Setting | None) -> str | None:
-    return None if setting is None else setting.value
 
 
 def _setting(setting: Setting) -> str:
@@ -242,10 +249,8 @@ def launch_sections(run: RunData, *, several: bool) -> Iterator[Html]:
     yield element("h2", f"Launches of {run.name}" if several else "Launches")
     for at, launch in reversed(list(enumerate(run.launches, 1))):
         title = f"Launch {at} of {len(run.launches)}, {show_time(launch.started_s)} on {launch.host}"
-        is_newest = at == len(run.launches)
         body = [*_launch_facts(launch), *_attempts(launch), *_events(launch)]
-        opened = {"open": ""} if is_newest and not several else {}
-        yield element("details", element("summary", title), *body, **opened)
+        yield folded(title, *body, is_open=at == len(run.launches) and not several)
 
 
 def rank_text(state: RankState) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a run's folder, the one given to `save_state`, beside its checkpoints. Free of torch.
+"""The files of a run's folder, the one given to `save_state`, besides its checkpoints. Free of torch.
 
 Begin with `_files.py`: records appear whole, and lines are read while they are written, as readers are other processes.
 `metrics.jsonl` has a line a logged step (`MetricsLine`), `run.json` a `RunRecord` and `launches/*.jsonl` the log of
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         read_files as read_files,
         read_json as read_json,
         read_new as read_new,
+        replace_file as replace_file,
         write_json as write_json,
     )
     from accel.run_folder._records import (

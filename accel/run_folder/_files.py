@@ -23,9 +23,14 @@ T = TypeVar("T")
 
 def write_json(path: str | os.PathLike[str], value: object) -> None:
     """Write a value as JSON to a file of this process alone, so that a reader finds all of it or nothing."""
+    replace_file(path, msgspec.json.encode(value))
+
+
+def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write a file of this process alone by one rename, so that a reader finds all of it or nothing."""
     partial = f"{os.fspath(path)}.partial"
     with open(partial, "wb") as file:
-        _ = file.write(msgspec.json.encode(value))
+        _ = file.write(content)
     os.replace(partial, path)
 
 
@@ -121,29 +126,19 @@ _TAIL = 256  # bytes before the position that must still be the same
 
 
 class Position(NamedTuple):
-    """A position in a file behind the lines that have been read.
+    """A position in a file behind the lines that have been read."""
 
-    Attributes:
-        offset: bytes before it.
-        tail: the last of these bytes, by which another content of the same length is noticed.
-    """
-
-    offset: int = 0
-    tail: bytes = b""
+    offset: int = 0  # bytes before it
+    tail: bytes = b""  # the last of these bytes, by which another content of the same length is noticed
 
 
 class NewLines(NamedTuple):
-    """Lines behind a position.
+    """Lines behind a position."""
 
-    Attributes:
-        lines: whole lines, without their newlines.
-        position: position behind them.
-        restarted: whether the file was cut back or replaced: lines of earlier reads no longer count, and these begin
-            with the file's first.
-    """
-
-    lines: list[bytes]
-    position: Position
+    lines: list[bytes]  # whole lines, without their newlines
+    position: Position  # position behind them
+    # Whether the file was cut back or replaced: lines of earlier reads no longer count, and these begin with the
+    # file's first.
     restarted: bool
 
 
@@ -182,17 +177,11 @@ _TEXTS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class MetricsLine(msgspec.Struct, frozen=True, kw_only=True):
-    """The values of one step.
+    """The values of one step."""
 
-    Attributes:
-        step: optimizer step.
-        values: numbers by name.
-        time: readings of clocks by name, in seconds, or rates such as samples per second.
-    """
-
-    step: int
-    values: dict[str, float]
-    time: dict[str, float] = {}
+    step: int  # optimizer step
+    values: dict[str, float]  # numbers by name
+    time: dict[str, float] = {}  # readings of clocks by name, in seconds, or rates such as samples per second
 
 
 def encode_line(step: int, values: Mapping[str, float], time: Mapping[str, float] | None = None) -> bytes:
@@ -262,19 +251,12 @@ _MEDIA_NAME = re.compile(r"(.+)-(\d{8,15})(?:-(\d{1,9}))?\.(png|json|txt|histogr
 
 
 class MediaName(NamedTuple):
-    """The name of a file of media, `NAME-STEP.SUFFIX`, or `NAME-STEP-AT.png` for images.
+    """The name of a file of media, `NAME-STEP.SUFFIX`, or `NAME-STEP-AT.png` for images."""
 
-    Attributes:
-        name: name in the call of `log_images` or its kin.
-        kind: kind of media.
-        step: step of the call.
-        at: number among the images of the call; 0 for other media.
-    """
-
-    name: str
-    kind: MediaKind
-    step: int
-    at: int = 0
+    name: str  # name in the call of `log_images` or its kin
+    kind: MediaKind  # kind of media
+    step: int  # step of the call
+    at: int = 0  # number among the images of the call; 0 for other media
 
     @property
     def file(self) -> str:

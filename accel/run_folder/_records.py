@@ -45,23 +45,16 @@ _DIFF = (
 
 
 class SourceState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a git repository.
+    """The state of a git repository."""
 
-    Attributes:
-        commit: full name of the commit that is checked out; empty before the first.
-        branch: its branch; empty if none is checked out.
-        changed: number of tracked files that differ from the commit.
-        untracked: number of files and folders that git neither tracks nor ignores.
-    """
-
-    commit: str
-    branch: str = ""
-    changed: int = 0
-    untracked: int = 0
+    commit: str  # full name of the commit that is checked out; empty before the first
+    branch: str = ""  # its branch; empty if none is checked out
+    changed: int = 0  # number of tracked files that differ from the commit
+    untracked: int = 0  # number of files and folders that git neither tracks nor ignores
 
     @property
     def clean(self) -> bool:
-        """Whether all tracked files are those of the commit."""
+        """Whether all tracked files are as in the commit."""
         return self.changed == 0
 
 
@@ -186,130 +179,74 @@ EventKind = Literal["start", "restart", "hosts", "stop", "notice", "hang", "end"
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """A setting.
+    """A setting."""
 
-    Attributes:
-        value: its value, as its flag takes it.
-        source: the flag, variable, file or default that set it.
-    """
-
-    value: str
-    source: str
+    value: str  # its value, as its flag takes it
+    source: str  # the flag, variable, file or default that set it
 
 
 class LaunchEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """An event of a launch.
+    """An event of a launch."""
 
-    Attributes:
-        time_s: its time, in seconds since the epoch.
-        kind: start or restart of all ranks; hosts that came or went; a request to stop, or another signal; a report of
-            silent ranks; the end.
-        text: its report.
-    """
-
-    time_s: float
+    time_s: float  # its time, in seconds since the epoch
+    # Start or restart of all ranks; hosts that came or went; a request to stop, or another signal; a report of
+    # silent ranks; the end.
     kind: EventKind
-    text: str = ""
+    text: str = ""  # its report
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank of an attempt.
+    """A rank of an attempt."""
 
-    Attributes:
-        rank: its rank.
-        status: exit status, or minus the number of the signal that killed it; None while it runs.
-        ended_s: time at which its end was noticed, in seconds since the epoch; None while it runs.
-        text: its error in one line; empty for none.
-    """
-
-    rank: int
-    status: int | None = None
-    ended_s: float | None = None
-    text: str = ""
+    rank: int  # its rank
+    status: int | None = None  # exit status, or minus the number of the signal that killed it; None while it runs
+    ended_s: float | None = None  # time at which its end was noticed, in seconds since the epoch; None while it runs
+    text: str = ""  # its error in one line; empty for none
 
 
 class RankError(msgspec.Struct, frozen=True, kw_only=True):
-    """The error of the rank that failed first.
+    """The error of the rank that failed first."""
 
-    Attributes:
-        rank: its rank.
-        status: exit status, or minus the number of the signal that killed it.
-        exception: the exception's class; empty if the process left no record.
-        message: the exception's text.
-        location: `file:line` of the innermost frame of the user's code.
-        traceback: its traceback, or the dump of a crash.
-        text: its end in one line; empty in records of older versions.
-    """
-
-    rank: int
-    status: int
-    exception: str = ""
-    message: str = ""
-    location: str = ""
-    traceback: str = ""
-    text: str = ""
+    rank: int  # its rank
+    status: int  # exit status, or minus the number of the signal that killed it
+    exception: str = ""  # the exception's class; empty if the process left no record
+    message: str = ""  # the exception's text
+    location: str = ""  # `file:line` of the innermost frame of the user's code
+    traceback: str = ""  # its traceback, or the dump of a crash
+    text: str = ""  # its end in one line; empty in records of older versions
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One start of all ranks of a host.
+    """One start of all ranks of a host."""
 
-    Attributes:
-        started_s: time of the start, in seconds since the epoch.
-        hosts: hosts of the launch, in order of their ranks; empty if there is one.
-        ranks: ranks of this host.
-        ended_s: time of the end; None while it runs.
-        error: the error that ended it; None without one.
-    """
-
-    started_s: float
-    ranks: tuple[RankState, ...]
-    hosts: tuple[str, ...] = ()
-    ended_s: float | None = None
-    error: RankError | None = None
+    started_s: float  # time of the start, in seconds since the epoch
+    ranks: tuple[RankState, ...]  # ranks of this host
+    hosts: tuple[str, ...] = ()  # hosts of the launch, in order of their ranks; empty if there is one
+    ended_s: float | None = None  # time of the end; None while it runs
+    error: RankError | None = None  # the error that ended it; None without one
 
 
 class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A launch on one host.
+    """A launch on one host."""
 
-    Attributes:
-        format: version of this record.
-        host: name of the host.
-        pid: process of the launcher.
-        command: the script and its arguments, without credentials.
-        folder: working directory.
-        started_s: time of the start, in seconds since the epoch.
-        settings: each setting with its source.
-        versions: versions of Python and packages.
-        source: state of the script's git repository; None if there is none.
-        attempts: starts of all ranks, the current one last; of many, the newest 100.
-        events: events in order of time; of many, the first 250 and the newest 250.
-        log_dir: folder of the ranks' output; empty for none.
-        restarts: number of times that all ranks have started again after a failure.
-        checkpoint: newest checkpoint that a rank wrote or resumed from; empty for none.
-        ended_s: time of the end; None while it runs, or if the launcher was killed.
-        status: exit status of the launch; None while it runs.
-        stopped: name of the signal that stopped it; empty for none.
-        damaged: number of lines of its log that could not be read; a last line may be torn.
-    """
-
-    format: int = 1
-    host: str
-    pid: int
-    command: tuple[str, ...]
-    folder: str
-    started_s: float
-    settings: dict[str, Setting] = {}
-    versions: dict[str, str] = {}
-    source: SourceState | None = None
-    attempts: tuple[Attempt, ...] = ()
-    events: tuple[LaunchEvent, ...] = ()
-    log_dir: str = ""
-    restarts: int = 0
-    checkpoint: str = ""
-    ended_s: float | None = None
-    status: int | None = None
-    stopped: str = ""
-    damaged: int = 0
+    format: int = 1  # version of this record
+    host: str  # name of the host
+    pid: int  # process of the launcher
+    command: tuple[str, ...]  # the script and its arguments, without credentials
+    folder: str  # working directory
+    started_s: float  # time of the start, in seconds since the epoch
+    settings: dict[str, Setting] = {}  # each setting with its source
+    versions: dict[str, str] = {}  # versions of Python and packages
+    source: SourceState | None = None  # state of the script's git repository; None if there is none
+    attempts: tuple[Attempt, ...] = ()  # starts of all ranks, the current one last; of many, the newest 100
+    events: tuple[LaunchEvent, ...] = ()  # events in order of time; of many, the first 250 and the newest 250
+    log_dir: str = ""  # folder of the ranks' output; empty for none
+    restarts: int = 0  # number of times that all ranks have started again after a failure
+    checkpoint: str = ""  # newest checkpoint that a rank wrote or resumed from; empty for none
+    ended_s: float | None = None  # time of the end; None while it runs, or if the launcher was killed
+    status: int | None = None  # exit status of the launch; None while it runs
+    stopped: str = ""  # name of the signal that stopped it; empty for none
+    damaged: int = 0  # number of lines of its log that could not be read; a last line may be torn
 
 
 class LaunchLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="launch"):
@@ -403,50 +340,29 @@ def _read_launches(folder: Path, problems: list[str]) -> list[LaunchRecord]:
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A run.
+    """A run."""
 
-    Attributes:
-        format: version of this record.
-        id: identity of the run, the same after each resume.
-        project: project of the run.
-        name: its name for people; empty for none.
-        started_s: time of the first start, in seconds since the epoch.
-        resumed_s: times at which the run resumed.
-        world_size: number of ranks at the last start.
-        host: name of the host of rank 0 at the last start; empty in records of older versions.
-        pid: process of rank 0 there; 0 likewise.
-        config: its configuration, without credentials.
-        hidden: dotted names of the configuration's values that were credentials.
-        settings: settings of the context with their sources.
-        versions: versions of Python and packages at the last start.
-        source: state of the script's git repository at the last start; None if there is none.
-        code: `code.diff` if that file has the differences of tracked files from the commit, or the reason why there is
-            none; empty if it was not asked for.
-        status: state of the run as the training loop left it.
-        error: error of the loop; empty without one.
-        lost: records that files of the run lack, by tracker; empty for none.
-        ended_s: time of the end; None while it runs, or if the process was killed.
-    """
-
-    format: int = 1
-    id: str
-    project: str
-    started_s: float
-    name: str = ""
-    resumed_s: tuple[float, ...] = ()
-    world_size: int = 1
-    host: str = ""
-    pid: int = 0
-    config: dict[str, Any] = {}
-    hidden: tuple[str, ...] = ()
-    settings: dict[str, Setting] = {}
-    versions: dict[str, str] = {}
-    source: SourceState | None = None
+    format: int = 1  # version of this record
+    id: str  # identity of the run, the same after each resume
+    project: str  # project of the run
+    started_s: float  # time of the first start, in seconds since the epoch
+    name: str = ""  # its name for people; empty for none
+    resumed_s: tuple[float, ...] = ()  # times at which the run resumed
+    world_size: int = 1  # number of ranks at the last start
+    host: str = ""  # name of the host of rank 0 at the last start; empty in records of older versions
+    pid: int = 0  # process of rank 0 there; 0 likewise
+    config: dict[str, Any] = {}  # its configuration, without credentials
+    hidden: tuple[str, ...] = ()  # dotted names of the configuration's values that were credentials
+    settings: dict[str, Setting] = {}  # settings of the context with their sources
+    versions: dict[str, str] = {}  # versions of Python and packages at the last start
+    source: SourceState | None = None  # state of the script's git repository at the last start; None if there is none
+    # `code.diff` if that file has the differences of tracked files from the commit, or the reason why there is
+    # none; empty if it was not asked for.
     code: str = ""
-    status: Literal["running", "finished", "failed"] = "running"
-    error: str = ""
-    lost: str = ""
-    ended_s: float | None = None
+    status: Literal["running", "finished", "failed"] = "running"  # state of the run as the training loop left it
+    error: str = ""  # error of the loop; empty without one
+    lost: str = ""  # records that files of the run lack, by tracker; empty for none
+    ended_s: float | None = None  # time of the end; None while it runs, or if the process was killed
 
 
 def read_run(folder: Path, launches: Sequence[LaunchRecord] | None = None) -> RunRecord | None:
@@ -456,17 +372,11 @@ def read_run(folder: Path, launches: Sequence[LaunchRecord] | None = None) -> Ru
 
 
 class FolderRecords(NamedTuple):
-    """The records in a run's folder.
+    """The records in a run's folder."""
 
-    Attributes:
-        run: its record, as `read_run` returns it.
-        launches: its launches, as `read_launches` returns them.
-        problems: records that cannot be read, with the reason, a line each.
-    """
-
-    run: RunRecord | None
-    launches: list[LaunchRecord]
-    problems: list[str]
+    run: RunRecord | None  # its record, as `read_run` returns it
+    launches: list[LaunchRecord]  # its launches, as `read_launches` returns them
+    problems: list[str]  # records that cannot be read, with the reason, a line each
 
 
 def read_records(folder: Path) -> FolderRecords:

@@ -19,7 +19,7 @@ _BEFORE_COLON = {
     "cookie",
     "cookies",
 }  # before a colon, too
-_HOOKS = {"webhook", "webhooks"}  # whose URLs are credentials
+_HOOKS = {"webhook", "webhooks"}  # their URLs are credentials
 _ANYWHERE = {*_BEFORE_COLON, "credential", "credentials", "creds", "auth", "jwt", "pwd"}
 _OPEN = {"api", "access", "private", "secret"}  # owners of keys that are hidden behind a colon, too
 _OPEN_TOKENS = {"api", "access", "auth", "bearer", "refresh", "secret", "security", "session"}

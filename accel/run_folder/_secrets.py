@@ -33,7 +33,7 @@ _NEXT_LINE = re.compile(r"""\\?\r?\n[-+ ]?[ \t]*+(?=[bBuUrRfF]{0,2}(?:"(?!"")|'(
 _NEXT_WORD = re.compile(r"""\r?\n[-+ ]?[ \t]++(?=[^\s:=#'"]{6,}[ \t]*+(?:[\r\n]|$))""")
 _BLOCK = re.compile(r"[|>][-+]?\d?[ \t]*+\r?\n")
 _BLOCK_LINE = re.compile(r"[-+ ]?[ \t]++[^\r\n]*+(?:\r?\n)?")
-# A literal in a bracket of its own, and calls that pass one on.
+# A literal in a separate bracket, and calls that pass one on.
 _HOLDS_LITERAL = re.compile(r"""\([^()\[\]{}"']{0,200}["']""")
 _WRAPPER = re.compile(
     r"""(?i:[\w.]*+(?<=auth)|[\w.]*?(?:secret\w*|credentials?|str|bytes|field|option|argument|getenv|environ\.get))"""
@@ -142,7 +142,7 @@ def hide_in_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str
     return {name: _shown(value, is_secret_name(name), name, hidden) for name, value in config.items()}, tuple(hidden)
 
 
-_KEY_LINE = re.compile(r"(?m)^([ +-])[A-Za-z0-9+/=]{40,}$")  # of a PEM block whose marks the diff does not show
+_KEY_LINE = re.compile(r"(?m)^([ +-])[A-Za-z0-9+/=]{40,}$")  # of a PEM block without its marks in the diff
 
 
 def hide_in_diff(diff: str) -> str:
@@ -348,7 +348,7 @@ def _is_login(before: str) -> bool:
 
 
 def _is_value_of_another(before: str) -> bool:
-    """Return whether a text ends where the value of a credential follows, whose name is before."""
+    """Return whether a text ends with the name of a credential, so that its value follows."""
     option = _DEFAULT_OF.search(before)
     names = _WORD.findall(option[1]) if option else []
     pair = _VALUE_OF.search(before[-240:])
@@ -436,7 +436,7 @@ def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
 
 
 def _without_pem(text: str) -> str:
-    """Return a text without the bodies of PEM blocks, or beside one whose other mark is missing."""
+    """Return a text without the bodies of PEM blocks, also of one that lacks a mark."""
     if "-----" not in text:
         return text
     parts, done = list[str](), 0

@@ -73,5 +73,5 @@ from accel.storage._weight_files import (
     plan_shards as plan_shards,
     publish_file as publish_file,
     publish_weights as publish_weights,
-    stage_files as stage_files,
+    staged as staged,
 )

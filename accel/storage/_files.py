@@ -42,7 +42,7 @@ _FLUSH_BYTES = 16 << 20
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EBADF)
 
-# Called with the path of each file whose bytes have been written; set where a test simulates a bad disk.
+# Called with the path of each written file; set where a test simulates a bad disk.
 AFTER_WRITE: ContextVar[Callable[[Path], None] | None] = ContextVar("accel.storage.AFTER_WRITE", default=None)
 
 
@@ -55,15 +55,10 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Size and digests of a written file, checked when it is read.
+    """Size and digests of a written file, checked when it is read."""
 
-    Attributes:
-        size: bytes.
-        sha256: digests in hex: of every 16 MiB, the last of the rest; or one of the whole.
-    """
-
-    size: Annotated[int, msgspec.Meta(ge=0)]
-    sha256: tuple[Digest, ...] | Digest
+    size: Annotated[int, msgspec.Meta(ge=0)]  # bytes
+    sha256: tuple[Digest, ...] | Digest  # digests in hex: of every 16 MiB, the last of the rest; or one of the whole
 
     @property
     def is_complete(self) -> bool:
@@ -235,7 +230,7 @@ def _advice(number: int | None) -> str:
 
 
 class OpenDirectory:
-    """A folder held open: its files stay those of one moment, even if it is renamed meanwhile."""
+    """A folder held open: its files stay as of one moment, even if it is renamed meanwhile."""
 
     __slots__ = ("_file", "path")
 

@@ -146,7 +146,7 @@ class OpenFile:
                 left, start = left[got:], start + got
 
     def mapped(self) -> memoryview:
-        """Return the file as memory, whose pages are read when they are touched; writes to it stay in memory.
+        """Return the file as memory: its pages are read when they are touched, and writes to it stay in memory.
 
         It outlives `close`. A file that is cut short meanwhile ends the process where a lost page is touched.
         """

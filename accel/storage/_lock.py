@@ -30,18 +30,12 @@ _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """The process that holds a lock.
+    """The process that holds a lock."""
 
-    Attributes:
-        host, pid: the process.
-        started: its start in clock ticks of the system; "" where unknown.
-        since: when it took the lock, in UTC.
-    """
-
-    host: str
-    pid: int
-    started: str
-    since: str
+    host: str  # its host
+    pid: int  # its number there
+    started: str  # its start in clock ticks of the system; "" where unknown
+    since: str  # when it took the lock, in UTC
 
 
 class FolderLock:
@@ -196,17 +190,11 @@ _TRIALS = 3
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """The contents of a lock's object.
+    """The contents of a lock's object."""
 
-    Attributes:
-        holder: the process.
-        token: token of this lock alone.
-        renewed: time of the last renewal, in seconds since 1970.
-    """
-
-    holder: Holder
-    token: str
-    renewed: float
+    holder: Holder  # the process
+    token: str  # token of this lock alone
+    renewed: float  # time of the last renewal, in seconds since 1970
 
 
 class Beat:
@@ -324,7 +312,7 @@ def _age_in_store(folder: RemotePath) -> float | None:
     probe = f"{LOCK}.{secrets.token_hex(8)}"
     put_object(folder / probe, b"now")
     written = {each.name: each.changed for each in list_objects(folder)}
-    remove_objects(folder, [name for name in written if name.startswith(f"{LOCK}.")])  # and those of dead processes
+    remove_objects(folder, [name for name in written if name.startswith(f"{LOCK}.")])  # and probes of dead processes
     then = written.get(LOCK)
     now = written.get(probe)
     return now - then if then and now else None

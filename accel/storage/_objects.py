@@ -121,7 +121,7 @@ def _typed(place: RemotePath) -> Generator[None]:
         yield
     except AccelError:
         raise
-    except Exception as error:  # each store has errors of its own
+    except Exception as error:  # each store has other errors
         raise CheckpointError(
             "missing" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}",
             where=str(place),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Places: folders of files in a file system or in an object store, behind one set of operations.
 
-Those of a file system appear by one rename: a stage is filled beside its target, then takes its name. Names state the
+Folders on a disk appear by one rename: a stage is filled next to its target, then takes its name. Names state the
 purpose of a folder, so the next writer understands what a crash has left: `<target>.tmp-<host>-<pid>-<hex>` is being
 written or deleted, `<target>.old-<host>-<pid>-<hex>` was moved aside by a writer that was about to take its name.
 """
@@ -35,19 +35,12 @@ _LEFTOVER = re.compile(
 
 
 class Leftover(msgspec.Struct, frozen=True):
-    """A folder that a writer used beside its target.
+    """A folder that a writer used next to its target."""
 
-    Attributes:
-        path: the folder.
-        target: the name that it had or was to get.
-        kind: "tmp" for one being written or deleted, "old" for one moved aside.
-        dead: whether its writer ran on this host and is gone.
-    """
-
-    path: Path
-    target: str
-    kind: Literal["tmp", "old"]
-    dead: bool
+    path: Path  # the folder
+    target: str  # the name that it had or was to get
+    kind: Literal["tmp", "old"]  # "tmp" for one being written or deleted, "old" for one moved aside
+    dead: bool  # whether its writer ran on this host and is gone
 
 
 class Lock(Protocol):
@@ -104,7 +97,7 @@ class Place(Protocol):
         ...
 
     def leftovers(self) -> Sequence[Leftover]:
-        """List the folders inside that writers used beside their targets; none in a store."""
+        """List the folders inside that writers used next to their targets; none in a store."""
         ...
 
     def abort_uploads(self) -> None:
@@ -152,11 +145,11 @@ class Place(Protocol):
         ...
 
     def new_mark(self) -> str:
-        """Return a part of file names that no other save has; "" where each save has a stage of its own."""
+        """Return a part of file names that no other save has; "" where each save has a separate stage."""
         ...
 
     def make_stage(self) -> Place:
-        """Return the folder to write a new version in: a new one beside it; in a store, this one."""
+        """Return the folder to write a new version in: a new one next to it; in a store, this one."""
         ...
 
     def commit(self, name: str, last: str, data: bytes, files: Mapping[str, FileEntry]) -> Place | None:
@@ -223,7 +216,7 @@ def lag_of(where: str | os.PathLike[str] | RemotePath) -> str:
 
 
 def folder_of(where: str | os.PathLike[str] | RemotePath) -> tuple[Place, bool]:
-    """Return the place of a run's folder, and whether each host has such a folder of its own. Raises as `as_place`."""
+    """Return the place of a run's folder, and whether each host has such a folder. Raises as `as_place`."""
     return as_place(where), isinstance(where, HostFolder)
 
 
@@ -392,7 +385,7 @@ def make_folder(folder: Path) -> None:
 
 
 def make_stage(target: Path) -> Path:
-    """Make an empty folder beside the target, named after this process."""
+    """Make an empty folder next to the target, named after this process."""
     stage = _beside(target, "tmp")
     with disk_errors(stage):
         os.mkdir(stage)
@@ -439,7 +432,7 @@ def remove_flat(folder: Path) -> None:
 
 
 def leftovers(parent: Path) -> list[Leftover]:
-    """List the folders in `parent` that writers used beside their targets, in order of name."""
+    """List the folders in `parent` that writers used next to their targets, in order of name."""
     with disk_errors(parent), os.scandir(parent) as entries:
         names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
     found: list[Leftover] = []

@@ -18,17 +18,11 @@ _GAP = 32 << 10  # unwanted bytes between two ranges that cost less than another
 
 
 class WantedBytes(NamedTuple):
-    """Wanted bytes of a file.
+    """Wanted bytes of a file."""
 
-    Attributes:
-        start: first byte in the file.
-        nbytes: number of bytes.
-        address: first byte in memory.
-    """
-
-    start: int
-    nbytes: int
-    address: int
+    start: int  # first byte in the file
+    nbytes: int  # number of bytes
+    address: int  # first byte in memory
 
     @property
     def stop(self) -> int:
@@ -37,19 +31,12 @@ class WantedBytes(NamedTuple):
 
 
 class Request(NamedTuple):
-    """One read of at most `CHUNK` bytes of a file, from a page's start.
+    """One read of at most `CHUNK` bytes of a file, from a page's start."""
 
-    Attributes:
-        start: first byte in the file, a multiple of `PAGE`.
-        stop: end of the wanted bytes in the file.
-        pieces: the wanted bytes inside, in order of `start`.
-        is_straight: whether the request is one piece of whole pages, whose address is a multiple of `PAGE`.
-    """
-
-    start: int
-    stop: int
-    pieces: tuple[WantedBytes, ...]
-    is_straight: bool
+    start: int  # first byte in the file, a multiple of `PAGE`
+    stop: int  # end of the wanted bytes in the file
+    pieces: tuple[WantedBytes, ...]  # the wanted bytes inside, in order of `start`
+    is_straight: bool  # whether the request is one piece of whole pages, at an address that is a multiple of `PAGE`
 
 
 def plan_requests(
@@ -135,43 +122,28 @@ def _staged(pieces: Iterable[WantedBytes], chunk: int, gap: int) -> list[Request
 
 
 class Wanted(NamedTuple):
-    """Bytes of a file, and the memory to fill with them.
+    """Bytes of a file, and the memory to fill with them."""
 
-    Attributes:
-        file: name of the file.
-        start: first byte in the file.
-        nbytes: number of bytes.
-        address: first byte in memory, which stays alive while it is read.
-        is_shared: whether other processes of the host read the same bytes, so that the page cache should have them.
-    """
-
-    file: str
-    start: int
-    nbytes: int
-    address: int
+    file: str  # name of the file
+    start: int  # first byte in the file
+    nbytes: int  # number of bytes
+    address: int  # first byte in memory, which stays alive while it is read
+    # Whether other processes of the host read the same bytes, so that the page cache should have them.
     is_shared: bool = False
 
 
 class Passed(NamedTuple):
-    """Bytes of a file that a function takes over, in the reader's thread and memory.
+    """Bytes of a file that a function takes over, in the reader's thread and memory."""
 
-    Attributes:
-        file: name of the file.
-        start: first byte in the file.
-        nbytes: number of bytes, at most `CHUNK`.
-        use: called with the bytes, which are valid during the call.
-        is_shared: whether other processes of the host read the same bytes.
-    """
-
-    file: str
-    start: int
-    nbytes: int
-    use: Callable[[memoryview], object]
-    is_shared: bool = False
+    file: str  # name of the file
+    start: int  # first byte in the file
+    nbytes: int  # number of bytes, at most `CHUNK`
+    use: Callable[[memoryview], object]  # called with the bytes, which are valid during the call
+    is_shared: bool = False  # whether other processes of the host read the same bytes
 
 
 class ByteRanges(Protocol):
-    """Files whose ranges are read by threads. Its owner closes it."""
+    """Files with ranges that threads read. The owner closes it."""
 
     @property
     def sizes(self) -> Mapping[str, int]:

@@ -30,7 +30,7 @@ _LARGEST = 100_000_000  # what the reference implementation accepts
 _MOST_FIELDS = 2**21  # of its JSON; a tensor has four
 _MOST_DIMS = 64 + 1  # complex128 is stored with one more
 _LONGEST_ENTRY = 4096
-_SPARE = 2**16  # for texts beside the tensors
+_SPARE = 2**16  # for texts besides the tensors
 _WORD = 8
 _POINTER = b"version "  # the first bytes of a pointer of Git LFS, and no length of a header
 _METADATA = "__metadata__"
@@ -61,35 +61,23 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class TensorHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor in a file.
+    """A tensor in a file."""
 
-    Attributes:
-        dtype: the format's name, such as "F32".
-        shape: its sizes.
-        data_offsets: first byte and end of its bytes, counted from the end of the header.
-    """
-
-    dtype: str
-    shape: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=_MOST_DIMS)]
-    data_offsets: tuple[_Count, _Count]
+    dtype: str  # the format's name, such as "F32"
+    shape: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=_MOST_DIMS)]  # its sizes
+    data_offsets: tuple[_Count, _Count]  # first byte and end of its bytes, counted from the end of the header
 
 
 class Header(msgspec.Struct, frozen=True):
-    """A file's header.
+    """A file's header."""
 
-    Attributes:
-        tensors: by name, in the order of their bytes.
-        metadata: texts of the writer.
-        end: first byte after the header in the file.
-    """
-
-    tensors: dict[str, TensorHeader]
-    metadata: dict[str, str]
-    end: int
+    tensors: dict[str, TensorHeader]  # by name, in the order of their bytes
+    metadata: dict[str, str]  # texts of the writer
+    end: int  # first byte after the header in the file
 
 
 def encode_header(tensors: Mapping[str, TensorHeader], metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes before those of the tensors; a multiple of eight."""
+    """Return the bytes before the tensors' bytes; a multiple of eight."""
     text = msgspec.json.encode(({_METADATA: metadata} if metadata else {}) | dict(tensors))
     text += b" " * (-len(text) % _WORD)
     return len(text).to_bytes(_WORD, "little") + text

@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager, suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import cast
@@ -16,7 +16,8 @@ import msgspec
 
 from accel.errors import CheckpointError, ConfigError
 from accel.storage._files import disk_errors, is_file_name, open_directory, write_file
-from accel.storage._place import leftovers, make_stage, remove_flat, sync_folder
+from accel.storage._lock import take_lock
+from accel.storage._place import leftovers, make_folder, make_stage, remove_flat, sync_folder
 from accel.storage._safetensors import MOST_TENSORS
 
 WEIGHTS = "model.safetensors"
@@ -128,11 +129,31 @@ _LARGEST_INDEX = 256 * 2**20
 
 
 def stage_files(target: Path) -> Path:
-    """Make a folder beside a target to write its files in; remove those of dead writers."""
+    """Make a folder next to a target to write its files in; remove folders of dead writers."""
     for left in leftovers(target.parent):
         if left.dead and left.kind == "tmp" and left.target == target.name.split(".", 1)[0]:
             remove_flat(left.path)
     return make_stage(target)
+
+
+@contextmanager
+def staged(target: Path, *, locks: bool = True) -> Generator[Path]:
+    """Hold a stage next to a target for the block, under the lock of their common folder if it `locks`.
+
+    The block moves the files out, and the stage with them. What is left of it is removed.
+    """
+    make_folder(target.parent)
+    with ExitStack() as held:
+        # a second writer into the folder gets an error that names this one
+        if locks:
+            held.callback(take_lock(target.parent).release)
+        stage = stage_files(target)
+        try:
+            yield stage
+        finally:
+            if stage.exists():
+                with suppress(CheckpointError):  # a disk that fails: the first error is the one to raise
+                    remove_flat(stage)
 
 
 def publish_file(stage: Path, name: str, target: Path) -> None:

@@ -2,7 +2,7 @@
 """Distributed programs on one process: simulated ranks, exact deadlock reports, injected faults.
 
 Begin with `_simulate.py`. A run (`_world.py`) has a thread a rank (`_threads.py`), one running at a time
-(`_scheduler.py`). The ranks' process group (`_group.py`) turns each collective into a meeting (`_meetings.py`), whose
+(`_scheduler.py`). The ranks' process group (`_group.py`) turns each collective into a meeting (`_meetings.py`); its
 last rank computes for all (`_collectives.py`). `_device.py` has a device with streams, `_faults.py` lets a rank fail,
 `_networks.py` refuses what a real backend would; `_default_group.py` and `_process.py` are what torch and Python keep
 once a process.

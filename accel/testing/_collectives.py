@@ -114,8 +114,7 @@ def layout(tensor: Tensor) -> TensorLayout:
 
 
 def fill(target: Tensor, source: Tensor) -> None:
-    """Copy as a backend does, element by element, never broadcast nor cast: other dtypes or sizes are a
-    `CollectiveMismatch`."""
+    """Copy element by element, as a backend does; `CollectiveMismatch` for another dtype or size."""
     if target.dtype != source.dtype or target.numel() != source.numel():
         raise CollectiveMismatch(
             "a buffer does not fit the message", expected=str(layout(source)), got=str(layout(target))
@@ -201,8 +200,7 @@ def all_to_all(ranks: Sequence[Buffers]) -> None:
 
 
 def all_to_all_single(ranks: Sequence[Buffers]) -> None:
-    """As `all_to_all`, on views of one tensor, which replaces them where they are equal. Outputs may share memory with
-    inputs."""
+    """As `all_to_all`, on parts of one tensor; equal parts come as the tensor. Outputs may share memory with inputs."""
     count = len(ranks)
     whole = [tensor for rank in ranks for tensor in (*rank.inputs, *rank.outputs)]
     sizes = {tensor.numel() for tensor in whole}

@@ -76,8 +76,7 @@ def default_groups() -> Generator[Enter]:
 
 
 def check_hooks() -> None:
-    """Raise `SimulationError` for a version of torch that lacks a hook, or keeps state of groups where no hook
-    leads."""
+    """Raise `SimulationError` for a version of torch that lacks a hook, or keeps state of groups elsewhere."""
     for module, names in _HOOKS.items():
         for name in names:
             try:
@@ -89,11 +88,6 @@ def check_hooks() -> None:
             used = inspect.getclosurevars(value.fget).globals
             if shared := [known for known, what in used.items() if not callable(what) and not inspect.ismodule(what)]:
                 _refuse("no state but what a simulation can replace", f"{name} in {', '.join(shared)}")
-
-
-def _rank_tables() -> type[Any]:
-    """The class of c10d's tables as one rank sees them: own attributes hide the properties that lead to globals."""
-    return type("_RankTables", (_c10d._World,), dict.fromkeys(_TABLES))
 
 
 def _fill(tables: Any, group: SimulatedGroup, store: object) -> None:
@@ -135,7 +129,8 @@ class _TorchHooks:
         self._real: Any = _c10d._world
         self._mesh_backend: Any = _mesh.get_backend
         self._new_group: Any = _c10d._new_process_group_helper
-        self._tables = _rank_tables()
+        # c10d's tables as one rank sees them: own attributes hide the properties that lead to globals
+        self._tables = type("_RankTables", (_c10d._World,), dict.fromkeys(_TABLES))
         self._undo = ExitStack()
 
     def hold(self) -> None:
@@ -173,8 +168,7 @@ class _TorchHooks:
 
     @contextmanager
     def enter(self, store: object, group: SimulatedGroup) -> Generator[None]:
-        """Give the calling thread, which must end with the run, a world of its own; raise `SimulationError` if torch
-        does not see it."""
+        """Give the calling thread, which must end with the run, a separate c10d world; check that torch sees it."""
         self._threads.tables = self._tables()
         self._threads.owner = uuid.uuid4().int
         _fill(self._threads.tables, group, store)

@@ -34,7 +34,7 @@ _ALLOCATOR = -1
 class StreamOrder:
     """An order in which a device's streams and the host come to their work.
 
-    Of the streams whose next operation may run, the one of the lowest rank runs it: at once if its rank is below the
+    Of the streams with an operation that may run, the one of the lowest rank runs it: at once if its rank is below the
     host's, else when somebody waits for it.
 
     Attributes:
@@ -112,15 +112,15 @@ class SimulatedEvent:
 
 
 class SimulatedDevice(DeviceStreams):
-    """A device of CPU memory for `simulate(..., streams=)`, whose streams behave as those of a GPU may.
+    """A device of CPU memory for `simulate(..., streams=)`, with streams that behave as a GPU's may.
 
     Without an order, work runs in program order, and each read and write is compared with those before it: two of the
     same bytes, one of them a write, with no event between them are a race, and `simulate` raises `StreamRace`. With an
     order, work waits in queues and runs late, as the order has it; a program that waits for the right events computes
     the same values in each. Memory is poison until it is written and once it is freed.
 
-    Not modelled: torn reads, the default stream's implicit waits, graphs, compiled code, and streams of torch's own,
-    such as those of DDP and FSDP2; collectives wait for the whole device. `numpy`, `tolist`, `repr` and `data_ptr` read
+    Not modelled: torn reads, the default stream's implicit waits, graphs, compiled code, and torch's streams,
+    such as in DDP and FSDP2; collectives wait for the whole device. `numpy`, `tolist`, `repr` and `data_ptr` read
     memory unseen. That a program passes here does not show that a GPU behaves as modelled.
 
     Args:
@@ -128,7 +128,7 @@ class SimulatedDevice(DeviceStreams):
         order: the order, in place of a seed.
 
     Attributes:
-        device: the CPU, whose memory it uses.
+        device: the CPU: the memory is the CPU's.
         order: the order; None for program order.
         waits: a line for each wait of the host.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a simulated device: that of the CPU, poison until it is written and once it is freed; and clocks of streams
+"""Memory of a simulated device: CPU memory, poison until it is written and once it is freed; and clocks of streams
 and host: accesses with nothing between them are races.
 
 Freed memory is given out again to the stream that owned it. In program order, what a copy wrote to pinned memory is
@@ -53,7 +53,7 @@ class MemoryBlock:
         users: further streams that were named as its last users.
         bytes: its memory, alive until the device has seen the end of the last tensor on it.
         log: accesses that a later one may race with.
-        unknown: copies to and from pinned memory whose end the host does not know, in program order.
+        unknown: copies to and from pinned memory with an end that the host does not know, in program order.
     """
 
     __slots__ = ("bytes", "kind", "log", "owner", "unknown", "users")
@@ -67,7 +67,7 @@ class MemoryBlock:
         self.unknown = list[UnknownCopy]()
 
     def reused(self, nbytes: int, end: int) -> MemoryBlock:
-        """Return a block in the memory of this one, whose owner freed it by operation `end`."""
+        """Return a block in the memory of this one, which the owner freed by operation `end`."""
         block = MemoryBlock(self.kind, self.owner, 0)
         block.bytes = torch.empty(0, dtype=torch.uint8).set_(self.bytes.untyped_storage(), 0, (nbytes,), (1,))  # pyright: ignore[reportCallIssue, reportArgumentType] - not in the stub
         block.log.append(Access(self.owner, end, 0, nbytes, True, "free"))
@@ -139,7 +139,7 @@ class MemoryBlock:
 
 
 class UnknownCopy:
-    """A copy to pinned memory, or from it, whose end the host does not know.
+    """A copy to pinned memory, or from it, with an end that the host does not know.
 
     Attributes:
         part: the part of the memory.
@@ -191,7 +191,7 @@ class DeviceMemory:
             nbytes = max(span(like)[1], dtype.itemsize, 1)
             block = self._reused(kind, owner, nbytes) or MemoryBlock(kind, owner, nbytes)
             address = block.bytes.data_ptr()
-            # torch keeps the buffer for as long as a storage uses it, so its end is that of the last tensor
+            # torch keeps the buffer for as long as a storage uses it, so it ends with the last tensor
             buffer: Any = (ctypes.c_uint8 * nbytes).from_address(address)
             weakref.finalize(buffer, self._freed.append, block).atexit = False
             self._blocks[address] = block
@@ -221,7 +221,7 @@ class DeviceMemory:
         return self._blocks.get(tensor.untyped_storage().data_ptr())
 
     def freed(self) -> Iterator[MemoryBlock]:
-        """Yield the blocks whose last tensor has ended since the last call."""
+        """Yield the blocks that have lost their last tensor since the last call."""
         while self._freed:
             block = self._freed.popleft()
             del self._blocks[block.bytes.data_ptr()]

@@ -192,7 +192,7 @@ class _Call:
     def _late(self) -> Any:
         """Queue the operator, and return tensors that it will write."""
         made = self._made()
-        if made is None:  # such as nonzero, whose shape depends on values
+        if made is None:  # such as nonzero: its shape depends on values
             return self._at_once(waits=True)
         outputs, spec, known = made
         taken = {storage_key(each) for each in known.metas}
@@ -262,7 +262,7 @@ class _Call:
 
 
 class _OnMeta:
-    """Tensors without memory in place of those of a call, with storages shared as there."""
+    """Tensors without memory in place of a call's tensors, with storages shared as there."""
 
     def __init__(self) -> None:
         self.given = dict[int, Tensor]()

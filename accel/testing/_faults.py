@@ -70,8 +70,7 @@ F = TypeVar("F", Fault, WriteFault)
 
 
 def check_faults(faults: Sequence[object], world_size: int) -> None:
-    """Raise `ConfigError` for a fault that can never happen: another rank, a negative call, an unknown action or
-    signal."""
+    """Raise `ConfigError` for a fault that can never happen: its rank, call, action or signal does not exist."""
     if isinstance(faults, AnyFault):
         raise ConfigError("faults come in a list", expected=f"[{faults!r}]", got=repr(faults), where="faults=")
     for number, fault in enumerate(faults):

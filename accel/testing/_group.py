@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `torch.distributed.ProcessGroup` whose collectives are meetings of simulated ranks.
+"""A `torch.distributed.ProcessGroup`: each collective is a meeting of simulated ranks.
 
 torch calls a Python subclass both from `torch.distributed` and from C++ (DDP's reducer). torch 2.13 renamed some
 methods, and C++ calls the new or the old name depending on version, so both are here. This module has all the names
@@ -121,7 +121,7 @@ class SimulatedGroup(_Untyped):
         self._me = members.ranks[rank]  # the world's number, as everywhere in a rendezvous
         self.alarm = rendezvous.alarm(self._me)  # read by `accel.comm`
         self.works: WeakSet[SimulatedWork] | None = None  # collects handles for a caller that asked for them
-        self.device: SimulatedDevice | None = None  # whose work ends before a collective begins
+        self.device: SimulatedDevice | None = None  # its work ends before a collective begins
         super().__init__(rank, self._size)  # pyright: ignore[reportUnknownMemberType]
 
     def __repr__(self) -> str:
@@ -255,7 +255,7 @@ class SimulatedGroup(_Untyped):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def share(self, mine: T, combine: Callable[[Sequence[T]], R], /) -> Callable[[], R]:
-        """Begin to pass an object to all ranks; see `accel.comm`, whose small messages go this way."""
+        """Begin to pass an object to all ranks; the way of small messages of `accel.comm`."""
         rendezvous, me = self._rendezvous, self._me
         self._settle()
         meeting = rendezvous.join(me, _SHARE, mine, combine)

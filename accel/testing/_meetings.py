@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 from torch import Tensor
 
-from accel.errors import CollectiveMismatch
+from accel.errors import CollectiveMismatch, PeerError
 from accel.testing._collectives import SimulatedCall, fill, layout
 from accel.testing._faults import Injector
 from accel.testing._networks import Network
 from accel.testing._process import outside_of_modes
-from accel.testing._scheduler import Outage, Scheduler, SimulatedAlarm, Stopped, Waitable, name_ranks
+from accel.testing._scheduler import Scheduler, Stopped, Waitable, name_ranks
 from accel.testing._sites import SimulationError, Site, call_site, units_differ
 
 
@@ -32,6 +34,7 @@ class Members:
         self.label = "" if whole else f" in group {name!r} of {name_ranks(ranks)}"
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Meeting:
     """One collective call of all ranks of a group.
 
@@ -46,17 +49,14 @@ class Meeting:
         done: whether all have come.
     """
 
-    __slots__ = ("brought", "call", "done", "members", "number", "result", "sites", "waiters")
-
-    def __init__(self, number: int, call: SimulatedCall, members: Members) -> None:
-        self.number = number
-        self.call = call
-        self.members = members
-        self.brought: dict[int, Any] = {}
-        self.result: Any = None
-        self.sites: dict[int, Site] = {}
-        self.waiters: list[int] = []
-        self.done = False
+    number: int
+    call: SimulatedCall
+    members: Members
+    brought: dict[int, Any] = dataclasses.field(default_factory=dict[int, Any])
+    result: Any = None
+    sites: dict[int, Site] = dataclasses.field(default_factory=dict[int, Site])
+    waiters: list[int] = dataclasses.field(default_factory=list[int])
+    done: bool = False
 
     def describe(self, rank: int) -> str:
         """Describe the call of `rank`, its line, and the ranks that have come."""
@@ -64,38 +64,31 @@ class Meeting:
         return f"{self.sites[rank].calls(self.call)}: collective #{self.number}{self.members.label}, {came}"
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class MessageSide:
     """One side of a message between two ranks.
 
-    Args:
+    Attributes:
         kind: side of the message.
         source: the sender; None for a receive from any rank.
         target: the receiver.
         tag: number that both sides must agree on.
         tensor: the one to send, or to fill.
         members: the group of the message.
+        site: line of the call.
+        waiters: ranks that wait for the other side.
+        done: whether both sides have come.
     """
 
-    __slots__ = ("done", "kind", "members", "site", "source", "tag", "target", "tensor", "waiters")
-
-    def __init__(
-        self,
-        kind: Literal["send", "recv"],
-        source: int | None,
-        target: int,
-        tag: int,
-        tensor: Tensor,
-        members: Members,
-    ) -> None:
-        self.kind = kind
-        self.source = source
-        self.target = target
-        self.tag = tag
-        self.tensor = tensor
-        self.members = members
-        self.site = call_site()
-        self.waiters: list[int] = []
-        self.done = False
+    kind: Literal["send", "recv"]
+    source: int | None
+    target: int
+    tag: int
+    tensor: Tensor
+    members: Members
+    site: Site
+    waiters: list[int] = dataclasses.field(default_factory=list[int])
+    done: bool = False
 
     @property
     def rank(self) -> int:
@@ -126,13 +119,18 @@ class CallTraffic:
         scheduler: of the ranks.
         faults: failures to inject.
         network: backend with the limits to keep.
+
+    Attributes:
+        note: of the rank that rang first; None while calls go through.
     """
 
     def __init__(self, scheduler: Scheduler, faults: Injector, network: Network | None) -> None:
         self.scheduler = scheduler
         self.network: Network | None = network
+        self.note: bytes | None = None
         self._faults = faults
-        self.outage = Outage(scheduler)
+        self._given_up: dict[int, Waitable] = {}  # by identity, kept so that it stays theirs
+        self._renewal = _Renewal()
         self._groups: dict[tuple[str, tuple[int, ...]], MeetingPoint] = {}
 
     def rendezvous(self, name: str, ranks: Sequence[int]) -> MeetingPoint:
@@ -142,7 +140,7 @@ class CallTraffic:
             for known in self._groups.values():
                 if known.members.name == name and set(known.members.ranks) & set(ranks):
                     self._refuse_group(known, ranks)
-            whole = not self._groups  # the first group is that of all ranks
+            whole = not self._groups  # the first group has all ranks
             self._groups[key] = MeetingPoint(self, Members(name, ranks, whole=whole))
         return self._groups[key]
 
@@ -159,16 +157,36 @@ class CallTraffic:
         raise Stopped
 
     def begin(self, rank: int, name: str) -> None:
-        """Let `rank` begin a call on its own thread, unless a fault is due, and perhaps after another rank; `PeerError`
-        once one has failed."""
+        """Let `rank` begin a call on its thread, perhaps after another rank; inject faults, and raise `PeerError`."""
         self.scheduler.check(rank, name)
         self._faults.call(rank)
         self.scheduler.pause(rank)
-        self.outage.check()
+        self.check()
 
-    def alarm(self, rank: int) -> SimulatedAlarm:
-        """Return the alarm by which `rank` ends the calls of all ranks, in all groups."""
-        return SimulatedAlarm(self.outage, self._groups.values(), rank)
+    def check(self, event: Waitable | None = None) -> None:
+        """Raise `PeerError` where a call begins after a rank has rung, or has been given up."""
+        if id(event) in self._given_up or (event is None and self.note is not None):
+            raise PeerError("the call was given up, because a rank has failed")
+
+    def ring(self, note: bytes) -> bytes:
+        """Give up all calls under way, unless a rank has rung before; return the first note."""
+        if self.note is None:
+            self.note = note
+            for event in [event for group in self._groups.values() for event in group.give_up()]:
+                self._given_up[id(event)] = event
+                self.scheduler.happened(event)
+        return self.note
+
+    def renew(self, rank: int) -> None:
+        """Wait until all ranks have come here; from then on calls go through."""
+        renewal = self._renewal
+        renewal.came += 1
+        if renewal.came < self.scheduler.size:
+            self.scheduler.wait(rank, renewal)
+            return
+        self.note = None
+        self._renewal = _Renewal()
+        self.scheduler.happened(renewal)
 
     def unfinished(self) -> list[str]:
         """Describe calls that nobody waited for and that peers never joined."""
@@ -218,7 +236,7 @@ class MeetingPoint:
         self, kind: Literal["send", "recv"], source: int | None, target: int, tag: int, tensor: Tensor
     ) -> MessageSide:
         """Offer or ask for a message; it is copied when both sides are there, as gloo and nccl do."""
-        mine = MessageSide(kind, source, target, tag, tensor, self.members)
+        mine = MessageSide(kind, source, target, tag, tensor, self.members, call_site())
         self._traffic.begin(mine.rank, kind)
         queue = self._transfers.setdefault((target, tag), [])
         other = next((transfer for transfer in queue if transfer.fits(mine)), None)
@@ -244,12 +262,12 @@ class MeetingPoint:
     def wait(self, rank: int, event: Meeting | MessageSide) -> None:
         """Let `rank` wait for the end of a call; `PeerError` if it was given up because a rank has failed."""
         self._scheduler.wait(rank, event)
-        self._traffic.outage.check(event)
+        self._traffic.check(event)
 
     def alarm(self, rank: int) -> SimulatedAlarm | None:
         """Return the alarm by which `rank` ends all calls of the run; None unless this group has all ranks."""
         is_whole = len(self.members.ranks) == self._scheduler.size
-        return self._traffic.alarm(rank) if is_whole else None
+        return SimulatedAlarm(self._traffic, rank) if is_whole else None
 
     def give_up(self) -> list[Waitable]:
         """Forget all calls under way; return those that ranks may wait for."""
@@ -297,3 +315,38 @@ class MeetingPoint:
         error.where = where
         self._scheduler.stop(error)
         raise Stopped
+
+
+class _Renewal:
+    """The meeting at which calls go through again, after a rank had rung."""
+
+    def __init__(self) -> None:
+        self.came = 0
+        self.done = False
+        self.waiters: list[int] = []
+
+    def describe(self, rank: int) -> str:
+        """Describe what `rank` waits for."""
+        return "the group to be opened again, after a rank had failed"
+
+
+class SimulatedAlarm(NamedTuple):
+    """The alarm of a rank, by its number in the world; see `accel.comm.Alarm`."""
+
+    traffic: CallTraffic
+    rank: int
+
+    def watching(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def ring(self, note: bytes) -> bytes:
+        return self.traffic.ring(note)
+
+    def cut(self) -> None:
+        """Do nothing: no rank is lost here without the run's end."""
+
+    def rung(self) -> bool:
+        return self.traffic.note is not None
+
+    def renew(self) -> None:
+        self.traffic.renew(self.rank)

@@ -123,7 +123,9 @@ def check_layouts(
     if not any(each.is_sparse for each in (*inputs, *outputs)):
         return
     is_sum = name == "all_reduce" and reduction is Reduction.SUM and len(inputs) == 1
-    if network == "nccl" or not is_sum or (network == "gloo" and not _adds_up(inputs[0])):
+    if network == "gloo" and is_sum and inputs[0].dtype not in _SPARSE:
+        is_sum = inputs[0].coalesce().indices().shape[1] == 0  # without an entry there is nothing to add
+    if network == "nccl" or not is_sum:
         raise SimulationError(
             f"{network or 'the simulated network'} does not carry sparse tensors here",
             expected="dense tensors, or for gloo all_reduce(SUM) of one sparse tensor of a dtype that torch adds",
@@ -131,10 +133,6 @@ def check_layouts(
             where=name,
             fix="Gather tensor.indices() and tensor.values(), or pass tensor.to_dense().",
         )
-
-
-def _adds_up(tensor: Tensor) -> bool:
-    return tensor.dtype in _SPARSE or tensor.coalesce().indices().shape[1] == 0  # no entry, no addition
 
 
 def check_tensors(network: Network | None, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:

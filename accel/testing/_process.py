@@ -23,7 +23,7 @@ _MOST = 2**31 - 1  # a threshold is a C int
 class SharedCollector:
     """Lets python look for cyclic garbage as often for each rank as it would in a process of the rank's own.
 
-    The collector starts after so many new objects, and goes through those of the whole process now and then. Ranks in
+    The collector starts after so many new objects, and goes through all objects of the process now and then. Ranks in
     one process make new objects W times as fast. So the first threshold is W times the one that was found; thresholds
     that somebody sets in between stay.
     """
@@ -49,7 +49,7 @@ class Killed(BaseException):
 
 
 class RankSignals:
-    """The signal handlers of one rank, at first those of a fresh process."""
+    """The signal handlers of one rank, at first a fresh process's."""
 
     def __init__(self) -> None:
         self.process = os.getpid()
@@ -146,8 +146,7 @@ def changed_process(ranks: int) -> Generator[None]:
 
 
 def enter_rank() -> None:
-    """Give the calling thread, perhaps of an earlier rank, torch's state of a new one, with one thread for
-    operators."""
+    """Give the calling thread, perhaps of an earlier rank, torch's state of a new thread; operators get one thread."""
     _ = torch.get_num_threads()  # a thread that has never asked would take over what others set later
     torch.set_num_threads(1)
     torch.set_default_device(None)

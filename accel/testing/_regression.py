@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A line through points, whose best fit and whose every step of gradient descent are known without a framework."""
+"""A line through points: its best fit and each step of gradient descent are known without a framework."""
 
 from __future__ import annotations
 

@@ -3,19 +3,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Protocol
 
-from accel.errors import PeerError
 from accel.testing._sites import Deadlock, SimulationError
-from accel.testing._threads import RankStreams, no_thread
+from accel.testing._threads import RankStreams
 
 _SLICE_S = 1.0  # Python handles a signal that comes just before a wait only after it
 _SHORTEST_S = 0.02  # of a slice: where CPU seconds count, the rest of the time is used up only in part
@@ -55,8 +53,7 @@ class Allowance:
         return min(self.most_s - self._since_s, _MEETING * self.most_s - self._total_s)
 
     def spend(self, wall_s: float, cpu_s: float, meetings: int) -> None:
-        """Count a stretch of the run by the clock and in CPU seconds, more than by the clock where the process has
-        several threads."""
+        """Count a stretch of the run, in seconds by the clock and of the CPU (more with several threads)."""
         spent = wall_s if cpu_s < _IDLE * wall_s else min(max(cpu_s, wall_s / 10), wall_s)
         self._total_s += spent
         self._since_s = self._since_s + spent if meetings == self._meetings else 0.0
@@ -116,8 +113,7 @@ class Scheduler:
         self._resume(first)
 
     def join(self, timeout_s: float, unwind_s: float) -> bool:
-        """Wait until all ranks have ended, at most `timeout_s` of an `Allowance`, or `unwind_s` of a stopped run;
-        return whether they have."""
+        """Return whether all ranks end within `timeout_s` of an `Allowance`, or within `unwind_s` of a stop."""
         allowance = Allowance(timeout_s)
         while not self._stopping.is_set() and (left := allowance.left()) > 0:
             patience = min(max(left, _SHORTEST_S), _SLICE_S)
@@ -148,8 +144,7 @@ class Scheduler:
             self._over.set()
 
     def check(self, rank: int, what: str) -> None:
-        """Let only the thread of `rank` pass, and only while the run continues; another thread or process is a
-        `SimulationError`."""
+        """Let only the thread of `rank` pass while the run continues; `SimulationError` for any other thread."""
         if self._process != os.getpid():
             raise SimulationError(
                 f"{what} was called by a process that simulated rank {rank} has forked",
@@ -252,115 +247,15 @@ class Scheduler:
             raise Stopped
 
     def _resume(self, rank: int) -> None:
-        """Let `rank` run, whose streams are loaded; where its thread cannot start, let the next one see why."""
-        while True:
-            self.running = rank
-            body = self._bodies.pop(rank, None)
-            if body is None:
-                return self._batons[rank].release()
-            try:
-                return body()
-            except RuntimeError as error:
-                self.stop(no_thread(rank, self.size, error))
+        """Let `rank` run; its streams are loaded. A rank that has not begun when the run is stopped never begins."""
+        while self.cause is not None and self._bodies.pop(rank, None) is not None:
             if not self._any_left():
                 return self._over.set()
             rank = self._choose()
             self._streams.load(rank)
+        self.running = rank
+        body = self._bodies.pop(rank, None)
+        return self._batons[rank].release() if body is None else body()
 
     def _any_left(self) -> bool:
         return bool(self._runnable or self._waiting or self._delayed)
-
-
-class Cuttable(Protocol):
-    """Calls under way that can be given up."""
-
-    def give_up(self) -> list[Waitable]:
-        """Forget all calls under way; return those that ranks may wait for."""
-        ...
-
-
-class Outage:
-    """The failure that has cut the calls of a run, if any.
-
-    Args:
-        scheduler: of the run.
-
-    Attributes:
-        note: of the rank that rang first; None while calls go through.
-    """
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.note: bytes | None = None
-        self._scheduler = scheduler
-        self._cut: set[int] = set()  # identities of calls that were given up
-        self._kept: list[Waitable] = []  # so that these stay theirs
-        self._renewal = _Renewal()
-
-    def begin(self, note: bytes, groups: Iterable[Cuttable]) -> bytes:
-        """Give up all calls under way, unless that was done; return the first note."""
-        if self.note is None:
-            self.note = note
-            for event in [event for group in groups for event in group.give_up()]:
-                self._kept.append(event)
-                self._cut.add(id(event))
-                self._scheduler.happened(event)
-        return self.note
-
-    def check(self, event: Waitable | None = None) -> None:
-        """Raise `PeerError` where a call begins during an outage, or has been given up."""
-        if id(event) in self._cut or (event is None and self.note is not None):
-            raise PeerError("the call was given up, because a rank has failed")
-
-    def end(self, rank: int) -> None:
-        """Wait until all ranks have come here; from then on calls go through."""
-        renewal = self._renewal
-        renewal.came += 1
-        if renewal.came < self._scheduler.size:
-            self._scheduler.wait(rank, renewal)
-            return
-        self.note = None
-        self._renewal = _Renewal()
-        self._scheduler.happened(renewal)
-
-
-class _Renewal:
-    """The meeting at which an outage ends."""
-
-    def __init__(self) -> None:
-        self.came = 0
-        self.done = False
-        self.waiters: list[int] = []
-
-    def describe(self, rank: int) -> str:
-        """Say what `rank` waits for."""
-        return "the group to be opened again, after a rank had failed"
-
-
-class SimulatedAlarm:
-    """One rank's view of a run's outage.
-
-    Args:
-        outage: of the run.
-        groups: all that are cut.
-        rank: the world's number.
-    """
-
-    def __init__(self, outage: Outage, groups: Iterable[Cuttable], rank: int) -> None:
-        self._outage = outage
-        self._groups = groups
-        self._rank = rank
-
-    def watching(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()
-
-    def ring(self, note: bytes) -> bytes:
-        return self._outage.begin(note, self._groups)
-
-    def cut(self) -> None:
-        """Do nothing: no rank is lost here without the run's end."""
-
-    def rung(self) -> bool:
-        return self._outage.note is not None
-
-    def renew(self) -> None:
-        self._outage.end(self._rank)

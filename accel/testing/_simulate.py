@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import Any, Generic, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import torch.distributed as dist
 
@@ -22,8 +22,8 @@ from accel.testing._faults import AnyFault, check_faults
 from accel.testing._networks import Network
 from accel.testing._process import changed_process
 from accel.testing._sites import SimulationError
-from accel.testing._threads import Crew, FreshThreads, GlobalStreams, KeptThreads, RankStreams
-from accel.testing._world import SimulatedRun
+from accel.testing._threads import GlobalStreams, RankStreams, RankThread, RankThreads
+from accel.testing._world import Prepare, SimulatedRun, SimulationOptions
 
 T = TypeVar("T")
 
@@ -31,12 +31,12 @@ T = TypeVar("T")
 class Simulator:
     """Runs simulations and keeps their threads in between; they end with its `with` block.
 
-    Use it where many small simulations follow each other, as in a property test; `simulate` is for a single one. The
-    arguments of `run` are those of `simulate`.
+    Use it where many small simulations follow each other, as in a property test; `simulate` is for a single one. `run`
+    takes the arguments of `simulate`.
     """
 
     def __init__(self) -> None:
-        self._threads = KeptThreads()
+        self._threads = RankThreads()
         self._streams = GlobalStreams()
         self._closed = False
 
@@ -70,15 +70,9 @@ class Simulator:
     ) -> list[T]:
         """Run `fn(ctx)` on every rank; see `simulate`."""
         __tracebackhide__ = True
-        return self.run_groups(
-            _OnContext(fn, streams),
-            world_size,
-            seed=seed,
-            timeout_s=timeout_s,
-            faults=faults,
-            default_group=default_group,
-            network=network,
-        )
+        self._check_open()
+        options = SimulationOptions(seed, timeout_s, faults, default_group, network)
+        return _run(_on_contexts(fn, streams), world_size, options, self._streams, self._threads)
 
     def run_groups(
         self,
@@ -93,19 +87,13 @@ class Simulator:
     ) -> list[T]:
         """Run `fn(group)` on every rank; see `simulate_groups`."""
         __tracebackhide__ = True
+        self._check_open()
+        options = SimulationOptions(seed, timeout_s, faults, default_group, network)
+        return _run(_on_groups(fn), world_size, options, self._streams, self._threads)
+
+    def _check_open(self) -> None:
         if self._closed:
             raise SimulationError("this simulator is closed", fix="Call it inside its `with` block.")
-        return _run(
-            fn,
-            world_size,
-            self._threads,
-            self._streams,
-            seed=seed,
-            timeout_s=timeout_s,
-            faults=faults,
-            default_group=default_group,
-            network=network,
-        )
 
 
 def simulate(
@@ -142,8 +130,8 @@ def simulate(
             see the process's own default group, if it has one. It costs a few milliseconds a run.
         network: "gloo" or "nccl" to refuse dtypes, reduce ops, layouts and kinds of messages that the backend refuses
             or silently gets wrong; None for the laxest limits that make sense. Tensors are on the CPU all the same.
-        streams: a device whose streams run beside the host; each rank gets one of its order as `ctx.streams`. Batches
-            and prepared models go there. None for a host that does everything at once.
+        streams: a device with streams that run next to the host; each rank gets one of its order as `ctx.streams`.
+            Batches and prepared models go there. None for a host that does everything at once.
 
     Returns:
         Values of `fn`, by rank.
@@ -166,15 +154,8 @@ def simulate(
     [0, 10, 20]
     """
     __tracebackhide__ = True  # pytest shows the test and the rank's function, and no frame between
-    return simulate_groups(
-        _OnContext(fn, streams),
-        world_size,
-        seed=seed,
-        timeout_s=timeout_s,
-        faults=faults,
-        default_group=default_group,
-        network=network,
-    )
+    options = SimulationOptions(seed, timeout_s, faults, default_group, network)
+    return _run(_on_contexts(fn, streams), world_size, options, GlobalStreams())
 
 
 def simulate_groups(
@@ -194,55 +175,72 @@ def simulate_groups(
     `dist.group.WORLD` as well, and may be left out; without, what asks for a default group does not run: `DeviceMesh`
     and all above it, roots as `src=` and `dst=`, and `dist.recv`, which looks the sender up (`irecv` does not).
 
-    Args, returns and errors are those of `simulate`.
+    Args, returns and errors as for `simulate`.
     """
     __tracebackhide__ = True
-    return _run(
-        fn,
-        world_size,
-        FreshThreads(),
-        GlobalStreams(),
-        seed=seed,
-        timeout_s=timeout_s,
-        faults=faults,
-        default_group=default_group,
-        network=network,
-    )
+    options = SimulationOptions(seed, timeout_s, faults, default_group, network)
+    return _run(_on_groups(fn), world_size, options, GlobalStreams())
+
+
+def _on_groups(fn: Callable[[dist.ProcessGroup], T]) -> Prepare[T]:
+    """Return the function that prepares a function of a group for a rank."""
+    _check_callable(fn)
+    return partial(partial, fn)
+
+
+def _on_contexts(fn: Callable[[DistContext], T], streams: SimulatedDevice | None) -> Prepare[T]:
+    """Return the function that makes a rank's context, before the rank runs."""
+    _check_callable(fn)
+    kinds = SimulatedDevice | None
+    expected = "a SimulatedDevice or None"
+    check_kind(streams, kinds, "the value is not a simulated device", expected=expected, where="streams=")
+
+    def prepare(group: dist.ProcessGroup) -> Callable[[], T]:
+        ctx = from_group(group, device="cpu")
+        if streams is None:
+            return partial(_call, fn, ctx, nullcontext)
+        device = streams.for_rank(ctx.rank)
+        cast(Any, group).device = device
+        return partial(_call, fn, dataclasses.replace(ctx, streams=device), device.active)
+
+    return prepare
+
+
+def _call(fn: Callable[[DistContext], T], ctx: DistContext, scope: Callable[[], AbstractContextManager[object]]) -> T:
+    __tracebackhide__ = True
+    with scope():
+        result = fn(ctx)
+        ctx.comm.finish()
+        return result
 
 
 def _run(
-    fn: Callable[[dist.ProcessGroup], T],
+    prepare: Prepare[T],
     world_size: int,
-    threads: Crew,
+    options: SimulationOptions,
     streams: GlobalStreams,
-    *,
-    seed: int | None,
-    timeout_s: float,
-    faults: Sequence[AnyFault],
-    default_group: bool,
-    network: Network | None,
+    kept: RankThreads | None = None,
 ) -> list[T]:
+    """Run a function on every rank, on `kept` threads or on threads that end with the run."""
     __tracebackhide__ = True
-    _check_callable(fn)
-    _check(world_size, seed, timeout_s, network)
-    check_faults(faults, world_size)
-    groups: AbstractContextManager[Enter] = default_groups() if default_group else nullcontext(nullcontext)
-    if default_group:  # torch keeps caches of its meshes by thread: no other rank may ever have the thread
-        threads = FreshThreads()
+    _check(world_size, options)
+    groups: AbstractContextManager[Enter] = default_groups() if options.default_group else nullcontext(nullcontext)
+    # torch keeps caches of its meshes by thread, so no other rank may have the thread of a rank with a default group
+    threads = RankThreads() if kept is None or options.default_group else kept
     with changed_process(world_size), groups as around:
         own_group = dist.group.WORLD
         ranks = RankStreams(streams, world_size)
-        prepare = cast(_OnContext[T], fn).prepare if isinstance(fn, _OnContext) else partial(partial, fn)
-        world = SimulatedRun(
-            prepare, world_size, seed=seed, faults=faults, streams=ranks, network=network, around=around
-        )
-        workers = threads.take(world_size)
+        world = SimulatedRun(prepare, world_size, options, ranks, around)
+        taken: list[RankThread] = []
         free = False
         try:
-            free = world.run(workers, timeout_s)
+            taken = threads.take(world_size)
+            free = world.run(taken, options.timeout_s)
         finally:
             ranks.close()
-            threads.give_back(workers, free=free)
+            threads.give_back(taken, free=free)
+            if threads is not kept:
+                threads.close()
     try:
         results = world.outcome()
     finally:
@@ -255,61 +253,22 @@ def _run(
     return results
 
 
-class _OnContext(Generic[T]):
-    """A function of a context as one of a group, which can be prepared before the rank runs."""
-
-    def __init__(self, fn: Callable[[DistContext], T], streams: SimulatedDevice | None) -> None:
-        _check_callable(fn)
-        if streams is not None:
-            check_kind(
-                streams,
-                SimulatedDevice,
-                "the value is not a simulated device",
-                expected="a SimulatedDevice or None",
-                where="streams=",
-            )
-        self._fn = fn
-        self._streams = streams
-
-    def __call__(self, group: dist.ProcessGroup) -> T:
-        __tracebackhide__ = True
-        return self.prepare(group)()
-
-    def prepare(self, group: dist.ProcessGroup) -> Callable[[], T]:
-        """Make the context, and return what the rank is to call."""
-        ctx = from_group(group, device="cpu")
-        if self._streams is None:
-            return partial(self._call, ctx)
-        device = self._streams.for_rank(ctx.rank)
-        cast(Any, group).device = device
-        return partial(self._call_on, device, dataclasses.replace(ctx, streams=device))
-
-    def _call(self, ctx: DistContext) -> T:
-        __tracebackhide__ = True
-        result = self._fn(ctx)
-        ctx.comm.finish()
-        return result
-
-    def _call_on(self, device: SimulatedDevice, ctx: DistContext) -> T:
-        __tracebackhide__ = True
-        with device.active():
-            return self._call(ctx)
-
-
 def _check_callable(fn: object) -> None:
     if not callable(fn):
         raise ConfigError("nothing to run", expected="a function of one argument", got=repr(fn), where="fn=")
 
 
-def _check(world_size: object, seed: object, timeout_s: object, network: str | None) -> None:
-    if network is not None:
-        check_choice(network, get_args(Network), "no network of that name", where="network=")
+def _check(world_size: int, options: SimulationOptions) -> None:
+    if options.network is not None:
+        check_choice(options.network, get_args(Network), "no network of that name", where="network=")
     check_count(world_size, "no world of that size", expected="1 rank or more", where="world_size=")
+    seed, timeout_s = options.seed, options.timeout_s
     if seed is not None and type(seed) is not int:
         raise ConfigError(
             "the seed of a schedule is not valid", expected="an int or None", got=repr(seed), where="seed="
         )
-    if type(timeout_s) not in (int, float) or not 0 < cast(float, timeout_s) <= threading.TIMEOUT_MAX:
+    if type(timeout_s) not in (int, float) or not 0 < timeout_s <= threading.TIMEOUT_MAX:
         raise ConfigError(
             "the time-out is not valid", expected="seconds, above 0 and finite", got=repr(timeout_s), where="timeout_s="
         )
+    check_faults(options.faults, world_size)

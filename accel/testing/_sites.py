@@ -82,8 +82,7 @@ def call_site() -> Site:
 
 
 def units_differ(sites: Mapping[int, Site]) -> str:
-    """Return where ranks began to run different FSDP units, by their sites, and what to write; empty if units explain
-    nothing."""
+    """Return where ranks began to run different FSDP units, and the fix; empty if units explain nothing."""
     places = {rank: site.units.at(site.unit or "") for rank, site in sites.items() if site.units is not None}
     parted = parting(places)
     fix = way_out(places)
@@ -92,7 +91,7 @@ def units_differ(sites: Mapping[int, Site]) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _owner(file: str) -> Literal["user", "simulator", "accel", "torch"]:
-    """Return whose code a file holds; contextlib counts as torch's."""
+    """Return the owner of the code in a file; contextlib counts as torch's."""
     if not file.startswith(_NOT_THE_USER_S):
         return "user"
     if file.startswith(_STARTS):

@@ -10,7 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -21,27 +21,7 @@ Job = Callable[[], None]
 _NAME = "accel-simulated-rank"
 
 
-class Worker(Protocol):
-    """Something that does a job on a separate thread."""
-
-    def submit(self, job: Job) -> None:
-        """Do this job; it must not raise."""
-        ...
-
-
-class Crew(Protocol):
-    """Source of workers, which takes them back."""
-
-    def take(self, count: int) -> list[Worker]:
-        """Return `count` workers."""
-        ...
-
-    def give_back(self, workers: list[Worker], *, free: bool) -> None:
-        """Part with workers; `free` if their jobs have ended, or are about to."""
-        ...
-
-
-class KeptWorker:
+class RankThread:
     """A daemon thread that does one job after another until it is retired."""
 
     def __init__(self) -> None:
@@ -51,7 +31,7 @@ class KeptWorker:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs; threads of a process that was forked do not run in the other."""
+        """Whether the thread runs; a fork of the process has none of its threads."""
         return self._thread.is_alive()
 
     def submit(self, job: Job) -> None:
@@ -76,7 +56,7 @@ class KeptWorker:
 def drop_thread_caches() -> None:
     """Empty DTensor's cache of this thread, while it holds the interpreter's lock.
 
-    At the end of a thread torch takes a lock of its own to empty the cache, and the interpreter's for tensors in it:
+    At the end of a thread torch takes a lock to empty the cache, and the interpreter's lock for tensors in it:
     two threads that end at once can wait for each other (seen with torch 2.12).
     """
     empty: Any = getattr(cast(Any, torch)._C, "_clear_DTensor_sharding_propagator_cache", None)
@@ -84,97 +64,55 @@ def drop_thread_caches() -> None:
         empty()
 
 
-class KeptThreads:
-    """Workers that keep their threads for the next run."""
+class RankThreads:
+    """Threads for the ranks of one run after another; `close` ends them."""
 
     def __init__(self) -> None:
-        self._idle: list[KeptWorker] = []
+        self._idle: list[RankThread] = []
 
-    def take(self, count: int) -> list[Worker]:
-        """Return `count` workers, new ones where too few are idle; `SimulationError` if the system has no more
-        threads."""
-        taken: list[Worker] = []
+    def take(self, count: int) -> list[RankThread]:
+        """Return `count` threads, new ones if too few are idle; `SimulationError` if the system has no more."""
+        taken: list[RankThread] = []
         try:
             while len(taken) < count:
-                taken.append(self._idle_worker() or KeptWorker())
+                taken.append(self._idle_thread() or RankThread())
         except RuntimeError as error:
             self.give_back(taken, free=True)
-            raise no_thread(len(taken), count, error) from error
+            raise SimulationError(
+                f"no thread for rank {len(taken)} of {count}",
+                got=str(error),
+                fix="Simulate fewer ranks, or raise the user's limit.",
+            ) from error
         return taken
 
-    def give_back(self, workers: list[Worker], *, free: bool) -> None:
-        """Keep workers for later if they are free; the threads of others end after their job."""
-        mine = [worker for worker in workers if isinstance(worker, KeptWorker)]
+    def give_back(self, threads: list[RankThread], *, free: bool) -> None:
+        """Keep threads for later if their jobs have ended, or are about to; others end after their job."""
         if free:
-            self._idle.extend(mine)
+            self._idle.extend(threads)
         else:
-            for worker in mine:
-                worker.retire()
+            for each in threads:
+                each.retire()
 
-    def _idle_worker(self) -> KeptWorker | None:
+    def _idle_thread(self) -> RankThread | None:
         while True:
             try:
-                worker = self._idle.pop()
+                thread = self._idle.pop()
             except IndexError:  # none left, or another thread took the last
                 return None
-            if worker.alive:
-                return worker
+            if thread.alive:
+                return thread
 
     def close(self) -> None:
-        """End all idle workers and wait for them."""
-        workers, self._idle = self._idle, []
-        for worker in workers:
-            worker.retire()
-        for worker in workers:
-            worker.join(timeout_s=10.0)
-
-
-class FreshWorker:
-    """A thread that starts with its one job and ends with it."""
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-
-    def submit(self, job: Job) -> None:
-        """Start the thread."""
-        thread = threading.Thread(target=self._work, args=(job,), name=_NAME, daemon=True)
-        thread.start()
-        self._thread = thread
-
-    def _work(self, job: Job) -> None:
-        job()
-        drop_thread_caches()
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for the thread to end, at most `timeout_s` seconds."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-
-
-class FreshThreads:
-    """Workers for a single run."""
-
-    def take(self, count: int) -> list[Worker]:
-        """Return `count` workers whose threads have not started."""
-        return [FreshWorker() for _ in range(count)]
-
-    def give_back(self, workers: list[Worker], *, free: bool) -> None:
-        """Wait for the threads of free workers to end."""
-        for worker in workers:
-            if free and isinstance(worker, FreshWorker):
-                worker.join(timeout_s=10.0)
-
-
-def no_thread(rank: int, size: int, error: RuntimeError) -> SimulationError:
-    """The error of a thread that python could not start."""
-    return SimulationError(
-        f"no thread for rank {rank} of {size}", got=str(error), fix="Simulate fewer ranks, or raise the user's limit."
-    )
+        """End all idle threads and wait for them."""
+        threads, self._idle = self._idle, []
+        for each in threads:
+            each.retire()
+        for each in threads:
+            each.join(timeout_s=10.0)
 
 
 def interrupt(thread: int, error: type[BaseException]) -> None:
-    """Raise an error class in another thread at its next Python instruction, as Ctrl-C does in the main thread; ignore
-    one that ended."""
+    """Raise an error class in a running thread at its next Python instruction, as Ctrl-C does in the main thread."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
 
 
@@ -231,7 +169,7 @@ class RankStreams:
         self._closed = False
 
     def swap(self, rank: int, following: int) -> None:
-        """Remember the streams as the state of `rank`, which stops running, and load those of `following`."""
+        """Remember the streams as the state of `rank`, which stops running, and load the streams of `following`."""
         if not self._closed:
             self._ranks[rank] = self._streams.swap(self._ranks[following])
 
@@ -247,7 +185,7 @@ class RankStreams:
 
 
 class _Watched(ABC):
-    """A stream whose state is read and written only after it was drawn from.
+    """A random stream; its state is read and written only after something was drawn.
 
     Reading or writing it takes python 15 us and numpy 100, more than all else at a hand-over together. So its memory is
     compared first.
@@ -281,8 +219,8 @@ class _Watched(ABC):
     def _set(self, state: Any) -> None: ...
 
 
-_WORDS, _WORD_BYTES = 624, 4  # of a Mersenne Twister, which has a position among them besides
-# The position and 16 words beside it: a draw moves the position; seeding and a whole round of draws change all words.
+_WORDS, _WORD_BYTES = 624, 4  # of a Mersenne Twister, which also has a position among them
+# The position and 16 words next to it: a draw moves the position; seeding and a whole round of draws change all words.
 _SAMPLE_BYTES = 17 * _WORD_BYTES
 
 

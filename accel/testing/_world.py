@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import CoroutineType, GeneratorType
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from accel.testing._networks import Network
 from accel.testing._process import Killed, enter_rank
 from accel.testing._scheduler import Scheduler, Stopped
 from accel.testing._sites import Deadlock, SimulationError, asked_for_default_group, stack_of
-from accel.testing._threads import RankStreams, Worker, interrupt
+from accel.testing._threads import RankStreams, RankThread, interrupt
 
 T = TypeVar("T")
 
@@ -29,48 +29,55 @@ _HALT_S = 0.25  # for the ranks of a run that took too long to reach their next 
 _INTERRUPT_S = 2.0  # for a rank that makes no calls to see the interrupt
 
 
+Prepare: TypeAlias = Callable[[SimulatedGroup], Callable[[], T]]
+
+
+class SimulationOptions(NamedTuple):
+    """Options of a simulation, by the names of `simulate`."""
+
+    seed: int | None
+    timeout_s: float
+    faults: Sequence[AnyFault]
+    default_group: bool
+    network: Network | None
+
+
 class SimulatedRun(Generic[T]):
     """The ranks of one run.
 
     Args:
         prepare: makes a rank's function from its group; called for all ranks before the first one runs.
         size: number of ranks.
-        seed: of the schedule.
-        faults: failures to inject.
+        options: options of the simulation.
         streams: each rank's random streams.
-        network: backend with the limits to keep; None for hardly any.
         around: scope of a rank's thread while it runs.
     """
 
     def __init__(
         self,
-        prepare: Callable[[SimulatedGroup], Callable[[], T]],
+        prepare: Prepare[T],
         size: int,
-        *,
-        seed: int | None,
-        faults: Sequence[AnyFault],
+        options: SimulationOptions,
         streams: RankStreams,
-        network: Network | None,
         around: Callable[[SimulatedGroup], AbstractContextManager[object]],
     ) -> None:
         self._prepare = prepare
         self._size = size
         self._around = around
-        self._seed = seed
-        self._scheduler = Scheduler(size, seed, streams)
-        self._faults = Injector(faults, self._scheduler)
-        self._traffic = CallTraffic(self._scheduler, self._faults, network)
+        self._seed = options.seed
+        self._scheduler = Scheduler(size, options.seed, streams)
+        self._faults = Injector(options.faults, self._scheduler)
+        self._traffic = CallTraffic(self._scheduler, self._faults, options.network)
         self._everyone = self._traffic.rendezvous("0", range(size))
         self._results: dict[int, T] = {}
         self._errors: dict[int, BaseException] = {}
         self._killed: dict[int, str] = {}
 
-    def run(self, workers: list[Worker], timeout_s: float) -> bool:
-        """Run all ranks to their end, or stop them once they have used up the time-out's seconds; return whether the
-        workers are free."""
+    def run(self, threads: list[RankThread], timeout_s: float) -> bool:
+        """Run all ranks to their end, or stop them at the time-out; return whether the threads are free."""
         try:
             jobs = self._jobs()
-            self._scheduler.start([partial(worker.submit, job) for worker, job in zip(workers, jobs, strict=True)])
+            self._scheduler.start([partial(thread.submit, job) for thread, job in zip(threads, jobs, strict=True)])
             if self._scheduler.join(timeout_s, _UNWIND_S):
                 return True
         except BaseException as error:  # such as KeyboardInterrupt: no rank may continue behind the caller's back

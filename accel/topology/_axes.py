@@ -27,8 +27,8 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         pp: pipeline stages; each rank holds the layers of one.
         dp: data parallel, where there is one way of it: replicas or shards, by the strategy.
-        dp_replicate: data parallel, beside `dp_shard`: along it ranks hold the same shards.
-        dp_shard: data parallel, beside `dp_replicate`: along it each rank holds other shards.
+        dp_replicate: data parallel, with `dp_shard`: along it ranks hold the same shards.
+        dp_shard: data parallel, with `dp_replicate`: along it each rank holds other shards.
         cp: context parallel; ranks share the positions of a sequence. Shards are divided along it too.
         tp: tensor parallel; ranks share each layer's product.
         ep: expert parallel; each rank holds other experts. It takes its ranks from those along dp or dp_shard, cp
@@ -230,14 +230,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         tensor: tensor-parallel styles by pattern; "model" for what `tensor_plan` finds in the model. Modules that no
             pattern names are replicated, so an empty mapping leaves the model whole on every rank along tp.
-        head: style of the layer that gives the logits, beside `tensor="model"`. With "colwise" no rank gathers them:
+        head: style of the layer that gives the logits, with `tensor="model"`. With "colwise" no rank gathers them:
             each returns those of its words, for `vocab_cross_entropy`, by which a model of transformers computes the
             loss of its `labels=`.
         logits: "deferred" lets losses be computed without logits, by `defer_logits`; "full" makes them.
         sequence: whether ranks along tp share the tokens between the layers that they share (sequence parallelism);
-            beside `tensor="model"`; styles of one's own include it.
+            with `tensor="model"`; custom styles include it.
         overlap: whether layers that ranks along tp divide send the messages of their inputs and outputs in chunks, each
-            beside the product of the next chunk.
+            during the matmul of the next chunk.
         context: method by which ranks along cp see each other's keys and values: "gather" all at once, "ring" one
             rank's after another's, or "heads" of the whole sequence for some of the heads each.
         stages: paths of modules of each pipeline stage, which begins where the forward first calls one of them; None
@@ -257,11 +257,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             that share the parts then; None for True in all units but the last.
         gather_dtype: dtype in which sharded parameters are gathered; "auto" for the context's compute dtype.
         reduce_dtype: dtype in which gradients are summed over ranks; "auto" for fp32.
-        prefetch: number of units whose parameters are gathered ahead; None for torch's choice.
+        prefetch: number of FSDP units to gather ahead; None for torch's choice.
         offload: tensors that are in the host's memory between uses. True moves sharded parameters, gradients and
             optimizer state, and the host steps. "optimizer" moves the optimizer's state alone, on any mesh, and each
             step copies it to the device and back.
-        methods: methods of the model, and paths of its submodules, that the script calls beside `model(...)`, as in
+        methods: methods of the model, and paths of its submodules, that the script calls besides `model(...)`, as in
             ("encode", "model.encoder"). Each call gathers parameters and exchanges gradients as a forward does.
     """
 
@@ -422,7 +422,7 @@ def mesh_position(
     coordinate: Sequence[int],
     data_dims: Sequence[str] | None = None,
 ) -> MeshPosition:
-    """Return a rank's position on a mesh; ranks whose coordinates differ in a data dimension have different samples.
+    """Return a rank's position on a mesh. Ranks that differ in a data dimension have different samples.
 
     Shares are numbered in the order of the mesh. Without `data_dims`, the axes' names say which are data dimensions.
     """

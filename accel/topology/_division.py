@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Costs, such as those of the calls of a forward, divided into contiguous parts. Pure."""
+"""Costs, one of each call of a forward, divided into contiguous parts. Pure."""
 
 from __future__ import annotations
 
@@ -56,21 +56,13 @@ def stages_of_rank(schedule: str, ranks: int, stages: int, rank: int) -> tuple[i
 
 
 class CallCosts(NamedTuple):
-    """Costs of a call of a forward, by each balance of stages.
+    """Costs of a call of a forward, by each balance of stages."""
 
-    Attributes:
-        path: of the module.
-        time: FLOPs of its forward.
-        memory: bytes of its parameters.
-        blocks: 1 for a block, 0 for another module.
-        price: of a stage that begins at the call, as in `divide`.
-    """
-
-    path: str
-    time: float
-    memory: float
-    blocks: float
-    price: float
+    path: str  # of the module
+    time: float  # FLOPs of its forward
+    memory: float  # bytes of its parameters
+    blocks: float  # 1 for a block, 0 for another module
+    price: float  # of a stage that begins at the call, as in `divide`
 
     def cost(self, balance: Balance) -> float:
         """Return the cost by a balance."""

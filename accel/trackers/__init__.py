@@ -16,22 +16,13 @@ from accel.trackers._dvclive import dvclive
 from accel.trackers._jsonl import csv, jsonl
 from accel.trackers._log import alert, log_artifact, log_figure, log_histogram, log_images, log_table, log_text
 from accel.trackers._logger import RankLogger, rich_handler
+from accel.trackers._media import Artifact, Figure, Histogram, Images, Table, TextRecord
 from accel.trackers._mlflow import mlflow
 from accel.trackers._profile import Profile
 from accel.trackers._swanlab import swanlab
 from accel.trackers._system import System
 from accel.trackers._tensorboard import tensorboard
-from accel.trackers._tracker import (
-    Artifact,
-    Ending,
-    Figure,
-    Histogram,
-    Images,
-    Run,
-    Table,
-    TextRecord,
-    Tracker,
-)
+from accel.trackers._tracker import Ending, Run, Tracker
 from accel.trackers._tracking import Trackers
 from accel.trackers._trackio import trackio
 from accel.trackers._wandb import wandb

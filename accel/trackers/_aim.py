@@ -5,22 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from accel.trackers import _media as media
 from accel.trackers._packages import load, markdown, needs, picture
-from accel.trackers._tracker import (
-    Artifact,
-    Config,
-    Ending,
-    Figure,
-    Histogram,
-    Images,
-    Media,
-    Run,
-    Table,
-    TextRecord,
-    Tracker,
-    Values,
-    png_of,
-)
+from accel.trackers._tracker import Config, Ending, Run, Tracker, Values
 
 
 def aim(**options: Any) -> Tracker:
@@ -52,7 +39,7 @@ def aim(**options: Any) -> Tracker:
         _log,
         _finish,
         log_media=_log_media,
-        media=(Images, Table, Figure, TextRecord, Histogram),
+        media=(media.Images, media.Table, media.Figure, media.TextRecord, media.Histogram),
         check=lambda run: (needs("aim", "aim")(run), run.folder_for("aim")),
     )
 
@@ -69,19 +56,19 @@ def _finish(live: Any, ending: Ending) -> None:
     live.close()
 
 
-def _log_media(live: Any, record: Media, step: int) -> None:
+def _log_media(live: Any, record: media.Media, step: int) -> None:
     package = load("aim")
     match record:
-        case Images():
-            made: Any = [package.Image(picture(png_of(pixels))) for pixels in record.tensors]
-        case Table():
+        case media.Images():
+            made: Any = [package.Image(picture(media.png_of(pixels))) for pixels in record.tensors]
+        case media.Table():
             made = package.Text(markdown(record))
-        case Figure():
+        case media.Figure():
             made = package.Image(picture(record.png))
-        case TextRecord():
+        case media.TextRecord():
             made = package.Text(record.text)
-        case Histogram():
+        case media.Histogram():
             made = package.Distribution(hist=list(record.counts), bin_range=(record.low, record.high))
-        case Artifact():
+        case media.Artifact():
             return  # not among its media
     live.track(made, name=record.name, step=step)

@@ -7,21 +7,9 @@ import html
 import io
 from typing import Any
 
+from accel.trackers import _media as media
 from accel.trackers._packages import array, load, needs, picture
-from accel.trackers._tracker import (
-    Artifact,
-    Config,
-    Ending,
-    Figure,
-    Histogram,
-    Images,
-    Media,
-    Run,
-    Table,
-    TextRecord,
-    Tracker,
-    Values,
-)
+from accel.trackers._tracker import Config, Ending, Run, Tracker, Values
 
 _ALL = -1  # else files of earlier steps are overwritten
 
@@ -57,7 +45,7 @@ def clearml(*, offline: bool = False, **options: Any) -> Tracker:
         _log,
         _finish,
         log_media=_log_media,
-        media=(Images, Table, Figure, TextRecord, Histogram, Artifact),
+        media=(media.Images, media.Table, media.Figure, media.TextRecord, media.Histogram, media.Artifact),
         check=needs("clearml", "clearml"),
     )
 
@@ -75,24 +63,24 @@ def _finish(live: Any, ending: Ending) -> None:
     live.close()
 
 
-def _log_media(live: Any, record: Media, step: int) -> None:
+def _log_media(live: Any, record: media.Media, step: int) -> None:
     logger, name = live.get_logger(), record.name
     match record:
-        case Images():
+        case media.Images():
             for at, pixels in enumerate(record.tensors):
                 logger.report_image(name, str(at), step, image=array(pixels), max_image_history=_ALL)
-        case Table():
+        case media.Table():
             rows = [list(record.columns), *map(list, record.rows)]
             logger.report_table(name, name, step, table_plot=rows)
-        case Figure():
+        case media.Figure():
             pixels = load("numpy").asarray(picture(record.png).convert("RGB"))
             logger.report_image(name, name, step, image=pixels, max_image_history=_ALL)
-        case TextRecord():
+        case media.TextRecord():
             page = f'<meta charset="utf-8"><pre>{html.escape(record.text)}</pre>'.encode(errors="backslashreplace")
             stream = io.BytesIO(page)
             logger.report_media(name, name, step, stream=stream, file_extension=".html", max_history=_ALL)
-        case Histogram():
+        case media.Histogram():
             axes = {"xlabels": record.middles, "xaxis": "value", "yaxis": "values"}
             logger.report_histogram(name, name, list(record.counts), step, **axes)
-        case Artifact():
+        case media.Artifact():
             live.upload_artifact(name, str(record.path))

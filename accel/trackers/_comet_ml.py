@@ -5,20 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from accel.trackers import _media as media
 from accel.trackers._packages import array, load, needs, picture
-from accel.trackers._tracker import (
-    Artifact,
-    Config,
-    Ending,
-    Figure,
-    Histogram,
-    Images,
-    Media,
-    Run,
-    Table,
-    TextRecord,
-    Tracker,
-)
+from accel.trackers._tracker import Config, Ending, Run, Tracker
 
 
 def comet_ml(**options: Any) -> Tracker:
@@ -47,7 +36,7 @@ def comet_ml(**options: Any) -> Tracker:
         log=lambda live, values, step: live.log_metrics(dict(values), step=step),
         finish=_finish,
         log_media=_log_media,
-        media=(Images, Table, Figure, TextRecord, Histogram, Artifact),
+        media=(media.Images, media.Table, media.Figure, media.TextRecord, media.Histogram, media.Artifact),
         check=needs("comet_ml", "comet_ml"),
     )
 
@@ -59,23 +48,23 @@ def _finish(live: Any, ending: Ending) -> None:
     live.end()
 
 
-def _log_media(live: Any, record: Media, step: int) -> None:
+def _log_media(live: Any, record: media.Media, step: int) -> None:
     match record:
-        case Images():
+        case media.Images():
             for at, pixels in enumerate(record.tensors):
                 live.log_image(array(pixels), name=f"{record.name}-{at}", step=step)
-        case Table():
+        case media.Table():
             rows = [list(row) for row in record.rows]
             live.log_table(f"{record.name}-{step:08}.json", tabular_data=rows, headers=list(record.columns))
-        case Figure():
+        case media.Figure():
             live.log_image(picture(record.png), name=record.name, step=step)
-        case TextRecord():
+        case media.TextRecord():
             live.log_text(record.text, step=step, metadata={"name": record.name})
-        case Histogram():
+        case media.Histogram():
             made = load("comet_ml").Histogram()  # of Comet's own intervals, a tenth wider each, which its pages draw
             made.add(record.middles, counts=list(record.counts))
             live.log_histogram_3d(made, name=record.name, step=step)
-        case Artifact():
+        case media.Artifact():
             if record.path.is_dir():
                 live.log_asset_folder(str(record.path), step=step, log_file_name=True, recursive=True)
             else:

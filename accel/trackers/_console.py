@@ -77,7 +77,7 @@ def console(
 ) -> Tracker:
     """Return the tracker that prints a line on rank 0 for each `log`: `step   140  loss 0.5320  accuracy  90.1%`.
 
-    Floats have four digits, and columns are aligned. Of readings of clocks only those of `rates` are printed. A
+    Floats have four digits, and columns are aligned. Of readings of clocks only the ones of `rates` are printed. A
     background thread prints, so a line may appear shortly after its `log`; the end of `tracking` waits for all of them.
 
     Args:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
+from accel.run_folder import replace_file
+from accel.trackers import _media as media
 from accel.trackers._packages import load, needs, picture
-from accel.trackers._tracker import Config, Ending, Figure, Histogram, Images, Media, Run, Tracker, Values, png_of
+from accel.trackers._tracker import Config, Ending, Run, Tracker, Values
 
 
 def dvclive(**options: Any) -> Tracker:
@@ -39,7 +40,7 @@ def dvclive(**options: Any) -> Tracker:
         _log,
         _finish,
         log_media=_log_media,
-        media=(Images, Figure, Histogram),
+        media=(media.Images, media.Figure, media.Histogram),
         check=lambda run: (needs("dvclive", "dvclive")(run), place(run)),
     )
 
@@ -49,9 +50,7 @@ def _cut(table: Path, step: int) -> None:
     head, *rows = table.read_text().splitlines()
     at = head.split("\t").index("step")
     kept = [row for row in rows if row.split("\t")[at].isdigit() and int(row.split("\t")[at]) <= step]
-    beside = table.with_name(f"{table.name}.partial")
-    _ = beside.write_text("\n".join([head, *kept]) + "\n")
-    os.replace(beside, table)
+    replace_file(table, "".join(f"{row}\n" for row in [head, *kept]).encode())
 
 
 def _log(live: Any, values: Values, step: int) -> None:
@@ -67,15 +66,15 @@ def _finish(live: Any, ending: Ending) -> None:
     live.end()
 
 
-def _log_media(live: Any, record: Media, step: int) -> None:
+def _log_media(live: Any, record: media.Media, step: int) -> None:
     live.step = step
     match record:
-        case Images():
+        case media.Images():
             for at, pixels in enumerate(record.tensors):
-                live.log_image(f"{record.name}-{at}.png", picture(png_of(pixels)))
-        case Figure():
+                live.log_image(f"{record.name}-{at}.png", picture(media.png_of(pixels)))
+        case media.Figure():
             live.log_image(f"{record.name}.png", picture(record.png))
-        case Histogram():
+        case media.Histogram():
             pairs = zip(record.middles, record.counts, strict=True)
             rows = [{"value": middle, "values": count} for middle, count in pairs]
             live.log_plot(record.name, rows, x="value", y="values", template="simple", title=record.name)

@@ -12,24 +12,11 @@ from typing import Any
 
 import msgspec
 
-from accel.run_folder import MEDIA, METRICS, MediaName, encode_line, parse_media
+from accel.run_folder import MEDIA, METRICS, MediaName, encode_line, parse_media, replace_file
+from accel.trackers import _media as media
 from accel.trackers._line_file import LineFile, first_step, open_lines, set_aside, step_of
 from accel.trackers._log import TIME, split_times
-from accel.trackers._tracker import (
-    Artifact,
-    Config,
-    Ending,
-    Figure,
-    Histogram,
-    Images,
-    Media,
-    Run,
-    Table,
-    TextRecord,
-    Tracker,
-    Values,
-    png_of,
-)
+from accel.trackers._tracker import Config, Ending, Run, Tracker, Values
 
 _PARTIAL = ".partial"  # end of the name of a file that is being written
 
@@ -40,7 +27,7 @@ class _OpenJsonl(msgspec.Struct, frozen=True):
 
 
 def jsonl(path: str | os.PathLike[str] = METRICS) -> Tracker:
-    """Return the tracker that writes a line of JSON for each `log`, and media beside it as PNG, JSON and text files.
+    """Return the tracker that writes a line of JSON for each `log`, and media next to it as PNG, JSON and text files.
 
     The file of a resumed run is truncated to the checkpoint's last step, so it equals an uninterrupted run's, except
     for the key `time`; media of later steps are removed. Checkpoints wait until it is on the disk. `accel report`
@@ -57,9 +44,9 @@ def jsonl(path: str | os.PathLike[str] = METRICS) -> Tracker:
         del config  # in run.json
         lines = open_lines(place(run), run)
         lines.cut_back(run, step_of)
-        media = lines.path.parent / MEDIA
-        _cut_media(media, run.step)
-        return _OpenJsonl(lines, media)
+        stored = lines.path.parent / MEDIA
+        _cut_media(stored, run.step)
+        return _OpenJsonl(lines, stored)
 
     return Tracker(
         "jsonl",
@@ -68,7 +55,7 @@ def jsonl(path: str | os.PathLike[str] = METRICS) -> Tracker:
         finish=lambda live, ending: live.lines.close(),
         flush=lambda live: live.lines.flush(),
         log_media=_log_media,
-        media=(Images, Table, Figure, TextRecord, Histogram),
+        media=(media.Images, media.Table, media.Figure, media.TextRecord, media.Histogram),
         first_step=lambda run: first_step(place(run), step_of),
         check=place,
     )
@@ -81,14 +68,11 @@ def _log(live: _OpenJsonl, values: Values, step: int) -> None:
 
 def _write(live: _OpenJsonl, name: MediaName, content: bytes) -> None:
     live.media.mkdir(exist_ok=True)
-    path = live.media / name.file
-    partial = path.with_name(f"{path.name}{_PARTIAL}")
-    _ = partial.write_bytes(content)
-    os.replace(partial, path)  # a reader finds all of it or nothing
+    replace_file(live.media / name.file, content)
 
 
 def _cut_media(folder: Path, step: int | None) -> None:
-    """Remove media behind a checkpoint's step; set those of an earlier run aside."""
+    """Remove media behind a checkpoint's step; set the media of an earlier run aside."""
     found = [each.name for each in os.scandir(folder)] if folder.is_dir() else []
     if step is None and found:
         set_aside(folder)
@@ -104,7 +88,7 @@ _AT = f"{TIME}at"
 
 
 class _OpenCsv:
-    """An open file and its columns; names of values come before those of clocks."""
+    """An open file and its columns; names of values come before names of clocks."""
 
     def __init__(self, lines: LineFile) -> None:
         self.lines = lines
@@ -153,7 +137,8 @@ def _log_row(live: _OpenCsv, values: Values, step: int) -> None:
     row: dict[str, float] = {"step": step, **numbers, **clocks}
     if not row.keys() <= set(live.columns):
         _widen(live, [*numbers], [*clocks])
-    live.lines.append(_row([_cell(row.get(name)) for name in live.columns]))
+    cells = [repr(row[name]) if name in row else "" for name in live.columns]  # nan, inf and -inf as they are
+    live.lines.append(_row(cells))
 
 
 def _widen(live: _OpenCsv, names: list[str], clocks: list[str]) -> None:
@@ -176,29 +161,25 @@ def _row(cells: list[str]) -> bytes:
     return text.getvalue().encode()
 
 
-def _cell(value: float | None) -> str:
-    return "" if value is None else repr(value)  # nan, inf and -inf as they are
-
-
 def _finish(live: _OpenCsv, ending: Ending) -> None:
     del ending
     live.lines.close()
 
 
-def _log_media(live: _OpenJsonl, record: Media, step: int) -> None:
+def _log_media(live: _OpenJsonl, record: media.Media, step: int) -> None:
     match record:
-        case Images():
+        case media.Images():
             for at, pixels in enumerate(record.tensors):
-                _write(live, MediaName(record.name, "images", step, at), png_of(pixels))
-        case Figure():
+                _write(live, MediaName(record.name, "images", step, at), media.png_of(pixels))
+        case media.Figure():
             _write(live, MediaName(record.name, "figure", step), record.png)
-        case Table():
+        case media.Table():
             content: dict[str, Any] = {"columns": record.columns, "rows": record.rows}
             _write(live, MediaName(record.name, "table", step), msgspec.json.encode(content))
-        case TextRecord():
+        case media.TextRecord():
             _write(live, MediaName(record.name, "text", step), record.text.encode(errors="backslashreplace"))
-        case Histogram():
+        case media.Histogram():
             content = {"edges": record.edges, "counts": record.counts, "nonfinite": record.nonfinite}
             _write(live, MediaName(record.name, "histogram", step), msgspec.json.encode(content))
-        case Artifact():
+        case media.Artifact():
             ...

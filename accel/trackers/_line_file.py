@@ -88,17 +88,17 @@ class LineFile:
 
     def replace(self, content: bytes) -> None:
         """Replace the whole file, by one rename."""
-        beside = self.path.with_name(f"{self.path.name}.partial")
+        partial = self.path.with_name(f"{self.path.name}.partial")
         fd = -1
         try:
-            _ = beside.write_bytes(content)
-            fd = os.open(beside, os.O_RDWR | os.O_APPEND)
+            _ = partial.write_bytes(content)
+            fd = os.open(partial, os.O_RDWR | os.O_APPEND)
             os.fsync(fd)
-            os.replace(beside, self.path)
+            os.replace(partial, self.path)
         except OSError:
             if fd >= 0:
                 os.close(fd)
-            beside.unlink(missing_ok=True)  # it may take the last of the space
+            partial.unlink(missing_ok=True)  # it may take the last of the space
             raise
         os.close(self._fd)
         self._fd = fd
@@ -160,11 +160,11 @@ def set_aside(path: Path) -> None:
     if not path.exists() or not path.stat().st_size:
         return
     number = 1
-    while (beside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
-    path.rename(beside)
-    text = "%s was of an earlier run, whose checkpoint was not loaded; it is now %s"
-    logging.getLogger("accel.trackers").info(text, path, beside.name)
+    path.rename(aside)
+    text = "%s was of an earlier run, and its checkpoint was not loaded; it is now %s"
+    logging.getLogger("accel.trackers").info(text, path, aside.name)
 
 
 def _line_start(fd: int, end: int, begin: int) -> int:

@@ -19,22 +19,8 @@ from accel.devices import wide_dtype
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice, check_count, check_kind
 from accel.tensors import is_dtensor
-from accel.trackers._tracker import (
-    Artifact,
-    Figure,
-    Histogram,
-    Images,
-    Media,
-    Table,
-    TextRecord,
-    Tracker,
-    make_artifact,
-    make_figure,
-    make_histogram,
-    make_images,
-    make_table,
-    split_images,
-)
+from accel.trackers import _media as media
+from accel.trackers._tracker import Tracker
 from accel.trackers._tracking import Trackers, raise_lost
 from accel.trackers._writer import Write
 
@@ -227,11 +213,11 @@ def log_images(
     Raises:
         ConfigError: no image, no tracker that takes images, or as `log`.
     """
-    taking = _taking(trackers, "log_images", Images, "images", step)
-    single = {name: split_images(name, each) for name, each in images.items()}
+    taking = _taking(trackers, "log_images", media.Images, "images", step)
+    single = {name: media.split_images(name, each) for name, each in images.items()}
     if taking:
         for name, each in single.items():
-            made = make_images(name, each)
+            made = media.make_images(name, each)
             trackers.tracked.put(lambda tracker, made=made: _media(tracker, made, step), made.size)
 
 
@@ -259,8 +245,8 @@ def log_table(
         ConfigError: a row of another length, a value that is neither text nor number, no tracker that takes tables, or
             as `log`.
     """
-    taking = _taking(trackers, "log_table", Table, "tables", step)
-    made = make_table(name, columns, rows)
+    taking = _taking(trackers, "log_table", media.Table, "tables", step)
+    made = media.make_table(name, columns, rows)
     if taking:
         trackers.tracked.put(lambda tracker: _media(tracker, made, step), made.size)
 
@@ -279,8 +265,8 @@ def log_figure(ctx: DistContext, trackers: Trackers, name: str, figure: object, 
     Raises:
         ConfigError: not a figure, no tracker that takes figures, or as `log`.
     """
-    if _taking(trackers, "log_figure", Figure, "figures", step):
-        made = make_figure(name, figure)
+    if _taking(trackers, "log_figure", media.Figure, "figures", step):
+        made = media.make_figure(name, figure)
         trackers.tracked.put(lambda tracker: _media(tracker, made, step), made.size)
 
 
@@ -298,11 +284,11 @@ def log_text(ctx: DistContext, trackers: Trackers, name: str, text: str, *, step
     Raises:
         ConfigError: no text, no tracker that takes texts, or as `log`.
     """
-    taking = _taking(trackers, "log_text", TextRecord, "texts", step)
+    taking = _taking(trackers, "log_text", media.TextRecord, "texts", step)
     where = f"log_text, {name}"
     check_kind(text, str, "the value is not a text", expected="a str", where=where, fix="Use str(...).")
     if taking:
-        made = TextRecord(name, text)
+        made = media.TextRecord(name, text)
         trackers.tracked.put(lambda tracker: _media(tracker, made, step), made.size)
 
 
@@ -312,7 +298,7 @@ def log_histogram(
 ) -> None:
     """Log how the values of a tensor are spread. Waits for their counts from the device on ranks that write.
 
-    No communication: the values are those of the rank that writes, such as a replicated weight or gradient.
+    No communication: the writing rank logs its values, such as a replicated weight or gradient.
 
     Args:
         ctx: the context.
@@ -325,7 +311,7 @@ def log_histogram(
     Raises:
         ConfigError: no tensor of real numbers, a sharded one, no tracker that takes histograms, or as `log`.
     """
-    taking = _taking(trackers, "log_histogram", Histogram, "histograms", step)
+    taking = _taking(trackers, "log_histogram", media.Histogram, "histograms", step)
     where = f"log_histogram, {name}"
     check_kind(
         values,
@@ -342,7 +328,7 @@ def log_histogram(
         fix = "Pass values.full_tensor(), which is a collective, or the rank's part, values.to_local()."
         raise ConfigError("a tensor that is shared out to the ranks", got="a DTensor", where=where, fix=fix)
     if taking:
-        made = make_histogram(name, values, bins)
+        made = media.make_histogram(name, values, bins)
         trackers.tracked.put(lambda tracker: _media(tracker, made, step), made.size)
 
 
@@ -362,8 +348,8 @@ def log_artifact(
     Raises:
         ConfigError: no tracker that takes artifacts, or as `log`.
     """
-    if _taking(trackers, "log_artifact", Artifact, "artifacts", step):
-        made = make_artifact(name, path)
+    if _taking(trackers, "log_artifact", media.Artifact, "artifacts", step):
+        made = media.make_artifact(name, path)
         trackers.tracked.put(lambda tracker: _media(tracker, made, step), 0)
 
 
@@ -409,7 +395,7 @@ def alert(
     trackers.tracked.alert(title, str(text), level=level, every_s=every_s)
 
 
-def _taking(trackers: Trackers, verb: str, medium: type[Media], kind: str, step: int) -> bool:
+def _taking(trackers: Trackers, verb: str, medium: type[media.Media], kind: str, step: int) -> bool:
     """Check a call for media; return whether this rank writes to a tracker that takes them."""
     _check_trackers(trackers, verb)
     trackers.tracked.advance(step, verb)
@@ -434,7 +420,7 @@ def _check_trackers(trackers: Trackers, where: str) -> None:
         )
 
 
-def _media(tracker: Tracker, made: Media, step: int) -> Write | None:
+def _media(tracker: Tracker, made: media.Media, step: int) -> Write | None:
     write = tracker.log_media
     return None if write is None or type(made) not in tracker.media else lambda live: write(live, made, step)
 

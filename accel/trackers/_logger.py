@@ -27,12 +27,12 @@ class RankLogger(_Adapter):
 
     Each takes more keywords. `main_process_only=False` logs on every rank, with the rank in front of the message.
     `once_per_node=True` logs on the first rank of every node, with the node in front.
-    `in_order=True` beside it logs one rank after another, which is a collective: every rank makes the call. Records
+    `in_order=True` in addition logs one rank after another, which is a collective: every rank makes the call. Records
     have the attributes `rank` and `world_size`.
 
     Attributes:
         ctx: the context.
-        level: lowest level of messages that this rank logs; None for that of the standard logger.
+        level: lowest level of messages that this rank logs; None for the level of the standard logger.
     """
 
     def __init__(self, logger: logging.Logger, ctx: DistContext, level: int | None) -> None:
@@ -56,7 +56,7 @@ class RankLogger(_Adapter):
         self.level = _number(level)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Return message and keywords with the rank among the record's attributes, beside the caller's own."""
+        """Return message and keywords with the rank among the record's attributes, after the caller's attributes."""
         return msg, {**kwargs, "extra": {**(self.extra or {}), **(kwargs.get("extra") or {})}}
 
     def log(  # pyright: ignore[reportIncompatibleMethodOverride] - of keywords that the class takes as object
@@ -82,25 +82,20 @@ class RankLogger(_Adapter):
             stacklevel: as of `logging.Logger.log`.
             kwargs: `exc_info`, `stack_info` and `extra`, as of `logging.Logger.log`.
         """
-        enabled = self.isEnabledFor(level)
+        ctx, prefix = self.ctx, ""
+        is_chosen = True
         if once_per_node:
-            if enabled and self.ctx.is_local_main_process:
-                text = f"[node {self.ctx.node_rank}] {msg}" if self.ctx.num_nodes > 1 else msg
-                self._emit(level, text, args, stacklevel + _HERE, kwargs)
-            return
-        if main_process_only:
-            if enabled and self.ctx.is_main_process:
-                self._emit(level, msg, args, stacklevel + _HERE, kwargs)
-            return
-        text = f"[rank {self.ctx.rank}] {msg}" if self.ctx.world_size > 1 else msg
-        if not in_order:
-            if enabled:
-                self._emit(level, text, args, stacklevel + _HERE, kwargs)
-            return
-        for rank in range(self.ctx.world_size):
-            if enabled and rank == self.ctx.rank:
-                self._emit(level, text, args, stacklevel + _HERE, kwargs)
-            wait_for_everyone(self.ctx)
+            is_chosen, prefix = ctx.is_local_main_process, f"[node {ctx.node_rank}] " if ctx.num_nodes > 1 else ""
+        elif main_process_only:
+            is_chosen = ctx.is_main_process
+        elif ctx.world_size > 1:
+            prefix = f"[rank {ctx.rank}] "
+        takes_turns = in_order and not once_per_node and not main_process_only
+        for rank in range(ctx.world_size) if takes_turns else [ctx.rank]:
+            if is_chosen and rank == ctx.rank and self.isEnabledFor(level):
+                self._emit(level, f"{prefix}{msg}" if prefix else msg, args, stacklevel + _HERE, kwargs)
+            if takes_turns:
+                wait_for_everyone(ctx)
 
     def warning_once(self, msg: object, *args: object, stacklevel: int = 1, **kwargs: Any) -> None:
         """Log a warning, unless this logger has logged the same message with the same values before."""
@@ -131,7 +126,7 @@ class RankLogger(_Adapter):
 def get_logger(name: str, ctx: DistContext, level: int | str | None = None) -> RankLogger:
     """Return the standard library's logger of a name for this rank. No communication.
 
-    By default rank 0 alone logs. Handlers and formats are those of the `logging` module, which stays as it is: neither
+    By default rank 0 alone logs. Handlers and formats come from the `logging` module, which stays as it is: neither
     the root logger nor the level of the logger changes.
 
     Args:

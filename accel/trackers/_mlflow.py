@@ -14,23 +14,9 @@ import msgspec
 
 from accel.errors import ConfigError
 from accel.terminal import show_limit
+from accel.trackers import _media as media
 from accel.trackers._packages import load, needs, picture
-from accel.trackers._tracker import (
-    Artifact,
-    Config,
-    Ending,
-    Figure,
-    Histogram,
-    Images,
-    Media,
-    Ranks,
-    Run,
-    Table,
-    TextRecord,
-    Tracker,
-    Values,
-    png_of,
-)
+from accel.trackers._tracker import Config, Ending, Ranks, Run, Tracker, Values
 
 _TAG = "accel.run"
 _FIND_S = 60.0
@@ -99,7 +85,7 @@ def mlflow(*, tracking_uri: str | None = None, ranks: Ranks = "main", **options:
     MLflow's own files and databases on this machine, and not for a server.
 
     Args:
-        tracking_uri: server or database, such as "sqlite:///runs/mlflow.db"; by default that of MLflow's own settings.
+        tracking_uri: server or database, such as "sqlite:///runs/mlflow.db"; by default from MLflow's settings.
         ranks: processes that write. With several, all write to one run, each to separate metrics: `rank_3/loss`.
         options: of `MlflowClient.create_run`, such as `tags`; and `artifact_location` of a new experiment.
     """
@@ -145,7 +131,7 @@ def mlflow(*, tracking_uri: str | None = None, ranks: Ranks = "main", **options:
         _finish,
         flush=(lambda live: None) if is_local else None,
         log_media=_log_media,
-        media=(Images, Table, Figure, TextRecord, Histogram, Artifact),
+        media=(media.Images, media.Table, media.Figure, media.TextRecord, media.Histogram, media.Artifact),
         check=check,
         ranks=ranks,
     )
@@ -192,23 +178,23 @@ def _finish(live: _Live, ending: Ending) -> None:
     live.client.set_terminated(live.run_id, "FINISHED" if ending.status == "finished" else "FAILED")
 
 
-def _log_media(live: _Live, record: Media, step: int) -> None:
+def _log_media(live: _Live, record: media.Media, step: int) -> None:
     client, at_step = live.client, f"{_key(record.name)}/{step:08}"
     match record:
-        case Images():
+        case media.Images():
             for at, pixels in enumerate(record.tensors):
-                client.log_image(live.run_id, picture(png_of(pixels)), artifact_file=f"{at_step}-{at}.png")
-        case Figure():
+                client.log_image(live.run_id, picture(media.png_of(pixels)), artifact_file=f"{at_step}-{at}.png")
+        case media.Figure():
             client.log_image(live.run_id, picture(record.png), artifact_file=f"{at_step}.png")
-        case Table():
+        case media.Table():
             content: Any = msgspec.to_builtins({"columns": record.columns, "data": record.rows})
             client.log_dict(live.run_id, content, f"{at_step}.json")
-        case TextRecord():
+        case media.TextRecord():
             client.log_text(live.run_id, record.text, f"{at_step}.txt")
-        case Histogram():
+        case media.Histogram():
             content = {"edges": record.edges, "counts": list(record.counts), "nonfinite": record.nonfinite}
             client.log_dict(live.run_id, content, f"{at_step}.histogram.json")
-        case Artifact():
+        case media.Artifact():
             is_folder = record.path.is_dir()
             log = client.log_artifacts if is_folder else client.log_artifact
             log(live.run_id, str(record.path), record.name if is_folder else None)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from accel.errors import MissingExtraError
-from accel.trackers._tracker import Run, Table
+from accel.trackers._media import Table
+from accel.trackers._tracker import Run
 
 
 def needs(tracker: str, *modules: str, extra: str = "", where: str = "to=") -> Callable[[Run], None]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from accel.trackers import _media as media
 from accel.trackers._packages import array, load, needs, picture
-from accel.trackers._tracker import Config, Ending, Figure, Histogram, Images, Media, Run, TextRecord, Tracker
+from accel.trackers._tracker import Config, Ending, Run, Tracker
 
 _ID_LENGTH = 21
 
@@ -38,7 +39,7 @@ def swanlab(**options: Any) -> Tracker:
         log=lambda live, values, step: live.log(dict(values), step=step),
         finish=_finish,
         log_media=_log_media,
-        media=(Images, Figure, TextRecord, Histogram),
+        media=(media.Images, media.Figure, media.TextRecord, media.Histogram),
         check=needs("swanlab", "swanlab"),
     )
 
@@ -50,16 +51,16 @@ def _finish(live: Any, ending: Ending) -> None:
         live.finish(state="crashed", error=ending.error)
 
 
-def _log_media(live: Any, record: Media, step: int) -> None:
+def _log_media(live: Any, record: media.Media, step: int) -> None:
     package = load("swanlab")
     match record:
-        case Images():
+        case media.Images():
             made: Any = [package.Image(array(pixels)) for pixels in record.tensors]
-        case Figure():
+        case media.Figure():
             made = package.Image(picture(record.png))
-        case TextRecord():
+        case media.TextRecord():
             made = package.Text(record.text)
-        case Histogram():
+        case media.Histogram():
             charts = package.echarts
             bars = charts.Bar().add_xaxis([f"{middle:.4g}" for middle in record.middles])
             labels = charts.options.LabelOpts(False)

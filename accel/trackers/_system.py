@@ -168,7 +168,7 @@ def _memory(found: Any) -> Values:
 
 
 class _Rates:
-    """Bytes per second from counters, such as those of all disks."""
+    """Bytes per second from counters, such as the counters of all disks."""
 
     def __init__(self, count: Callable[[], Any], fields: Mapping[str, str]) -> None:
         self._count = count

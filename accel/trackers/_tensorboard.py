@@ -8,21 +8,9 @@ from typing import Any
 
 import msgspec
 
+from accel.trackers import _media as media
 from accel.trackers._packages import array, load, markdown, needs, own_name, picture, rank_name, verbatim
-from accel.trackers._tracker import (
-    Artifact,
-    Config,
-    Figure,
-    Histogram,
-    Images,
-    Media,
-    Ranks,
-    Run,
-    Table,
-    TextRecord,
-    Tracker,
-    Values,
-)
+from accel.trackers._tracker import Config, Ranks, Run, Tracker, Values
 
 
 def tensorboard(log_dir: str | os.PathLike[str] | None = None, *, ranks: Ranks = "main", **options: Any) -> Tracker:
@@ -59,7 +47,7 @@ def tensorboard(log_dir: str | os.PathLike[str] | None = None, *, ranks: Ranks =
         finish=lambda writer, ending: writer.close(),
         flush=None if remote else lambda writer: writer.flush(),
         log_media=_log_media,
-        media=(Images, Table, Figure, TextRecord, Histogram),
+        media=(media.Images, media.Table, media.Figure, media.TextRecord, media.Histogram),
         check=check,
         ranks=ranks,
     )
@@ -70,7 +58,7 @@ def _log(writer: Any, values: Values, step: int) -> None:
         writer.add_scalar(name, value, step)
 
 
-def _log_histogram(writer: Any, histogram: Histogram, step: int) -> None:
+def _log_histogram(writer: Any, histogram: media.Histogram, step: int) -> None:
     middles = histogram.middles
     count = sum(histogram.counts)
     total = sum(middle * each for middle, each in zip(middles, histogram.counts, strict=True))
@@ -82,21 +70,21 @@ def _log_histogram(writer: Any, histogram: Histogram, step: int) -> None:
     )
 
 
-def _log_media(writer: Any, record: Media, step: int) -> None:
+def _log_media(writer: Any, record: media.Media, step: int) -> None:
     match record:
-        case Images():
+        case media.Images():
             for at, pixels in enumerate(record.tensors):
                 name = record.name if len(record.tensors) == 1 else f"{record.name}/{at}"
                 values = array(pixels)
                 writer.add_image(name, values, step, dataformats="HW" if values.ndim == 2 else "HWC")
-        case Table():
+        case media.Table():
             writer.add_text(record.name, markdown(record), step)
-        case Figure():
+        case media.Figure():
             values = load("numpy").asarray(picture(record.png).convert("RGB"))
             writer.add_image(record.name, values, step, dataformats="HWC")
-        case TextRecord():
+        case media.TextRecord():
             writer.add_text(record.name, verbatim(record.text), step)
-        case Histogram():
+        case media.Histogram():
             _log_histogram(writer, record, step)
-        case Artifact():
+        case media.Artifact():
             ...

@@ -33,7 +33,8 @@ from accel.run_folder import (
     write_json,
 )
 from accel.terminal import show_limit
-from accel.trackers._tracker import Config, Ending, Media, Run, Tracker
+from accel.trackers._media import Media
+from accel.trackers._tracker import Config, Ending, Run, Tracker
 from accel.trackers._writer import LostRecords, Write, Writer
 
 

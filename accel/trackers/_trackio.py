@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from accel.terminal import show_limit
+from accel.trackers import _media as media
 from accel.trackers._packages import array, load, needs, own_name, picture, verbatim
-from accel.trackers._tracker import Artifact, Config, Figure, Histogram, Images, Media, Run, Table, TextRecord, Tracker
+from accel.trackers._tracker import Config, Run, Tracker
 
 _PATIENCE_S = 10.0
 _POLL_S = 0.05
@@ -47,8 +48,8 @@ def trackio(**options: Any) -> Tracker:
         live.log(values, step=step)
         stored.logged += 1
 
-    def log_media(live: Any, record: Media, step: int) -> None:
-        if isinstance(record, Artifact):
+    def log_media(live: Any, record: media.Media, step: int) -> None:
+        if isinstance(record, media.Artifact):
             live.log_artifact(str(record.path), name=record.name, type="folder" if record.path.is_dir() else "file")
         for values in _made(record):
             write(live, values, step)
@@ -60,7 +61,7 @@ def trackio(**options: Any) -> Tracker:
         finish=lambda live, ending: live.finish(),
         flush=(lambda live: stored.wait()) if is_local else None,
         log_media=log_media,
-        media=(Images, Table, Figure, TextRecord, Histogram, Artifact),
+        media=(media.Images, media.Table, media.Figure, media.TextRecord, media.Histogram, media.Artifact),
         check=needs("trackio", "trackio"),
     )
 
@@ -94,23 +95,23 @@ class _StoredRows:
         return load("trackio").SQLiteStorage.get_log_count(self._project, self._name)
 
 
-def _made(record: Media) -> Iterator[dict[str, Any]]:
+def _made(record: media.Media) -> Iterator[dict[str, Any]]:
     """Yield a record as rows of Trackio's."""
     package, name = load("trackio"), record.name
     match record:
-        case Images():
+        case media.Images():
             for at, pixels in enumerate(record.tensors):
                 yield {name if len(record.tensors) == 1 else f"{name}/{at}": package.Image(array(pixels))}
-        case Table():
+        case media.Table():
             frame = load("pandas").DataFrame([list(row) for row in record.rows], columns=list(record.columns))
             yield {name: package.Table(dataframe=frame)}
-        case Figure():
+        case media.Figure():
             yield {name: package.Image(picture(record.png))}
-        case TextRecord():
+        case media.TextRecord():
             yield {name: package.Markdown(verbatim(record.text))}
-        case Histogram():
+        case media.Histogram():
             array_of = load("numpy").asarray
             pair = (array_of(record.counts), array_of(record.edges))
             yield {name: package.Histogram(np_histogram=pair)}
-        case Artifact():
+        case media.Artifact():
             ...

@@ -6,21 +6,9 @@ from __future__ import annotations
 import html
 from typing import Any
 
+from accel.trackers import _media as media
 from accel.trackers._packages import array, load, needs, picture, rank_name
-from accel.trackers._tracker import (
-    Artifact,
-    Config,
-    Ending,
-    Figure,
-    Histogram,
-    Images,
-    Media,
-    Ranks,
-    Run,
-    Table,
-    TextRecord,
-    Tracker,
-)
+from accel.trackers._tracker import Config, Ending, Ranks, Run, Tracker
 
 
 def wandb(*, ranks: Ranks = "main", **options: Any) -> Tracker:
@@ -58,7 +46,7 @@ def wandb(*, ranks: Ranks = "main", **options: Any) -> Tracker:
         log=lambda live, values, step: live.log(dict(values), step=step),
         finish=_finish,
         log_media=_log_media,
-        media=(Images, Table, Figure, TextRecord, Histogram, Artifact),
+        media=(media.Images, media.Table, media.Figure, media.TextRecord, media.Histogram, media.Artifact),
         check=needs("wandb", "wandb"),
         ranks=ranks,
     )
@@ -79,20 +67,20 @@ def _finish(live: Any, ending: Ending) -> None:
     live.finish(exit_code=0 if ending.status == "finished" else 1)
 
 
-def _log_media(live: Any, record: Media, step: int) -> None:
+def _log_media(live: Any, record: media.Media, step: int) -> None:
     package = load("wandb")
     match record:
-        case Images():
+        case media.Images():
             made = [package.Image(array(pixels)) for pixels in record.tensors]
-        case Table():
+        case media.Table():
             made = package.Table(columns=list(record.columns), data=[list(row) for row in record.rows])
-        case Figure():
+        case media.Figure():
             made = package.Image(picture(record.png))
-        case TextRecord():
+        case media.TextRecord():
             made = package.Html(f"<pre>{html.escape(record.text)}</pre>", inject=False)
-        case Histogram():
+        case media.Histogram():
             made = package.Histogram(np_histogram=(list(record.counts), record.edges))
-        case Artifact():
+        case media.Artifact():
             stored = package.Artifact(record.name, type="folder" if record.path.is_dir() else "file")
             (stored.add_dir if record.path.is_dir() else stored.add_file)(str(record.path))
             live.log_artifact(stored)

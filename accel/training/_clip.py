@@ -47,7 +47,7 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Shorten gradients in place to a norm and return the norm before. A collective if some are sharded.
 
-    The norm is that of the gradient after the division by weight and loss scale, which `optimizer_step` makes later. It
+    The norm belongs to the gradient after the division by weight and loss scale, which `optimizer_step` makes later. It
     counts every element of every rank once, for any parameters: some or all of a model, of one model or several,
     replicated or sharded. Nothing is clipped if the norm is not finite; the policy of `optimizer_step` then decides.
 
@@ -99,7 +99,7 @@ def clip_grad_value_(
 ) -> None:
     """Clamp every element of gradients to [-clip_value, clip_value], in place. No communication.
 
-    The value is that of the gradient after division, as for `clip_grad_norm_`. Nothing is clipped if a gradient of this
+    The value belongs to the gradient after division, as for `clip_grad_norm_`. Nothing is clipped if a gradient of this
     rank is not finite; the policy of `optimizer_step` then decides.
 
     Args:

@@ -41,79 +41,51 @@ Closure = Callable[[], torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]]
 _WHERE = "optimizer_step, closure="
 
 
-class _ClosureStep:
-    """One step of an optimizer, and the evaluations of a closure in it.
+class _Evaluation(NamedTuple):
+    """An evaluation of a closure.
 
     Attributes:
-        window: window of the latest evaluation.
+        loss: mean loss over the units of all ranks, detached.
+        window: its window.
         norm: norm of its gradient; None if gradients are not checked.
-        began: `time.perf_counter` when the step began.
     """
 
-    def __init__(
-        self, ctx: DistContext, optimizer: Optimizer, state: TrainState, closure: Closure, *, check_finite: bool
-    ) -> None:
-        self.window: Accumulation = state.accum
-        self.norm: float | torch.Tensor | None = None
-        self.began = perf_counter()
-        self._ctx = ctx
-        self._optimizer = optimizer
-        self._state = state
-        self._closure = closure
-        self._checks = check_finite
+    loss: torch.Tensor
+    window: Accumulation
+    norm: float | torch.Tensor | None
 
-    def step(self) -> None:
-        """Step the optimizer and clear its gradients. Mutates parameters; a collective."""
-        try:
-            with within_closure(self._ctx.comm, "closure="):
-                cast(Any, self._optimizer).step(self._evaluate)
-        finally:
-            clear_here([self._optimizer])
-        if self.window is self._state.accum:
-            raise StepError(
-                "the optimizer has not called the closure",
-                expected="an optimizer whose step(closure) evaluates the loss",
-                got=type(self._optimizer).__name__,
-                where=_WHERE,
-            )
 
-    def _evaluate(self) -> torch.Tensor:
-        """Compute the mean loss of all ranks and its gradient, equal on all of them to the last bit."""
-        ctx, state = self._ctx, self._state
-        clear_here([self._optimizer])
-        parameters = parameters_of([self._optimizer])
-        with torch.enable_grad():
-            found = self._closure()
-            loss, weight = found if isinstance(found, tuple) else (found, state.valid)
-            check_loss(loss, _WHERE, "Return the mean loss, or the loss and its weight.")
-            if any(each.grad is not None for each in parameters):
-                refuse_in_closure(ctx)
-            loss = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
-            assert weight is not None  # of a batch that has begun
-            added, factor = weigh(ctx, state.scaler, state.accum, weight, same_units=False)
-            shared = start_sharing(ctx, added)
-            run_backward(ctx, loss, factor)
-        self.window = with_loss(shared(), loss)
-        self._divide(parameters)
-        return _mean(ctx, loss, weight)
-
-    def _divide(self, parameters: list[torch.Tensor]) -> None:
-        """Divide the gradients by the weight of all ranks; refuse those that are not finite."""
-        ctx = self._ctx
-        [grads] = window_gradients(ctx, self.window, parameters)
-        weight = total_weight(self.window)
-        if self._checks:
-            norm = whole_norm(ctx, grads, parameters, 2.0)
-            figures = read_outcome([norm], weight)
-            if not figures.finite:
-                check_overflow(
-                    ctx, StepWindow(self.window, self._state.scaler, self._state), [self._optimizer], independent=False
-                )
-            weight = figures.weight
-            self.norm = norm * division(ctx, self.window, weight)
-        factor = division(ctx, self.window, weight)
-        if isinstance(factor, torch.Tensor) or factor != 1.0:
-            scale_(grads, factor)
+def _evaluated(
+    ctx: DistContext, optimizer: Optimizer, state: TrainState, closure: Closure, policy: Policy
+) -> _Evaluation:
+    """Compute the mean loss of all ranks and its gradient, equal on all of them to the last bit. A collective."""
+    clear_here([optimizer])
+    parameters = parameters_of([optimizer])
+    with torch.enable_grad():
+        found = closure()
+        loss, weight = found if isinstance(found, tuple) else (found, state.valid)
+        check_loss(loss, _WHERE, "Return the mean loss, or the loss and its weight.")
+        if any(each.grad is not None for each in parameters):
+            refuse_in_closure(ctx)
+        loss = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+        assert weight is not None  # of a batch that has begun
+        added, factor = weigh(ctx, state.scaler, state.accum, weight, same_units=False)
+        shared = start_sharing(ctx, added)
+        run_backward(ctx, loss, factor)
+    window = with_loss(shared(), loss)
+    [grads] = window_gradients(ctx, window, parameters)
+    units, norm = total_weight(window), None
+    if policy.reads:
+        norm = whole_norm(ctx, grads, parameters, 2.0)
+        figures = read_outcome([norm], units)
+        if not figures.finite:
+            check_overflow(ctx, StepWindow(window, state.scaler, state), [optimizer], independent=False)
+        units = figures.weight
+        norm = norm * division(ctx, window, units)
+    factor = division(ctx, window, units)
+    if isinstance(factor, torch.Tensor) or factor != 1.0:
+        scale_(grads, factor)
+    return _Evaluation(_mean(ctx, loss, weight), window, norm)
 
 
 def _mean(ctx: DistContext, loss: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
@@ -142,7 +114,7 @@ def _checked(
         "parameters that ranks divide": any(map(is_dtensor, parameters)),
         "a pipeline": ctx.axis("pp").size > 1,
         "ranks that step separately": any(map(steps_alone, parameters)),
-        "a loss scale, as of fp16": state.scaler.dynamic or state.scaler.scale != 1.0,
+        "a loss scale, as with fp16": state.scaler.dynamic or state.scaler.scale != 1.0,
         "master weights": ctx.precision.master_weights is not None,
     }
     if found := [each for each, holds in refused.items() if holds]:
@@ -166,7 +138,7 @@ def _checked(
     window = begun_window(state.accum, "accel.optimizer_step")
     if window.backwards or not is_begun(window):
         raise StepError(
-            "the closure's gradients would be added to those of an earlier backward",
+            "the closure's gradients would be added to the gradients of an earlier backward",
             expected="a state from state.next(batch)",
             got=f"a window with {window.backwards} backward passes",
             where=_WHERE,
@@ -183,18 +155,6 @@ def _checked(
     return window
 
 
-class ClosureOutcome(NamedTuple):
-    """A step that has evaluated a closure.
-
-    Attributes:
-        state: with the window of the latest evaluation.
-        grad_norm: norm of its gradient; None if gradients are not checked.
-    """
-
-    state: TrainState
-    grad_norm: torch.Tensor | None
-
-
 def step_by_closure(
     ctx: DistContext,
     optimizers: list[Optimizer],
@@ -203,10 +163,19 @@ def step_by_closure(
     *,
     clips: bool,
     policy: Policy,
-) -> ClosureOutcome:
+) -> tuple[TrainState, torch.Tensor | None]:
     """Let one optimizer evaluate a closure within its step. Mutates parameters; a collective.
 
-    `clips`: whether `optimizer_step` is to clip, which is refused.
+    Args:
+        ctx: the context.
+        optimizers: the optimizer alone.
+        state: a state within a batch.
+        closure: the user's.
+        clips: whether `optimizer_step` is to clip, which is refused.
+        policy: for gradients with inf or NaN.
+
+    Returns:
+        The state with the window of the latest evaluation, and the norm of its gradient; None without a check.
     """
     check_latest(state, "optimizer_step")
     window = _checked(ctx, optimizers, state, clips=clips, policy=policy)
@@ -214,8 +183,25 @@ def step_by_closure(
         check_settings(ctx, window, optimizers)
     if ctx.comm.defers:
         mark_deferred(ctx, optimizers, defers=False)
-    taken = _ClosureStep(ctx, optimizers[0], state, closure, check_finite=policy.reads)
-    taken.step()
+    began = perf_counter()
+    latest: list[_Evaluation] = []
+
+    def evaluate() -> torch.Tensor:
+        latest[:] = [_evaluated(ctx, optimizers[0], state, closure, policy)]
+        return latest[0].loss
+
+    try:
+        with within_closure(ctx.comm, "closure="):
+            cast(Any, optimizers[0]).step(evaluate)
+    finally:
+        clear_here(optimizers)
+    if not latest:
+        raise StepError(
+            "the optimizer has not called the closure",
+            expected="an optimizer that evaluates the loss in step(closure)",
+            got=type(optimizers[0]).__name__,
+            where=_WHERE,
+        )
     mark_followed(ctx, window_of(state), CLOSURE_LINE)
-    norm = None if taken.norm is None else torch.as_tensor(taken.norm)
-    return ClosureOutcome(after_backward(state, taken.window, taken.began), norm)
+    norm = None if latest[0].norm is None else torch.as_tensor(latest[0].norm)
+    return after_backward(state, latest[0].window, began), norm

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding on any mesh: logits of the next tokens, with keys and values kept or without, the choice of tokens, and the
-loop that adds them to sequences."""
+"""Decoding on any mesh: logits of the next tokens with or without a cache, the choice of tokens, and the loop."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import msgspec
 import torch
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from accel.comm import adopt, all_reduce_flat, broadcast_flat, gathered
 from accel.context import DistContext, group_of
 from accel.errors import ConfigError, DataError
-from accel.parallel._labels import micro_batches_of
-from accel.parallel._micro_batches import ByStage, MicroBatch, first_rows, first_tensor, split_batch
+from accel.parallel._micro_batches import ByStage, MicroBatch, first_rows, first_tensor
 from accel.parallel._modules import stage_modules, unwrap_model
-from accel.parallel.axes.pipeline import Pipeline, ReplayedModule, Work, pipeline_of
+from accel.parallel.axes.pipeline import ReplayedModule, Work, pipeline_of
 from accel.precision._amp import autocast
 from accel.random import Key
+from accel.training._forward_backward import run_forward, split_for
 
 _CACHE = "past_key_values"
 
@@ -32,31 +32,17 @@ class OutsideTableError(IndexError):
     """A model's forward asks for a place that a table does not have; no error of a function around the model."""
 
 
-class Decoder(Protocol):
-    """A way to get the logits of the next tokens."""
-
-    def logits(self, ids: Tensor) -> Tensor | None:
-        """Return the logits behind sequences, [rows, classes]; None without the last stage. A collective along pp.
-
-        `ids` has the sequences up to now, [rows, length], one token longer at each call.
-        """
-        ...
-
-    def keep(self, rows: Tensor) -> bool:
-        """Drop the rows of the next calls but some, by their places; return whether it could."""
-        ...
-
-
 def takes_cache(model: nn.Module) -> bool:
     """Return whether a model is one of transformers that keeps keys and values between forwards."""
     inner = _first_forward(model)
     return _CACHE in inspect.signature(inner.forward).parameters and hasattr(inner, "config")
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class WholeSequences:
     """Runs whole sequences for each token, filled up to one length, so that shapes stay as they are.
 
-    Args:
+    Attributes:
         ctx: the context.
         model: causal.
         length: of the longest sequence to come.
@@ -64,44 +50,40 @@ class WholeSequences:
         select: maps the model's output to logits, [rows, length, classes].
     """
 
-    def __init__(
-        self,
-        ctx: DistContext,
-        model: nn.Module,
-        length: int,
-        inputs_of: Callable[[Tensor], Any],
-        select: Callable[[Any], Tensor],
-    ) -> None:
-        self._ctx = ctx
-        self._model = model
-        self._length = length
-        self._inputs_of = inputs_of
-        self._select = select
+    ctx: DistContext
+    model: nn.Module
+    length: int
+    inputs_of: Callable[[Tensor], Any]
+    select: Callable[[Any], Tensor]
 
     def logits(self, ids: Tensor) -> Tensor | None:
-        """Return the logits behind the sequences; see `Decoder`."""
+        """Return the logits behind sequences, [rows, classes]; None without the last stage. A collective along pp.
+
+        `ids` has the sequences up to now, [rows, length], one token longer at each call.
+        """
         at = ids.shape[1] - 1
         # Shapes that never change: a pipeline keeps its buffers, and a compiled model its code.
-        filled = nn.functional.pad(ids, (0, self._length - ids.shape[1]))
-        return self._run(filled, lambda logits: logits[:, at])
+        filled = nn.functional.pad(ids, (0, self.length - ids.shape[1]))
+        return self.run(filled, lambda logits: logits[:, at])
 
     def every(self, ids: Tensor) -> Tensor | None:
-        """Return the logits of all positions of full sequences, [rows, length, classes]; see `Decoder`."""
-        return self._run(ids, lambda logits: logits)
+        """Return the logits of all positions of full sequences, [rows, length, classes]; None as for `logits`."""
+        return self.run(ids, lambda logits: logits)
 
-    def _run(self, ids: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor | None:
-        micro = _split(self._ctx, self._model, self._inputs_of(ids))
-        return _run(self._ctx, self._model, micro, lambda output: part(self._select(output)))
+    def run(self, ids: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Return a part of the logits of sequences."""
+        micro = split_for(self.ctx, self.model, self.inputs_of(ids))
+        return _run(self.ctx, self.model, micro, lambda output: part(self.select(output)))
 
     def keep(self, rows: Tensor) -> bool:
-        """Drop rows: nothing of them is kept. See `Decoder`. A pipeline keeps its shapes."""
-        return pipeline_of(unwrap_model(self._model)) is None
+        """Drop the rows of the next calls but some; return whether it could. A pipeline keeps its shapes."""
+        return pipeline_of(unwrap_model(self.model)) is None
 
 
 class CachedTokens:
     """Runs the prompt, then each new token alone, with the keys and values of those before it.
 
-    Each stage of a pipeline keeps those of its layers, for each micro-batch.
+    Each stage of a pipeline has a cache of its layers for each micro-batch.
 
     Args:
         ctx: the context.
@@ -126,7 +108,7 @@ class CachedTokens:
         self._last_only = is_whole and "logits_to_keep" in inspect.signature(inner.forward).parameters
 
     def logits(self, ids: Tensor) -> Tensor | None:
-        """Return the logits behind the sequences; see `Decoder`."""
+        """Return the logits behind sequences; see `WholeSequences`."""
         new = ids[:, self._seen :]
         grown = ids.shape[1] - self._mask.shape[1]
         mask = nn.functional.pad(self._mask, (0, grown), value=1)
@@ -137,9 +119,9 @@ class CachedTokens:
         inputs["use_cache"] = True
         if self._last_only:
             inputs["logits_to_keep"] = 1
-        micro = _split(self._ctx, self._model, inputs)
+        micro = split_for(self._ctx, self._model, inputs)
         # A pipeline finds its shapes by a forward; on an empty cache, as it would leave its keys in the real one.
-        fresh = _split(self._ctx, self._model, {**inputs, "attention_mask": mask[:, -new.shape[1] :]})
+        fresh = split_for(self._ctx, self._model, {**inputs, "attention_mask": mask[:, -new.shape[1] :]})
         if not self._caches:
             self._caches = [ByStage(self._new_cache) for _ in micro]
         held = [_with(each, cache) for each, cache in zip(micro, self._caches, strict=True)]
@@ -147,7 +129,7 @@ class CachedTokens:
         return _run(self._ctx, self._model, held, lambda output: self._select(output)[:, -1], probe, (new,))
 
     def keep(self, rows: Tensor) -> bool:
-        """Drop the keys and values of other rows; see `Decoder`. Pipelines and micro-batches keep their shapes."""
+        """Drop the keys and values of other rows; return whether it could. Pipelines keep their shapes."""
         if pipeline_of(unwrap_model(self._model)) is not None or len(self._caches) != 1:
             return False
         self._caches[0].of(0).batch_select_indices(rows)
@@ -158,16 +140,13 @@ class CachedTokens:
         return import_module("transformers").DynamicCache(config=self._config)
 
 
+Decoder: TypeAlias = WholeSequences | CachedTokens
+
+
 def _first_forward(model: nn.Module) -> nn.Module:
-    """The module whose forward takes the model's inputs: of a pipelined model a stage."""
+    """Return the module that takes the model's inputs: the first stage of a pipelined model."""
     first = stage_modules(unwrap_model(model))[0]
     return first.module if isinstance(first, ReplayedModule) else first
-
-
-def _split(ctx: DistContext, model: nn.Module, inputs: Any) -> list[MicroBatch]:
-    pipeline = pipeline_of(unwrap_model(model))
-    count = micro_batches_of(model) if pipeline is None else pipeline.layout.micro_batches
-    return split_batch(inputs, None, count, equal=pipeline is not None, containers=ctx.containers)
 
 
 def _with(batch: MicroBatch, cache: ByStage) -> MicroBatch:
@@ -198,35 +177,12 @@ def _run(
         return first_tensor(output, ctx.containers)
 
     try:
-        _forward(ctx, model, micro, keep, probe, shapes)
+        run_forward(ctx, model, Work(micro, keep, lambda: autocast(ctx), ctx.containers, probe, shapes))
     except IndexError as error:
         if not in_model:
             raise
         raise OutsideTableError(str(error)) from error
     return torch.cat(found) if found else None
-
-
-def _forward(
-    ctx: DistContext,
-    model: nn.Module,
-    micro: list[MicroBatch],
-    keep: Callable[[Any, MicroBatch], Tensor],
-    probe: list[MicroBatch] | None,
-    shapes: Any,
-) -> None:
-    """Run micro-batches without gradients, and pass the last stage's outputs to `keep`."""
-    pipeline: Pipeline | None = pipeline_of(unwrap_model(model))
-    with torch.no_grad():
-        if pipeline is None:
-            for each in micro:
-                kwargs = {
-                    name: value.of(0) if isinstance(value, ByStage) else value for name, value in each.kwargs.items()
-                }
-                with autocast(ctx):
-                    _ = keep(model(*each.args, **kwargs), each)
-        else:
-            work = Work(micro, keep, lambda: autocast(ctx), ctx.containers, probe, shapes)
-            _ = pipeline.run(ctx, unwrap_model(model), work, trains=False)
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -257,7 +213,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
                 "key=accel.seeding.Key(seed), to draw from",
             )
         elif not self.temperature and (has_key or self.top_k is not None or self.top_p is not None):
-            problem, expected = "key, top_k or top_p without a temperature", "temperature above 0 beside them"
+            problem, expected = "key, top_k or top_p without a temperature", "a temperature above 0 with them"
         if problem:
             raise ConfigError("tokens cannot be drawn like this", expected=expected, got=problem, where=where)
 
@@ -276,7 +232,7 @@ def next_tokens(logits: Tensor, sampling: Sampling, numbers: Tensor | None, *, s
     """Return a token for each row, the most probable one or by the inverse distribution function of a number, and with
     `scores` its log-probability: of shape [1 or 2, rows], float64 where there are numbers or scores, int64 elsewhere.
 
-    A row's token is a function of its logits and its number alone, whichever rows are beside it.
+    A row's token depends on its logits and its number alone, and not on the other rows of the batch.
     """
     if numbers is None and not scores:
         return logits.argmax(-1)[None]  # no float64, which MPS and XLA do not have
@@ -286,8 +242,7 @@ def next_tokens(logits: Tensor, sampling: Sampling, numbers: Tensor | None, *, s
 
 
 def numbers_of(keys: Sequence[Key], count: int, device: torch.device) -> Tensor:
-    """Return numbers in [0, 1) for the tokens of rows by the row's key, float64 of shape [rows, count]. The first ones
-    do not depend on how many."""
+    """Return numbers in [0, 1) by the rows' keys, float64 of shape [rows, count]; a longer count extends the rows."""
     drawn = [[each / 2**53 for each in key.integers(count, bits=53)] for key in keys]
     return torch.tensor(drawn, dtype=torch.float64, device=device)
 
@@ -379,7 +334,7 @@ def decode(
         count: most tokens to add.
         numbers: number in [0, 1) of each token, float64 of shape [rows, count]; None for the most probable ones.
         stop: tokens that end a sequence; none to add all tokens.
-        vocab_parallel: whether each rank along tp has the logits of its own classes.
+        vocab_parallel: whether each rank along tp has the logits of its share of the classes.
         together: whether all ranks take as many steps. A rank that stopped alone would leave the others in the
             collectives of the next forward.
         drops: whether rows that have ended leave the batch where the decoder can drop them.
@@ -393,7 +348,7 @@ def decode(
     _warn_long(model, longest + count)
     ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     counts = torch.full((len(ids),), 0 if stop else count, device=ids.device)
-    wide = torch.float64 if scores or numbers is not None else torch.int64  # as of `next_tokens`
+    wide = torch.float64 if scores or numbers is not None else torch.int64  # as in `next_tokens`
     found = torch.zeros(1 + scores, len(ids), count, dtype=wide, device=ids.device)
     found[0] = stop[0] if stop else 0
     ends = torch.tensor(stop, dtype=ids.dtype, device=ids.device)
@@ -408,6 +363,7 @@ def decode(
             drawn = torch.zeros(1 + scores, len(ids), dtype=wide, device=ids.device)
         else:
             whole = whole_rows(ctx, logits) if vocab_parallel else logits
+            _check_classes(ctx, model, whole.shape[-1], vocab_parallel, where)
             drawn = next_tokens(whole, sampling, None if numbers is None else numbers[live, step], scores=scores)
         share_tokens(ctx, model, drawn)
         tokens = drawn[0].to(ids.dtype)
@@ -432,8 +388,25 @@ def decode(
     return DecodedTokens(tokens, counts, found[1, :, : step + 1] if scores else None)
 
 
+def _check_classes(ctx: DistContext, model: nn.Module, count: int, vocab_parallel: bool, where: str) -> None:
+    """Raise `ConfigError` if logits of a model of transformers have a part of its classes, or each class twice."""
+    config: Any = getattr(_first_forward(model), "config", None)
+    words = getattr(config.get_text_config(), "vocab_size", None) if hasattr(config, "get_text_config") else None
+    size = ctx.axis("tp").size
+    if size == 1 or not words:
+        return
+    if count == words * size if vocab_parallel else words // size <= count <= -(-words // size):
+        raise ConfigError(
+            "the logits do not have the classes of the model",
+            expected=f"{words} classes",
+            got=f"{count} along tp={size} with vocab_parallel={vocab_parallel}",
+            where=where,
+            fix=f"Pass vocab_parallel={not vocab_parallel}.",
+        )
+
+
 def _beyond_tables(error: OutsideTableError, ids: Tensor, longest: int, count: int, where: str) -> DataError:
-    """Rows whose tokens or positions a model's tables do not have."""
+    """Make the error for tokens or positions that are outside of the model's tables."""
     return DataError(
         "the model has not so many positions, or not these tokens",
         expected="prompts and new tokens within the model's context, and tokens within its vocabulary",

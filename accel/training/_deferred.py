@@ -134,7 +134,7 @@ def check_deferrable(ctx: DistContext, optimizers: Sequence[Optimizer], scaler: 
         raise _refused(
             "the loss scale of the next backward depends on the outcome of this step",
             "a fixed loss scale",
-            "a dynamic one, as of fp16",
+            "a dynamic one, as with fp16",
             "Compute in bf16, or pass scaler=accel.LossScale(scale=...) to train_state.",
         )
     for each in optimizers:

@@ -16,9 +16,16 @@ from accel.comm import refuse_replaced, replaced
 from accel.comm._marks import find_mark
 from accel.errors import ConfigError, PrepareError
 from accel.errors._checks import check_choice, check_kind
-from accel.items._module import clean_name, reshard
 from accel.optim import parameters_of
-from accel.parallel._modules import emptied_by, follow_stages, is_pipelined, stage_modules, unwrap_model
+from accel.parallel._modules import (
+    clean_name,
+    emptied_by,
+    follow_stages,
+    is_pipelined,
+    reshard,
+    stage_modules,
+    unwrap_model,
+)
 from accel.parallel.axes.pipeline import pipeline_of
 from accel.tensors import FORMATS, mesh_of, placements_of
 
@@ -109,7 +116,7 @@ class Ema(nn.Module):
 
     Raises:
         ConfigError: a decay out of range, or an unknown choice.
-        PrepareError: a model of DeepSpeed's stage 3, whose weights are empty between passes.
+        PrepareError: a model of DeepSpeed's stage 3: its weights are empty between passes.
     """
 
     updates: torch.Tensor
@@ -132,7 +139,7 @@ class Ema(nn.Module):
         self.decay, self.warmup, self.averages_buffers = decay, warmup, buffers == "average"
         self.weights = nn.Module()
         for name, _ in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
-            _ = _child(self.weights, clean_name(model, name))  # in the model's order, which that of tensors follows
+            _ = _child(self.weights, clean_name(model, name))  # in the model's order, which tensors follow
         for name, live in _named(model, buffers=self.averages_buffers):
             _add_copy(self.weights, name, live)
         follow_stages(self, model)
@@ -152,7 +159,8 @@ class Ema(nn.Module):
         """
         if step is not None and step.stepped is False:
             return
-        if (step is not None and step.stepped is None) or _is_deferred(model):
+        is_deferred = any(find_mark(each, "deferred") is not None for each in model.parameters())
+        if is_deferred or (step is not None and step.stepped is None):
             raise ConfigError(
                 "the average cannot take a step with an unknown outcome",
                 expected="an optimizer step with a known outcome",
@@ -235,11 +243,6 @@ class Ema(nn.Module):
         )
 
 
-def _is_deferred(model: nn.Module) -> bool:
-    """Return whether a step of the model's parameters has deferred its outcome."""
-    return any(find_mark(each, "deferred") is not None for each in model.parameters())
-
-
 def ema_decay(updates: int, decay: float, *, warmup: bool = True) -> float:
     """Return the share of the average that an update keeps; with `warmup` it grows to `decay` by earlier updates."""
     return min(decay, (1 + updates) / (10 + updates)) if warmup else decay
@@ -252,7 +255,7 @@ def _refuse_emptied(model: nn.Module) -> None:
             expected="weights on each rank, replicated or as DTensors",
             got=f"{source}, which gathers weights for a pass",
             where="Ema(model)",
-            fix="Use a stage below 3, or strategy='fsdp', whose shards are averaged.",
+            fix="Use a stage below 3, or strategy='fsdp': the average then holds shards.",
         )
 
 

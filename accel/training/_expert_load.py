@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from accel.comm import refuse_replaced, summed
 from accel.context import DistContext, group_of
 from accel.context._dist_context import check_context
-from accel.data import SampleCount
 from accel.errors import ConfigError, PrepareError, StepError
 from accel.errors._checks import check_kind
 from accel.optim import Accumulation
@@ -67,7 +66,7 @@ class _Counted(NamedTuple):
     Attributes:
         counts: tokens of each expert on this rank in the window so far.
         holder: module with the bias; None without one.
-        is_sorted: whether the module is called with every token for each expert, as that of Llama 4.
+        is_sorted: whether the module is called with every token for each expert, as in Llama 4.
     """
 
     counts: Tensor
@@ -161,7 +160,7 @@ class ExpertLoad:
         """
         window = state.accum if isinstance(state, TrainState) else state
         self._begin(window)
-        is_real = not isinstance(state, TrainState) or state.valid is None or _is_real(state.valid)
+        is_real = not isinstance(state, TrainState) or state.valid is None or state.valid > 0
         self._mask, self._is_real = mask, is_real
         self._is_counting, before = True, self._calls
         try:
@@ -323,10 +322,6 @@ class ExpertLoad:
             _ = each.counts.zero_()
 
 
-def _is_real(valid: SampleCount) -> bool:
-    return int(valid) > 0
-
-
 def _experts_by_path(model: nn.Module, experts: Mapping[str, int] | Literal["model"]) -> dict[str, int]:
     """Return the number of experts by path of the modules to count at."""
     if experts == "model":
@@ -353,7 +348,7 @@ def _experts_by_path(model: nn.Module, experts: Mapping[str, int] | Literal["mod
 
 
 def _holder(modules: Mapping[str, nn.Module], path: str, bias: str, paths: Iterable[str]) -> nn.Module | None:
-    """Return the module with the bias: that of experts, or one in the block that holds no other experts."""
+    """Return the module with the bias: the experts, or a module of the block that holds no other experts."""
     block = path
     while True:
         inside = [each for each in modules if each == block or each.startswith(f"{block}.") or not block]

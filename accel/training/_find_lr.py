@@ -25,11 +25,11 @@ from accel.data._cursor import LastPass
 from accel.data._loader import Loader
 from accel.errors import ConfigError
 from accel.errors._checks import check_count, check_kind
-from accel.items._module import reshard
 from accel.metrics import running_metrics
 from accel.optim import parameters_of, settle_state
 from accel.parallel._engines import engine_of
 from accel.parallel._leftovers import clear_gradients, clear_parameters
+from accel.parallel._modules import reshard
 from accel.random import isolated_rng
 from accel.training._forward_backward import forward_backward
 from accel.training._loss_sums import LossFn
@@ -60,7 +60,7 @@ def find_lr(
 ) -> LrRange:
     """Take optimizer steps at rising learning rates, and suggest the rate at which the loss falls fastest.
 
-    The steps are those of `train_step`, with the state's accumulation, over as many epochs as they need. The test ends
+    It calls the functions of `train_step`, with the state's accumulation, over as many epochs as needed. The test ends
     early where the loss, a mean over all ranks, rises far or is not finite. At its end, and after an error,
     parameters, buffers, modes, optimizers and random streams are as before, to the bit; so are the state and the
     position in the data. Plain attributes that a forward writes are not restored. A collective; takes the memory of a
@@ -221,7 +221,7 @@ def _set_rate(optimizers: Sequence[Optimizer], ratios: Sequence[float], rate: fl
             group["lr"] = rate * ratio
 
 
-Restore = Callable[[], Any]  # puts the old content into an object, and returns the object
+Restore = Callable[[], object]  # puts the former content back into an object
 
 
 @contextlib.contextmanager
@@ -268,7 +268,7 @@ def _all_optimizers(optimizers: Sequence[Optimizer]) -> Iterator[Optimizer]:
 
 
 def _stepped(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:
-    """Yield what steps change, each tensor once: trained parameters, those of the optimizers, and buffers."""
+    """Yield the tensors that steps change, each once: trained and optimized parameters, and buffers."""
     trained = (each for each in model.parameters() if each.requires_grad)
     found = {id(each): each for each in (*trained, *parameters_of(optimizers), *model.buffers())}
     yield from found.values()
@@ -280,13 +280,12 @@ def _module(module: Any) -> Restore:
     before = [dict(table) for table in tables]
     training = module.training
 
-    def restore() -> Any:
+    def restore() -> None:
         module.training = training
         for table, entries in zip(tables, before, strict=True):
             if list(table) != list(entries) or any(table[name] is not each for name, each in entries.items()):
                 table.clear()
                 table.update(entries)
-        return module
 
     return restore
 
@@ -297,69 +296,38 @@ def _optimizer(optimizer: Optimizer) -> Restore:
     settle_state(optimizer)
     inner = [_kept(optimizer.state), _kept(optimizer.param_groups)]
 
-    def restore() -> Optimizer:
+    def restore() -> None:
         vars(optimizer).clear()
         vars(optimizer).update(attributes)
         for each in inner:
             _ = each()
-        return optimizer
 
     return restore
 
 
-def _kept(value: Any) -> Restore:
-    """Keep the content of a tensor, or of a container and all in it, without the parameters of a group."""
+def _kept(value: Any) -> Callable[[], Any]:
+    """Copy the content of a tensor, or of a container and all in it, but for the parameters of a group.
+
+    Returns:
+        A function that puts the content back into the same object, and returns the object.
+    """
     if isinstance(value, torch.Tensor):
-        return _kept_tensor(value)
+        copy = value.detach().clone()
+        return lambda: value.copy_(copy)
     if isinstance(value, dict):
-        return _kept_dict(cast("dict[Any, Any]", value))
-    if isinstance(value, list):
-        return _kept_list(cast("list[Any]", value))
-    if isinstance(value, tuple):
-        return _kept_tuple(cast("tuple[Any, ...]", value))
-    return _same(value)
+        table = cast("dict[Any, Any]", value)
+        entries = {key: (lambda each=each: each) if key == "params" else _kept(each) for key, each in table.items()}
+        return lambda: _refilled(table, {key: entry() for key, entry in entries.items()})
+    if not isinstance(value, list | tuple):
+        return lambda: value
+    items = [_kept(each) for each in cast("Sequence[Any]", value)]
+    return lambda: _refilled(value, [item() for item in items])
 
 
-def _same(value: Any) -> Restore:
-    return lambda: value
-
-
-def _kept_tuple(value: tuple[Any, ...]) -> Restore:
-    parts = [_kept(each) for each in value]
-
-    def restore() -> tuple[Any, ...]:
-        for part in parts:
-            _ = part()
-        return value
-
-    return restore
-
-
-def _kept_tensor(tensor: torch.Tensor) -> Restore:
-    copy = tensor.detach().clone()
-
-    def restore() -> torch.Tensor:
-        return tensor.copy_(copy)
-
-    return restore
-
-
-def _kept_dict(value: dict[Any, Any]) -> Restore:
-    parts = {key: _same(each) if key == "params" else _kept(each) for key, each in value.items()}
-
-    def restore() -> dict[Any, Any]:
-        value.clear()
-        value.update({key: part() for key, part in parts.items()})
-        return value
-
-    return restore
-
-
-def _kept_list(value: list[Any]) -> Restore:
-    parts = [_kept(each) for each in value]
-
-    def restore() -> list[Any]:
-        value[:] = [part() for part in parts]
-        return value
-
-    return restore
+def _refilled(container: Any, content: Any) -> Any:
+    """Put content back into a dict or a list, and return it; a tuple has kept its objects."""
+    if hasattr(container, "clear"):
+        container.clear()
+        put = container.update if hasattr(container, "update") else container.extend
+        put(content)
+    return container

@@ -18,7 +18,7 @@ from accel.errors import ConfigError
 from accel.optim import Accumulation, check_scale
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import micro_batches_of
-from accel.parallel._micro_batches import MicroBatch, first_rows, first_tensor, split_batch
+from accel.parallel._micro_batches import ByStage, MicroBatch, first_rows, first_tensor, split_batch
 from accel.parallel._modules import unwrap_model
 from accel.parallel._sync import no_sync
 from accel.parallel.axes.pipeline import Pipeline, Work, keep_one_sum, pipeline_of, sum_tied_gradients
@@ -54,7 +54,7 @@ def forward_backward(
         model: from `prepare` or `prepare_model`; its plan has the number of micro-batches.
         state: the state within a batch.
         inputs: a tensor; a tuple of the model's arguments; or a mapping of keyword arguments. Tensors have
-            the batch in dimension 0; those of one row, and other values, go to every micro-batch. Behind the first
+            the batch in dimension 0; tensors of one row, and other values, go to every micro-batch. Behind the first
             stage of a pipeline hidden states take the place of the first input, which is a tensor; a forward with an
             argument `inputs_embeds` takes them there. All ranks along `pp` pass the same batch.
         loss_fn: maps the model's output, and the targets if there are some, to the sum of the losses of the
@@ -120,17 +120,15 @@ def run_batch(
         )
     known = own_weight(ctx, weight)
     pipeline = pipeline_of(unwrap_model(model))
-    count = micro_batches_of(model) if pipeline is None else pipeline.layout.micro_batches
     has_loss = pipeline is None or pipeline.last_rank == pipeline.comm.rank
-    equal = pipeline is not None
-    micro = split_batch(inputs, targets, count, equal=equal, containers=ctx.containers, has_loss=has_loss)
+    micro = split_for(ctx, model, inputs, targets, has_loss=has_loss)
     accum, scaler = window.accum, window.scaler
     check_scale(accum, scaler)
     if accum.latest == accum.micro:
         mark_followed(ctx, window, "loss, state = accel.forward_backward(ctx, model, state, ...)")
     added, _ = weigh(ctx, scaler, accum, weight if counts else None, same_units=False)
     block = window_block(ctx, accum, [model])
-    probe = LossProbe(ctx, unwrap_model(model), loss_fn, known, count)
+    probe = LossProbe(ctx, unwrap_model(model), loss_fn, known, count_for(model))
     sums = LossSums(ctx, loss_fn, _factor(known, scaler, added.unit if counts else known), probe)
     # Sent now, waited for at the end: the weights of ranks are sent during the micro-batches.
     shared = start_sharing(ctx, added)
@@ -142,6 +140,34 @@ def run_batch(
             _run_stages(ctx, unwrap_model(model), pipeline, micro, sums, accum, whole)
     mean = _mean(ctx, pipeline, sums.found, known)
     return mean, with_loss(shared(), mean)
+
+
+def count_for(model: nn.Module) -> int:
+    """Return the number of micro-batches by the plan of a model."""
+    pipeline = pipeline_of(unwrap_model(model))
+    return micro_batches_of(model) if pipeline is None else pipeline.layout.micro_batches
+
+
+def split_for(
+    ctx: DistContext, model: nn.Module, inputs: Any, targets: Any = None, *, has_loss: bool = True
+) -> list[MicroBatch]:
+    """Split a batch into the micro-batches of a model; a pipeline needs equal sizes."""
+    equal = pipeline_of(unwrap_model(model)) is not None
+    containers = ctx.containers
+    return split_batch(inputs, targets, count_for(model), equal=equal, containers=containers, has_loss=has_loss)
+
+
+def run_forward(ctx: DistContext, model: nn.Module, work: Work) -> None:
+    """Run micro-batches without gradients; `work.finish` takes the outputs. A collective along the pipeline."""
+    pipeline = pipeline_of(unwrap_model(model))
+    with torch.no_grad():
+        if pipeline is not None:
+            _ = pipeline.run(ctx, unwrap_model(model), work, trains=False)
+            return
+        for each in work.micro_batches:
+            named = {name: value.of(0) if isinstance(value, ByStage) else value for name, value in each.kwargs.items()}
+            with work.around():
+                _ = work.finish(model(*each.args, **named), each)
 
 
 def _factor(known: float | torch.Tensor, scaler: LossScale, unit: float | torch.Tensor) -> float | torch.Tensor:
@@ -216,7 +242,7 @@ def forward(
     Args:
         ctx: the context.
         model: from `prepare` or `prepare_model`.
-        inputs: as of `forward_backward`.
+        inputs: as for `forward_backward`.
         select: maps the model's output to the tensor to return, with the batch in dimension 0; the first tensor of the
             output by default, such as the logits of Hugging Face's models.
 
@@ -236,9 +262,6 @@ def forward(
     ctx.comm.check_open()
     if select is first_tensor:
         select = partial(first_tensor, containers=ctx.containers)
-    pipeline = pipeline_of(unwrap_model(model))
-    count = micro_batches_of(model) if pipeline is None else pipeline.layout.micro_batches
-    micro = split_batch(inputs, None, count, equal=pipeline is not None, containers=ctx.containers)
     found: list[torch.Tensor] = []
 
     def keep(output: Any, batch: MicroBatch) -> torch.Tensor:
@@ -246,15 +269,10 @@ def forward(
         found.append(first_rows(own, batch.rows) if batch.rows.real else own[:0])
         return first_tensor(output, ctx.containers)
 
-    with torch.no_grad():
-        if pipeline is not None:
-            work = Work(micro, keep, lambda: autocast(ctx), ctx.containers, whole={"inputs": inputs})
-            _ = pipeline.run(ctx, unwrap_model(model), work, trains=False)
-            return _shared(ctx, pipeline, found)
-        for each in micro:
-            with autocast(ctx):
-                _ = keep(model(*each.args, **each.kwargs), each)
-    return torch.cat(found)
+    micro = split_for(ctx, model, inputs)
+    run_forward(ctx, model, Work(micro, keep, lambda: autocast(ctx), ctx.containers, whole={"inputs": inputs}))
+    pipeline = pipeline_of(unwrap_model(model))
+    return torch.cat(found) if pipeline is None else _shared(ctx, pipeline, found)
 
 
 def _checked(found: object, batch: MicroBatch) -> torch.Tensor:

@@ -37,7 +37,7 @@ def fused_step(ctx: DistContext, loss: torch.Tensor, optimizer: Optimizer, *, no
     Args:
         ctx: the context. For local SGD pass `accel.single(ctx.device)`.
         loss: shape [], the mean over the batch, to be minimised. Ranks count the same.
-        optimizer: optimizer that steps each parameter by itself, as those of torch.optim do.
+        optimizer: optimizer that steps each parameter by itself, as torch.optim's do.
         nonfinite: policy for inf or NaN: `raise`, which costs several ranks two small messages, or `ignore`, which
             never waits for the device.
 
@@ -60,7 +60,9 @@ def fused_step(ctx: DistContext, loss: torch.Tensor, optimizer: Optimizer, *, no
     if looks:
         with agreed(ctx.comm, call):
             # Before backward, since parameters move within it and nothing can be taken back.
-            _check_loss(loss)
+            if not bool(torch.isfinite(loss.detach()).all()):
+                got = str(loss.item())
+                raise NonFiniteError("the loss is not finite", expected="a finite loss", got=got, where="fused_step")
     streams = ctx.streams if has_state_on_host(optimizer) else None
     done: set[int] = set()
     spoilt: list[NonFiniteError] = []
@@ -123,13 +125,6 @@ def _step_one(
             got=f"{type(optimizer).__name__}, which changed {', '.join(counted)}",
             where="fused_step",
             fix="Use accel.backward and accel.optimizer_step, and load the last checkpoint: one parameter has moved.",
-        )
-
-
-def _check_loss(loss: torch.Tensor) -> None:
-    if not bool(torch.isfinite(loss.detach()).all()):
-        raise NonFiniteError(
-            "the loss is not finite", expected="a finite loss", got=str(loss.item()), where="fused_step"
         )
 
 

@@ -69,17 +69,17 @@ def generate(
         max_new_tokens: number of tokens to add, from 1.
         attention_mask: 1 for tokens and 0 for padding before them, shape [rows, length]; for a cache. None for prompts
             of one length.
-        temperature, top_k, top_p: as of transformers: 0 for the most probable token; else a divisor of the logits, and
+        temperature, top_k, top_p: as in transformers: 0 for the most probable token; else a divisor of the logits, and
             limits on the tokens that may be drawn.
         key: source of the draws; equal on every rank. A token is drawn by a number that depends on the key, the row's
             number and the token's place alone, so that any number of ranks draws the same tokens, but where the
             arithmetic of another batch rounds the logits otherwise.
-        rows: numbers of this rank's rows among those of all ranks, each once, from 0. By default each rank counts the
-            rows of the ranks before it, by a small message where there is a key.
+        rows: numbers of this rank's rows among all ranks' rows, each once, from 0. By default each rank counts the rows
+            of the ranks before it, by a small message where there is a key.
         eos: token that ends a sequence, and fills it up to the length of the others. None to add all tokens.
         cache: whether to keep keys and values; None for what the model can do.
         inputs_of: maps ids, [rows, length], to the inputs of a model without a cache; the ids themselves by default.
-            Shapes are those of the longest sequence: what is not known yet is filled with 0.
+            Inputs have the length of the longest sequence, padded with 0.
         select: maps the model's output to logits, [rows, positions, classes]; its first tensor by default.
         vocab_parallel: whether each rank along `tp` has logits of a share of the classes, as for `vocab_cross_entropy`.
 
@@ -90,7 +90,7 @@ def generate(
         ConfigError: an encoder-decoder, a model without a language head, a mesh with `cp`, an engine, arguments out of
             range, a mask that is not for prompts padded in front, or a cache of a model that has none.
         DataError: tokens or positions that the model's tables do not have, on the CPU.
-        StageError, PeerError: as of `forward`.
+        StageError, PeerError: as for `forward`.
 
     Examples:
         >>> class Next(nn.Module):
@@ -115,7 +115,8 @@ def generate(
         mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids)
         decoder = CachedTokens(ctx, model, mask, select)
     else:
-        decoder = WholeSequences(ctx, model, ids.shape[1] + max_new_tokens - 1, inputs_of or _as_they_are, select)
+        given: Callable[[Tensor], Any] = inputs_of or (lambda ids: ids)
+        decoder = WholeSequences(ctx, model, ids.shape[1] + max_new_tokens - 1, given, select)
     numbers = None
     if key is not None:
         keys = [key.fold_in("generate", row) for row in _row_numbers(ctx, numbered, len(ids))]
@@ -124,10 +125,6 @@ def generate(
     options: Any = {"count": max_new_tokens, "numbers": numbers, "stop": stop}
     options |= {"vocab_parallel": vocab_parallel, "where": _WHERE}
     return torch.cat([ids, decode(ctx, model, decoder, ids, sampling, **options).tokens], 1)
-
-
-def _as_they_are(ids: Tensor) -> Tensor:
-    return ids
 
 
 def _check(
@@ -158,9 +155,9 @@ def _check(
         )
     elif cached and not takes_cache(model):
         problem, got = "the model keeps no keys and values", with_article(type(unwrap_model(model)).__name__)
-        expected, fix = "a model of transformers whose forward takes past_key_values", "Leave cache out."
+        expected, fix = "a model of transformers with past_key_values in its forward", "Leave cache out."
     elif cached and has_inputs:
-        problem, got, fix = "inputs_of has no effect beside a cache", "both", "Pass cache=False, or leave it out."
+        problem, got, fix = "inputs_of has no effect with a cache", "both", "Pass cache=False, or leave it out."
     elif mask is not None and not cached:
         problem, got, fix = "a mask has no effect without a cache", "attention_mask=", "Let inputs_of give it."
     elif mask is not None and (mask.shape != ids.shape or not _pads_in_front(mask)):
@@ -183,7 +180,7 @@ def _checked_rows(rows: Sequence[int] | Tensor | None, count: int, *, has_key: b
     elif len({*found}) != count or min(found) < 0:
         problem = f"rows={found}"
     if problem:
-        expected = "the number of each row among those of all ranks, from 0, each once, beside key="
+        expected = "the number of each row among the rows of all ranks, from 0, each once, with key="
         raise ConfigError("the numbers of the rows are not valid", expected=expected, got=problem, where=_WHERE)
     return found
 
@@ -197,8 +194,7 @@ def check_causal(
     by_select: bool = False,
     where: str = _WHERE,
 ) -> None:
-    """Raise `ConfigError` for a model of transformers that adds no tokens to its inputs, unless the caller says how it
-    is called and what its logits are. No communication."""
+    """Raise `ConfigError` for a model of transformers that cannot generate without the caller's functions."""
     inner = unwrap_model(model)
     config: Any = getattr(inner, "config", None)
     can_generate: Any = getattr(inner, "can_generate", None)
@@ -213,15 +209,15 @@ def check_causal(
         raise ConfigError(
             "an encoder-decoder does not add tokens to its inputs",
             expected="a causal model, or inputs_of= with cache=False, which gives the decoder's tokens",
-            got=f"{with_article(named)}, whose config has is_encoder_decoder=True",
+            got=f"{with_article(named)} with is_encoder_decoder=True in its config",
             where=where,
             fix=f"Call the model's own: {line}" if whole else f"On a mesh without pp call the model's own: {line}",
         )
     if _sees_later_tokens(inner, config) and not by_inputs:
         raise ConfigError(
-            "the model attends to later tokens, so tokens that are added change what it made of those before",
-            expected="a causal model, whose config has is_decoder=True",
-            got=f"{with_article(named)}, whose config has is_decoder=False",
+            "the model attends to later tokens, so an added token changes the outputs of earlier ones",
+            expected="a causal model, with is_decoder=True in its config",
+            got=f"{with_article(named)} with is_decoder=False in its config",
             where=where,
             fix=f"Make the model with config.is_decoder = True: {named}(config).",
         )
@@ -229,7 +225,7 @@ def check_causal(
         raise ConfigError(
             "transformers does not generate from this model: its outputs are no logits of a causal model",
             expected="a model with a language head, or select=, which maps its outputs to logits",
-            got=f"{with_article(named)}, whose can_generate() is False",
+            got=f"{with_article(named)}: its can_generate() is False",
             where=where,
             fix=f"Build the class with a head in the place of {named}, such as AutoModelForCausalLM's.",
         )
@@ -247,8 +243,7 @@ def _pads_in_front(mask: Tensor) -> bool:
 
 
 def _row_numbers(ctx: DistContext, rows: Sequence[int] | None, count: int) -> Sequence[int]:
-    """Return the numbers of this rank's rows; without `rows` each rank counts those of the ranks before it, by a
-    message."""
+    """Return the numbers of this rank's rows; without `rows`, counted after the lower ranks' by a message."""
     if rows is not None:
         return rows
     place, places = ctx.data_parallel

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -118,7 +119,7 @@ class LossProbe:
         both = sum(halves)
         if abs(both) <= _TWICE * abs(whole) or abs(both - whole) <= _ROUNDING * sum(map(abs, halves)):
             return False
-        # Rows twice leave a mean as it is, unlike a sum of pairs, as of one row beside targets of several.
+        # Rows that come twice do not change a mean, but change a sum of pairs, such as one row with several targets.
         twice = self._values(given, rows, lambda tensor: torch.cat([tensor, tensor]))
         if not twice or abs(twice[0] - whole) > _SAME * abs(whole):
             return False
@@ -127,8 +128,7 @@ class LossProbe:
     def _values(
         self, given: tuple[Any, ...], rows: int, *takes: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[float, ...]:
-        """Return the losses of rows of a micro-batch, without gradient and with random streams put back; none if one
-        raises."""
+        """Return losses of rows without gradient, and restore the random streams; nothing if one raises."""
         found: list[float] = []
         reads = _Reads()
         with torch.no_grad(), isolated_rng(self._ctx.device), reads:
@@ -227,32 +227,35 @@ def _is_filled(cell: Any) -> bool:
     return True
 
 
+@dataclasses.dataclass(eq=False)
 class LossSums:
     """Sums of losses, one for each micro-batch.
 
     Attributes:
+        ctx: the context.
+        loss_fn: the user's.
         factor: factor of their gradients.
+        probe: looks at the function.
         found: the sums so far, detached.
     """
 
-    def __init__(self, ctx: DistContext, loss_fn: LossFn, factor: float | torch.Tensor, probe: LossProbe) -> None:
-        self.factor = factor
-        self.found: list[torch.Tensor] = []
-        self._ctx = ctx
-        self._loss_fn = loss_fn
-        self._probe = probe
+    ctx: DistContext
+    loss_fn: LossFn
+    factor: float | torch.Tensor
+    probe: LossProbe
+    found: list[torch.Tensor] = dataclasses.field(default_factory=list[torch.Tensor])
 
     def of(self, output: Any, batch: MicroBatch) -> torch.Tensor:
         """Return the sum of a micro-batch's losses; rows that fill it up are left out."""
-        containers = self._ctx.containers
+        containers = self.ctx.containers
         if not batch.rows.real:
             first = first_tensor(output, containers)
             found = (first if first.ndim else first[None])[:0].sum()
         else:
             trees = (output,) if batch.targets is None else (output, batch.targets)
             given = tuple(first_rows(each, batch.rows, containers) for each in trees)
-            halves = self._probe.halves(given, batch.rows.real)
-            found = self._loss_fn(*given)
+            halves = self.probe.halves(given, batch.rows.real)
+            found = self.loss_fn(*given)
             check_loss(found, "forward_backward", "Return the sum over the real units: loss.sum().")
             if batch.rows.real < batch.rows.size and is_models_own(found, given[0], batch.rows.real, containers):
                 raise StepError(
@@ -262,7 +265,7 @@ class LossSums:
                     where=_WHERE,
                     fix="Pass DataLoader(drop_last=True) and a batch_size that micro_batches divides.",
                 )
-            self._probe.check(found, halves, given, batch.rows.real)
+            self.probe.check(found, halves, given, batch.rows.real)
         if found.dtype in (torch.float16, torch.bfloat16):
             found = found.float()  # weight times scale does not fit into 16 bits
         self.found.append(found.detach())

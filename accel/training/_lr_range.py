@@ -99,7 +99,7 @@ def _windows(losses: Sequence[float]) -> list[Sequence[float]]:
 def _steepest(losses: Sequence[float]) -> int | None:
     """Return the step of the steepest fall up to the lowest loss; None where losses fall by no more than their noise.
 
-    A fall behind the lowest loss is that of a loss which has risen: its rate is too large.
+    A fall after the lowest loss follows a rise: its rate is too large.
     """
     if len(losses) < _FEWEST:
         return None

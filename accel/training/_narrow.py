@@ -55,7 +55,7 @@ def check_narrow(ctx: DistContext, optimizers: Sequence[Optimizer], models: Sequ
     fix = _fix(ctx.precision, narrow, models)
     if found[torch.float16]:
         raise PrepareError(
-            "an optimizer steps weights in fp16, whose updates and squared gradients leave its range",
+            "an optimizer steps weights in fp16: updates and squared gradients leave its range",
             expected="trainable weights in fp32; autocast computes in fp16",
             got=f"{len(narrow)} in fp16",
             where=f"the optimizer, {first}",

@@ -84,8 +84,7 @@ def check_masters(optimizer: Optimizer) -> None:
 
 
 def _begins(state: Mapping[str, Any], shape: torch.Size) -> bool:
-    """Whether a parameter's state is that before the first step, as Adagrad makes it: no step, and one value for all
-    elements."""
+    """Return whether a state is the initial one, as Adagrad makes it: step 0, and one value for all elements."""
     tensors = [each for name, each in state.items() if name != "step"]
     if "step" not in state or not all(isinstance(each, torch.Tensor) and each.shape == shape for each in tensors):
         return False
@@ -94,7 +93,7 @@ def _begins(state: Mapping[str, Any], shape: torch.Size) -> bool:
 
 
 def _shard_state(optimizer: Optimizer) -> None:
-    """Replace the first state of parameters that were sharded by that of their shards. Mutates the optimizer."""
+    """Replace the first state of sharded parameters by the state of their shards. Mutates the optimizer."""
     for old in parameters_of([optimizer]):
         if (new := heir_of(old)) is not None and old in optimizer.state:
             state = optimizer.state.pop(old)
@@ -253,7 +252,7 @@ def prepare_optimizer(ctx: DistContext, optimizer: O_) -> O_:
     """Return the optimizer, after a check that its parameters are on the context's device. No communication.
 
     State that was loaded before the model moved follows its parameters to their device. Parameters that were sharded
-    after it was built are replaced by their shards; those of other ranks' pipeline stages are taken out.
+    after it was built are replaced by their shards; parameters of other ranks' pipeline stages are taken out.
 
     Args:
         ctx: the context.

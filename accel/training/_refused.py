@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps refused before a parameter changes: settings without effect, and gradients that are not finite. And a warning
-after the first step, of state that no checkpoint can hold."""
+"""Refusals before a parameter changes, for settings without effect and non-finite gradients; and a warning after it."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def check_settings(ctx: DistContext, accum: Accumulation, optimizers: Sequence[O
             raise ConfigError(
                 "the precision of this run has no effect",
                 expected=f"forward passes in {ctx.precision.compute} ({ctx.launched['precision']})",
-                got="a prepared model whose forward ran without autocast",
+                got="a prepared model that ran its forward without autocast",
                 where="optimizer_step",
                 fix="Run forward and loss in the block `with accel.autocast(ctx):`. For a model that is to have its"
                 " own: ctx = accel.replace(ctx, precision='fp32').",
@@ -62,7 +61,7 @@ def _check_accumulation(ctx: DistContext, accum: Accumulation) -> None:
         expected=f"accumulation={ctx.accumulation} ({ctx.launched['accumulation']})",
         got=f"a step of {accum.steps}",
         where="optimizer_step",
-        fix="Use the setting: accel.train_state(ctx), whose number accel.resume keeps; or, without a state,"
+        fix="Use the setting: accel.train_state(ctx), and accel.resume keeps the number; or, without a state,"
         " accel.Accumulation(ctx.accumulation). For a loop that is to have its own: ctx = accel.replace(ctx,"
         f" accumulation={accum.steps}).",
     )
@@ -82,7 +81,7 @@ def _check_prepared(ctx: DistContext, parameters: Sequence[torch.Tensor]) -> Non
 
 
 def _check_mesh(ctx: DistContext, parameters: Sequence[torch.Tensor]) -> None:
-    # `check_context_used` asks for those of a sequence, and `prepare` cuts every model along those of a pipeline
+    # `check_context_used` checks the context axis, and `prepare` cuts every model along the pipeline axis
     others = {*SHARED_DIMS, *AXIS_NAMES["expert"]} - {*AXIS_NAMES["context"], *AXIS_NAMES["pipeline"]}
     asked = {name: axis.size for name, axis in ctx.position.axes if axis.size > 1 and name in others}
     if not asked:
@@ -129,7 +128,7 @@ def check_overflow(ctx: DistContext, window: StepWindow, optimizers: list[Optimi
 
 
 def _first_nonfinite(ctx: DistContext, optimizers: list[Optimizer]) -> str:
-    """Name the first parameter whose gradient holds inf or NaN on any rank. A collective if some are sharded."""
+    """Name the first parameter with inf or NaN in its gradient on any rank. A collective if some are sharded."""
     parameters = parameters_of(optimizers)
     # A second look at all gradients, which are still there: a refused step has changed nothing.
     at = first_nonfinite(parameters)
@@ -208,15 +207,14 @@ def refuse_in_closure(ctx: DistContext) -> None:
 
 
 def warn_unstorable(optimizer: Optimizer) -> None:
-    """Log after an optimizer's first step, and not hours later at the first save, that a checkpoint cannot hold its
-    state, or holds no state of an optimizer inside of it. No communication."""
+    """Log after an optimizer's first step, hours before the first save, which state a checkpoint cannot hold."""
     log = logging.getLogger("accel.training")
     kind = type(optimizer)
     if (error := unstorable(optimizer)) is not None:
         log.warning("save_state will refuse the state that %s has after its first step: %s", kind.__name__, error)
     if kind.state_dict is not Optimizer.state_dict:
         return
-    for name, held in vars(optimizer).items():  # as of SAM, whose state dict has its own state only
+    for name, held in vars(optimizer).items():  # such as SAM: its state dict leaves out the inner optimizer's state
         if isinstance(held, Optimizer) and held.state and held.state is not optimizer.state:
             log.warning(
                 "the state dict of %s leaves out the state of the optimizer inside of it: save and load that one too, "

@@ -33,9 +33,9 @@ def resume(
 ) -> TrainState:
     """Load the newest checkpoint of a run, and return its state; return `start` if there is none. A collective.
 
-    Mutates modules, optimizers and random streams, as `load_state` does. Position, counts and loss scale are those of
-    the checkpoint; settings are those of `start`: the accumulation's steps, the growth of the loss scale and whether it
-    is dynamic. The state is found by its type, under any name. A checkpoint may also hold its parts: a `Cursor`, an
+    Mutates modules, optimizers and random streams, as `load_state` does. Position, counts and loss scale come from
+    the checkpoint. Settings come from `start`: the accumulation's steps, the growth of the loss scale and whether it is
+    dynamic. The state is found by its type, under any name. A checkpoint may also hold its parts: a `Cursor`, an
     `Accumulation` and a `LossScale`.
 
     Args:

@@ -116,7 +116,7 @@ def step_by(
 def _parts(
     ctx: DistContext, optimizers: list[Optimizer], window: Accumulation, *, joint: bool
 ) -> list[list[torch.Tensor]]:
-    """Group gradients by norm: all, or those of each optimizer; a parameter of two counts for the first."""
+    """Group gradients by norm: all, or each optimizer's; a parameter of two optimizers counts for the first."""
     # A parameter of two optimizers would be scaled twice, once with each group.
     groups = [parameters_of(optimizers)] if joint else _disjoint([parameters_of([each]) for each in optimizers])
     parts = window_gradients(ctx, window, *groups)
@@ -173,17 +173,18 @@ class StepOptions(NamedTuple):
     nonfinite: NonFinite
 
 
-class StepTaken(NamedTuple):
-    """Outcome of an optimizer step.
+class StepResult(NamedTuple):
+    """Outcome of `optimizer_step`, and the next records.
 
     Attributes:
-        stepped: whether parameters were changed, or the deferred step that will know it.
+        stepped: whether parameters were changed; None under `nonfinite="defer"`, where the host does not know.
         accum: the accumulation, between two windows.
         scaler: the loss scale for the next window.
-        grad_norm: norm of the gradients before clipping; None if no limit or check needed it.
+        grad_norm: norm of the gradients of all ranks before clipping, shape [], or [optimizers] where `max_norm` was a
+            list; None if no limit or check needed it.
     """
 
-    stepped: bool | Deferred
+    stepped: bool | None
     accum: Accumulation
     scaler: LossScale
     grad_norm: torch.Tensor | None
@@ -246,13 +247,19 @@ def optimizer_step(
         (1, True)
     """
     options = StepOptions(scheduler, max_norm, norm_type, max_value, nonfinite)
-    objects = step_objects(ctx, optimizer, options, evaluates=closure is not None)
+    optimizers, schedulers = step_objects(ctx, optimizer, options, evaluates=closure is not None)
     if closure is None:
-        taken = step_window(ctx, *objects, ended_window(state, "accel.optimizer_step"), options)
-    else:
-        state, taken = _step_by_closure(ctx, *objects, state, closure, options)
-    stepped, accum, scale, norm = taken
-    return after_step(ctx, state, accum, scale, stepped=stepped, grad_norm=norm)
+        window = ended_window(state, "accel.optimizer_step")
+        taken, deferred = step_window(ctx, optimizers, schedulers, window, options)
+    else:  # every rank takes such a step
+        clips = max_norm is not None or max_value is not None
+        policy = policy_of(nonfinite, state.scaler)
+        state, norm = step_by_closure(ctx, optimizers, state, closure, clips=clips, policy=policy)
+        _end(ctx, None, optimizers, schedulers, stepped=True)
+        outcome = EngineOutcome(stepped=True, finite=True, grad_norm=norm)
+        taken, deferred = _result(ctx, optimizers, outcome, window_of(state), None), None
+    stepped = bool(taken.stepped) if deferred is None else deferred
+    return after_step(ctx, state, taken.accum, taken.scaler, stepped=stepped, grad_norm=taken.grad_norm)
 
 
 def step_window(
@@ -261,8 +268,8 @@ def step_window(
     schedulers: list[LRScheduler],
     window: StepWindow,
     options: StepOptions,
-) -> StepTaken:
-    """Take the optimizer step of a window, as `optimizer_step`."""
+) -> tuple[StepResult, Deferred | None]:
+    """Take the optimizer step of a window, as `optimizer_step`; return its result, and a deferred step."""
     max_norm, policy = options.max_norm, policy_of(options.nonfinite, window.scaler)
     limits = check_limits(optimizers, max_norm, options.norm_type, options.max_value)
     check_window(ctx, window)
@@ -290,7 +297,7 @@ def step_window(
     if policy.raises and not outcome.finite:
         check_overflow(ctx, window, optimizers, independent=decide_independently(ctx.position.axes, optimizers))
     _end(ctx, engine, optimizers, schedulers, stepped=outcome.stepped)
-    return _result(ctx, optimizers, outcome, window, deferred)
+    return _result(ctx, optimizers, outcome, window, deferred), deferred
 
 
 def step_objects(
@@ -303,24 +310,6 @@ def step_objects(
     schedulers = [] if given is None else listed(given, LRScheduler, "optimizer_step, scheduler=")
     _check_not_exhausted(schedulers)
     return optimizers, schedulers
-
-
-def _step_by_closure(
-    ctx: DistContext,
-    optimizers: list[Optimizer],
-    schedulers: list[LRScheduler],
-    state: TrainState,
-    closure: Closure,
-    options: StepOptions,
-) -> tuple[TrainState, StepTaken]:
-    """Take a step with a closure, which every rank takes; return the state of its latest evaluation and the outcome."""
-    clips = options.max_norm is not None or options.max_value is not None
-    state, norm = step_by_closure(
-        ctx, optimizers, state, closure, clips=clips, policy=policy_of(options.nonfinite, state.scaler)
-    )
-    _end(ctx, None, optimizers, schedulers, stepped=True)
-    outcome = EngineOutcome(stepped=True, finite=True, grad_norm=norm)
-    return state, _result(ctx, optimizers, outcome, window_of(state), None)
 
 
 def _deferred(
@@ -420,7 +409,7 @@ def _result(
     outcome: EngineOutcome,
     window: StepWindow,
     deferred: Deferred | None,
-) -> StepTaken:
+) -> StepResult:
     """Return the records after a step, and note its decision, or that it is yet to be read."""
     accum, scaler = window.accum, window.scaler
     stepped, finite = outcome.stepped, outcome.finite
@@ -434,7 +423,7 @@ def _result(
     closed = accum.close(stepped=stepped, finite=finite)
     if after is not scaler:
         ctx.comm.marks.put(closed, "spent", scaler)  # refused if the next window begins with it
-    return StepTaken(stepped if deferred is None else deferred, closed, after, norm)
+    return StepResult(stepped if deferred is None else None, closed, after, norm)
 
 
 def listed(objects: T | Sequence[T], kind: type[T], where: str, *, evaluates: bool = False) -> list[T]:

@@ -276,7 +276,7 @@ def train_state(
         accumulation: micro-batches in a window; by default `ctx.accumulation`, the setting of flag, variable or file.
         sync_each_batch: whether ranks exchange gradients in every micro-batch and not only in the last. This takes more
             communication, but sharded models need no memory for full gradients. The result is the same.
-        scaler: the first loss scale; by default that of `loss_scale(ctx)`: dynamic for fp16, else fixed at 1.
+        scaler: the first loss scale; by default `loss_scale(ctx)`: dynamic for fp16, else fixed at 1.
 
     Raises:
         ConfigError: an argument outside its range.
@@ -423,7 +423,11 @@ def _other_record(function: Callable[..., Any], at: int, keeps: str, given: list
     name, state = function.__name__, "accel.train_state(ctx)"
     fix = f"Pass the state that the call before returned; the first is {state}."
     if parts:
-        records = ["accum"] if name == "accumulate" else ["scaler", "accum"][: 1 + any(map(_is_window, parts))]
+        records = (
+            ["accum"]
+            if name == "accumulate"
+            else ["scaler", "accum"][: 1 + any(isinstance(each, Accumulation) for each in parts)]
+        )
         models = ["model"] if name == "accumulate" else []
         call = f"accel.training.parts.{name}({', '.join([*before, *records, *behind, *models])})"
         fix = f"A loss scale and an accumulation without a state: {keeps.format(call)}"
@@ -434,7 +438,3 @@ def _other_record(function: Callable[..., Any], at: int, keeps: str, given: list
         where=f"{name}, state",
         fix=fix,
     )
-
-
-def _is_window(record: object) -> bool:
-    return isinstance(record, Accumulation)

@@ -26,9 +26,9 @@ from accel.optim import (
     check_latest,
     elements_of,
     gradients,
+    norm_over,
     parameters_of,
     precision_of,
-    reduce_power,
     step_of,
     take_step,
     total_norm,
@@ -152,7 +152,7 @@ def times(value: float | torch.Tensor, factor: float | torch.Tensor) -> float | 
 
 
 def division(ctx: DistContext, window: Accumulation, weight: float | torch.Tensor) -> float | torch.Tensor:
-    """Return the factor from a window's gradients to those of the mean loss over all units."""
+    """Return the factor that makes a window's gradients the gradients of the mean loss over all units."""
     if window.divided:
         return 1.0
     if isinstance(weight, torch.Tensor):  # without weight all gradients are zero, and stay it
@@ -227,10 +227,10 @@ def in_format_of(
     parts: Sequence[Sequence[torch.Tensor]], norms: Sequence[float | torch.Tensor], optimizers: Sequence[Optimizer]
 ) -> list[float | torch.Tensor]:
     """Return norms of some gradients in their precision, where they are tensors."""
-    found: list[float | torch.Tensor] = []
-    for norm, part in zip(norms, parts, strict=False):
-        found.append(as_tensor(norm, precision_of(part, optimizers)) if isinstance(norm, torch.Tensor) else norm)
-    return found
+    return [
+        as_tensor(norm, precision_of(part, optimizers)) if isinstance(norm, torch.Tensor) else norm
+        for norm, part in zip(norms, parts, strict=False)
+    ]
 
 
 def joined(
@@ -249,7 +249,7 @@ def joined(
 def shortening(norm: float | torch.Tensor, max_norm: float) -> float | torch.Tensor:
     """Return the factor that shortens gradients of a norm to `max_norm`, at most 1.
 
-    The 1e-6 is that of torch.nn.utils.clip_grad_norm_.
+    The 1e-6 comes from torch.nn.utils.clip_grad_norm_.
     """
     if isinstance(norm, torch.Tensor):
         return (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -341,7 +341,7 @@ def whole_norm(
 ) -> float | torch.Tensor:
     """Return the total norm of gradients over all stages, equal on all ranks; see `accel.optim.total_norm`.
 
-    A collective along the pipeline, and of DTensors' meshes. `parameters` include those of the gradients.
+    A collective along the pipeline, and of DTensors' meshes. `parameters` include the parameters of `grads`.
     """
     if ctx.axis("pp").size == 1:
         return total_norm(grads, norm_type, kept)
@@ -353,15 +353,10 @@ def whole_norm(
     # In float64: the square of a large norm overflows float32.
     plain = bool(own) and not any(is_dtensor(grad) or grad.device != ctx.device for grad in own)
     if plain and norm_type != math.inf:
-        power = wide_norm(own, norm_type, kept)
+        norm = wide_norm(own, norm_type, kept)
     else:
-        norm = total_norm(own, norm_type, kept)
-        power = torch.as_tensor(norm, dtype=torch.float64, device=ctx.device)
-    comm, largest = adopt(group, ctx.device), norm_type == math.inf
-    power = power if largest else power**norm_type
-    norm = reduce_power(comm, power, largest=largest)
-    norm = norm if largest else norm ** (1 / norm_type)
-    return norm.item() if norm.is_cpu else norm
+        norm = torch.as_tensor(total_norm(own, norm_type, kept), dtype=torch.float64, device=ctx.device)
+    return norm_over([adopt(group, ctx.device)], norm, norm_type)
 
 
 Figures = Sequence[float | torch.Tensor]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,11 +22,10 @@ from accel.optim import Accumulation
 from accel.precision._amp import LossScale
 from accel.training._backward import Graph, add_loss, window_block
 from accel.training._clip import clip_elements, clip_norm, divide
-from accel.training._deferred import Deferred
 from accel.training._forward_backward import run_batch
 from accel.training._loss_sums import LossFn
 from accel.training._refused import refuse_in_closure
-from accel.training._step import MaxNorm, NonFinite, StepOptions, step_objects, step_window
+from accel.training._step import MaxNorm, NonFinite, StepOptions, StepResult, step_objects, step_window
 from accel.training._window import StepWindow
 
 __all__ = [
@@ -40,23 +39,6 @@ __all__ = [
     "unscale_gradients",
 ]
 __dir__ = __all__.copy
-
-
-class StepResult(NamedTuple):
-    """Outcome of `optimizer_step`, and the next records.
-
-    Attributes:
-        stepped: whether parameters were changed; None under `nonfinite="defer"`, where the host does not know.
-        accum: the accumulation, between two windows.
-        scaler: the loss scale for the next window.
-        grad_norm: norm of the gradients of all ranks before clipping, shape [], or [optimizers] where `max_norm` was a
-            list; None if no limit or check needed it.
-    """
-
-    stepped: bool | None
-    accum: Accumulation
-    scaler: LossScale
-    grad_norm: torch.Tensor | None
 
 
 @context_first
@@ -182,9 +164,8 @@ def optimizer_step(
     """
     options = StepOptions(scheduler, max_norm, norm_type, max_value, nonfinite)
     optimizers, schedulers = step_objects(ctx, optimizer, options)
-    taken = step_window(ctx, optimizers, schedulers, _ended(ctx, scaler, accum, "optimizer_step"), options)
-    known = None if isinstance(taken.stepped, Deferred) else taken.stepped
-    return StepResult(known, taken.accum, taken.scaler, taken.grad_norm)
+    result, _ = step_window(ctx, optimizers, schedulers, _ended(ctx, scaler, accum, "optimizer_step"), options)
+    return result
 
 
 @context_first

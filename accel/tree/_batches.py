@@ -22,14 +22,14 @@ def send_to_device(
     skip_keys: Sequence[str] = (),
     containers: Containers = (),
 ) -> T:
-    """Return a copy of a tree whose tensors, and objects with `.to`, are on a device.
+    """Return a copy of a tree with its tensors, and objects with `.to`, on a device.
 
     Args:
         tree: any nesting of containers; leaves that cannot be moved are kept.
         device: destination.
         non_blocking: whether copies of tensors may still be under way on return. From pinned memory to CUDA that is
             safe; read no other copy before a synchronisation. See `torch.Tensor.to`.
-        skip_keys: keys of mappings and names of fields whose values stay where they are.
+        skip_keys: keys of mappings and names of fields; their values stay where they are.
         containers: further kinds of containers.
 
     Raises:
@@ -63,7 +63,7 @@ def slice_tensors(tree: T, rows: slice | torch.Tensor, containers: Containers = 
 
 
 def concatenate(trees: Sequence[T], dim: int = 0, containers: Containers = ()) -> T:
-    """Return a tree whose tensors are those of several trees of one structure, joined along a dimension.
+    """Return a tree with the tensors of several trees of one structure, joined along a dimension.
 
     Args:
         trees: one tree or more; leaves other than tensors are the first tree's.
@@ -107,7 +107,7 @@ def find_batch_size(tree: object, containers: Containers = ()) -> int | None:
 
 
 def convert_to_fp32(tree: T, containers: Containers = ()) -> T:
-    """Return a copy of a tree whose fp16 and bf16 tensors are float32; other leaves are kept.
+    """Return a copy of a tree with fp16 and bf16 tensors in float32; other leaves are kept.
 
     Args:
         tree: any nesting of containers.

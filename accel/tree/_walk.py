@@ -48,7 +48,7 @@ def is_its_values(mapping: Mapping[Any, Any]) -> bool:
 
 
 def _same_attributes(old: object, new: object) -> bool:
-    """Return whether two objects have equal attributes, beside those that store a mapping's values."""
+    """Return whether two objects have equal attributes, except for attributes that store a mapping's values."""
     before, after = (cast(dict[str, Any], getattr(each, "__dict__", {})) for each in (old, new))
     return before.keys() == after.keys() and all(_same(before[name], after[name]) for name in before)
 

@@ -156,7 +156,7 @@ def test_available_memory_leaves_a_reserve() -> None:
     with assert_raises(accel.errors.ConfigError, problem="takes all of the memory"):
         accel.bigmodel.available_memory("cpu", reserve="1000TB")
     for device in ("meta", "nothing"):
-        with assert_raises(accel.errors.DeviceError, problem="no such device|not known"):
+        with assert_raises(accel.errors.DeviceError, problem=r"no such device|without memory"):
             accel.bigmodel.available_memory(device, reserve=0)
 
 

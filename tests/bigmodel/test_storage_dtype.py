@@ -285,7 +285,7 @@ def test_blocks_reach_an_accelerator_in_the_dtype_of_their_home(dtype: torch.dty
     values = {"a": torch.randn(300, 40).to(dtype), "b": torch.randn(7), "c": torch.randn(3, 3).to(dtype)}
     offsets = {"a": 0, "b": 48128, "c": 48640}
     weights = [
-        StreamedWeight(Supply(name, tuple(each.shape), torch.float32, each, None), offsets[name], ())
+        StreamedWeight(Supply(name, tuple(each.shape), torch.float32, each, None), offsets[name], (), each)
         for name, each in values.items()
     ]
     slot = Slot(torch.zeros(49152, dtype=torch.uint8), torch.zeros(49152, dtype=torch.uint8))
@@ -302,7 +302,7 @@ def test_blocks_reach_an_accelerator_in_the_dtype_of_their_home(dtype: torch.dty
 )
 def test_a_cast_in_place_loses_nothing(count: int, wide: torch.dtype, narrow: torch.dtype) -> None:
     values = torch.linspace(-8, 8, count).to(narrow)
-    weight = StreamedWeight(Supply("w", (count,), wide, values, None), 512, ())
+    weight = StreamedWeight(Supply("w", (count,), wide, values, None), 512, (), values)
     memory = torch.full((1024 + 8 * count,), 7, dtype=torch.uint8)
     if wide == narrow:
         return

@@ -11,7 +11,7 @@ from profiles import share
 
 import accel
 from accel.checkpoint._boxes import main_readers
-from accel.checkpoint._newest import agree_on_readers
+from accel.checkpoint._read import agree_on_readers
 from accel.comm import Call
 from accel.errors import CheckpointError
 

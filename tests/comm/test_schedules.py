@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from profiles import share
 
 from accel.comm import _rounds
-from accel.comm._rounds import GatherRound, ReduceRound, gather_rounds, gather_to_rounds, reduction_rounds
+from accel.comm._rounds import Round, gather_rounds, gather_to_rounds, reduction_rounds
 
 sizes = st.integers(1, 300)
 
@@ -43,7 +43,7 @@ def _run(plans: list[list[Any]], send: Callable[[int, Any], object], receive: Ca
 def test_a_reduction_combines_neighbours_in_rank_order_on_all_ranks(size: int) -> None:
     held = [[rank] for rank in range(size)]
 
-    def receive(rank: int, each: ReduceRound, theirs: list[int]) -> None:
+    def receive(rank: int, each: Round, theirs: list[int]) -> None:
         assert each.source is not None
         if each.final:
             held[rank] = theirs
@@ -60,7 +60,7 @@ def test_a_reduction_combines_neighbours_in_rank_order_on_all_ranks(size: int) -
 def test_a_gather_ends_with_every_row_on_every_rank(size: int) -> None:
     rows = [[rank] for rank in range(size)]
 
-    def receive(rank: int, each: GatherRound, theirs: list[int]) -> None:
+    def receive(rank: int, each: Round, theirs: list[int]) -> None:
         assert len(theirs) == each.received
         rows[rank] = rows[rank] + theirs
 
@@ -76,7 +76,7 @@ def test_a_gather_to_one_rank_sends_every_other_ranks_rows_once(size: int, data:
     dst = data.draw(st.integers(0, size - 1))
     rows = [[rank] for rank in range(size)]
 
-    def receive(rank: int, each: GatherRound, theirs: list[int]) -> None:
+    def receive(rank: int, each: Round, theirs: list[int]) -> None:
         assert len(theirs) == each.received
         rows[rank] = rows[rank] + theirs
 

@@ -241,7 +241,7 @@ def test_import_writes_what_it_took_and_lists_the_rest(capsys: pytest.CaptureFix
         (["default", "--output", "a.yaml"], "accel does not read or write this format"),
         (["default", "--output", "no/where.toml"], "the file cannot be written"),
         (["--output", "no/where.toml"], "the input ended"),
-        (["import"], "the following arguments are required: file"),
+        (["import"], "the following arguments are required: FILE"),
         (["import", "nowhere.yaml"], "there is no such file"),
         (
             ["import", "bad.yaml"],

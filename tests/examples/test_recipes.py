@@ -59,6 +59,12 @@ def load(name: str) -> ModuleType:
 
 GALLERY = load("gallery")
 RECIPES = {recipe.name: recipe for recipe in GALLERY.RECIPES}
+KILLED = {
+    **RECIPES,
+    "sft --lora": msgspec.structs.replace(
+        RECIPES["sft"], small=f"{RECIPES['sft'].small} --lora", needs=(*RECIPES["sft"].needs, "peft")
+    ),
+}
 
 KILLER = """
 import os, re, runpy, signal, sys
@@ -122,7 +128,7 @@ def assert_falls(rows: list[dict[str, Any]], column: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", KILLED.values(), ids=KILLED.keys())
 def test_a_recipe_killed_once_ends_as_one_that_was_not(recipe: Any, tmp_path: Path) -> None:
     if recipe.missing:
         pytest.skip(f"needs {', '.join(recipe.missing)}")

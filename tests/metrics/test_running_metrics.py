@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import accel
 from accel import Cursor
 from accel.errors import CollectiveMismatch, ConfigError, DataError, TreeError
-from accel.metrics._adding import Scalars, add_on_device, fetched
+from accel.metrics._adding import add_on_device, fetched
 
 few = settings(max_examples=share(0.4))
 N = 37
@@ -168,14 +168,14 @@ def test_the_path_for_accelerators_gives_the_bits_of_the_host(steps, kind, wide,
     """Scalars in changing company, weights as numbers and as tensors; run on tensors of the CPU."""
     names = [("a", "b"), ("a",), ("b", "a")]
     kinds = {"a": kind, "b": kind}
-    host, device = accel.metrics.running_metrics(**kinds), Scalars({}, {}, {})
+    host = device = accel.metrics.running_metrics(**kinds)
     for company, weight, one, two in steps:
         dtype = torch.float64 if wide else torch.float32
         added = {name: torch.tensor({"a": one, "b": two}[name], dtype=dtype) for name in names[company]}
         host = host.add(weight, **added)
         if far or weight:
             given_weight = torch.tensor(weight, dtype=torch.float64) if far else weight
-            device = add_on_device(device, kinds, given_weight, added)
+            device = add_on_device(device, given_weight, added)
     found = fetched(device)
     expected = (host.rank_part() or {"numbers": {}})["numbers"]
     for name in found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import inspect
 import io
 import re
 import typing
@@ -77,9 +78,10 @@ def test_all_attributes_of_users_objects_stand_in_one_table():
 
 @pytest.mark.parametrize("record", [Prepared, ModuleNotes, TensorNotes])
 def test_each_field_of_the_records_is_described_written_and_read(record):
-    described = "\n".join(re.findall(r"^\s+([a-z_, ]+): ", record.__doc__, re.M))
+    source = inspect.getsource(record)
+    described = re.findall(r"^    ([a-z_]+): .*  # \w", source, re.M) + re.findall(r"    # .*\n    ([a-z_]+): ", source)
     fields = sorted(typing.get_type_hints(record))
-    assert sorted(re.findall(r"[a-z_]+", described)) == fields
+    assert sorted(described) == fields
     sources = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     for name in fields:
         assert re.search(rf"note_(module|prepared|tensor)\([^\n]*\b{name}=", sources), name

@@ -99,20 +99,24 @@ def test_data_parallelism_on_top_trains_as_one_process(ranks, strategy):
 
 
 class Method(nn.Module):
-    """Calls a layer of its first block, which no hook of `fully_shard` sees."""
+    """Calls a layer of its first block from the second forward on, which no hook of `fully_shard` sees."""
+
+    times = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks[1](x) + self.blocks[0][0](x).mean()
+        self.times += 1
+        return self.blocks[1](x) + (self.blocks[0] if self.times == 1 else self.blocks[0][0])(x).mean()
 
 
 def test_a_shard_that_nobody_has_gathered_is_not_computed_with(ranks):
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="dp=2,tp=2", strategy="fsdp")
         model = accel.prepare_model(ctx, Method(), plan=accel.parallel.Plan(tensor={}))
+        _ = model(torch.ones(2, 4))
         with assert_raises(PrepareError, problem="not gathered along dp", got=r"blocks\.0\.0\.weight"):
             model(torch.ones(2, 4))
 

@@ -203,6 +203,9 @@ def test_slips_are_told_with_the_state_of_the_prompt() -> None:
         with pytest.raises(DataError) as caught:
             call()
         assert caught.value.got == said
+    for wrong in ({1: group(1).samples}, [group(1)]):
+        with pytest.raises(accel.errors.ConfigError, match="group_samples"):
+            later.put(wrong)  # type: ignore[arg-type]
     assert later.put({1: group(1)}).is_ready(0)  # the line of the fix carries the record
     with assert_raises(accel.errors.ConfigError, where="start"):
         buffer.start(0, -1)

@@ -343,6 +343,10 @@ def test_numbers_of_16_bits_are_summed_in_32(dtype: torch.dtype) -> None:
         (lambda: post.weighted_sum(ONE, NEW, MASK, average=float("nan")), "unknown average"),
         (lambda: post.policy_loss(ONE, NEW, OLD, GAINS[:1].expand(3), MASK), "do not fit"),
         (lambda: post.policy_loss(ONE, NEW, OLD, GAINS, MASK, beta=0.1), "no reference"),
+        (
+            lambda: post.policy_loss(ONE, NEW, OLD, GAINS, MASK, documents=torch.zeros_like(MASK).long()),
+            "rows of several sequences",
+        ),
         (lambda: post.policy_loss(ONE, NEW, OLD, GAINS, MASK, clip=(-0.1, 0.2)), "clip is out"),
         (lambda: post.policy_loss(ONE, NEW, OLD, GAINS, MASK, cap=0.0), "cap is out"),
         (lambda: post.policy_loss(ONE, NEW, OLD, GAINS, MASK, clip=0.2), "clip is no pair"),  # type: ignore[arg-type]
@@ -366,6 +370,7 @@ def test_numbers_of_16_bits_are_summed_in_32(dtype: torch.dtype) -> None:
                 torch.full((2, 4), 4),
             )
         ),
+        (lambda: post.gae(NEW, NEW, MASK, documents=torch.zeros(2, 5).long()), "numbers of sequences in their rows"),
         (lambda: post.dpo_loss(NEW, NEW, NEW, NEW), "do not fit"),
         (lambda: post.dpo_loss(GAINS, GAINS, GAINS, GAINS, beta=0.0), "beta is out"),
         (lambda: post.reward_loss(GAINS, GAINS[:1]), "do not fit"),

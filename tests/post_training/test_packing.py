@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import accel
-from accel.errors import DataError
+from accel.errors import ConfigError, DataError
 from accel.post_training import PackedRows, PackedTokens, TokenRow, _packing, pack
 from accel.testing import Simulator
 
@@ -239,10 +239,11 @@ def test_rows_that_are_too_long_are_counted_or_cut() -> None:
         (lambda: [*pack([TokenRow([1, -100], [0, 1])], 8)], "the tokens are not valid"),
         (lambda: [*pack([TokenRow([1, 2], [0, -1])], 8)], "below 0"),
         (lambda: [*pack([TokenRow([1, 2], [0, float("nan")])], 8)], "NaN"),
+        (lambda: pack(rows_of([3]), 8, pad_id=-100), "behind the last row"),
         (lambda: pack(iter(rows_of([3])), 8), "begin anew"),
         (lambda: [*pack([[1, 2]], 8)], "the row does not hold tokens"),  # type: ignore[list-item]
     ],
 )
 def test_slips_are_errors(call: Any, problem: str) -> None:
-    with assert_raises(DataError, problem=problem):
+    with pytest.raises((ConfigError, DataError), match=problem):
         _ = call()

@@ -139,6 +139,50 @@ def test_adapters_are_published_merged_or_alone(ranks: Simulator, tmp_path: Path
             torch.testing.assert_close(found[key], each, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    ("options", "adapters", "refused"),
+    [
+        ({"modules_to_save": ["lm_head"]}, "merged", ""),
+        ({"modules_to_save": ["lm_head"]}, "alone", ""),
+        ({"bias": "all"}, "merged", ""),
+        ({"bias": "all"}, "alone", "q_proj.base_layer.bias"),
+        ({"lora_bias": True}, "merged", "lora_B.default.bias"),
+        ({"lora_bias": True}, "alone", "lora_B.default.bias"),
+        ({"target_modules": ["embed_tokens"]}, "merged", "embed_tokens.lora_embedding_A"),
+        ({"target_modules": ["embed_tokens"]}, "alone", "embed_tokens.lora_embedding_A"),
+        ({"trainable_token_indices": {"embed_tokens": [1]}}, "merged", "trainable_tokens_delta"),
+    ],
+)
+def test_other_tensors_of_adapters_are_published_or_refused(
+    options: dict[str, Any], adapters: Any, refused: str
+) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, attention_bias=True)
+    lora = peft.LoraConfig(r=4, **{"target_modules": ["q_proj"]} | options, init_lora_weights=False)
+    model = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
+    with torch.no_grad():
+        for each in model.parameters():
+            each.add_(0.5 * each.requires_grad)
+    server = Kept()
+    if refused:
+        with pytest.raises(AccelError, match="not low-rank") as caught:
+            publish(accel.single(), server, model, version=Version("a", 1), adapters=adapters)
+        assert refused in caught.value.got
+        return
+    publish(accel.single(), server, model, version=Version("a", 1), adapters=adapters)
+    expected = peft.get_peft_model_state_dict(model)
+    if adapters == "merged":
+        model.merge_adapter()
+        merged = Kept()
+        publish(accel.single(), merged, model, version=Version("a", 1))
+        model.unmerge_adapter()
+        expected = model.merge_and_unload().state_dict()
+        assert all(torch.allclose(merged.tensors[name], each) for name, each in expected.items())  # merged once
+    assert server.tensors.keys() == expected.keys()
+    assert all(torch.allclose(server.tensors[name], each) for name, each in expected.items())
+
+
 @pytest.mark.parametrize("fails", ["begin", "load", "commit"])
 def test_a_server_that_fails_is_one_error_on_every_rank(fails: str) -> None:
     def rank(ctx: accel.DistContext) -> str:

@@ -39,11 +39,11 @@ class Recurrent(nn.Module):
         return (self.table[ids] * places.cos()).cumsum(1).tanh() @ self.head
 
 
-def llama() -> Any:
+def llama(words: int = WORDS) -> Any:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=WORDS,
+        vocab_size=words,
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=2,
@@ -432,3 +432,23 @@ def test_a_model_of_a_mesh_with_cp_is_refused_with_the_copy_that_draws(ranks: Si
         return described(sample(ctx, server, PROMPTS, key=KEY, max_new_tokens=6, n=3, stop=STOP, version=version))
 
     assert ranks.run(rank, 2, default_group=True) == [whole] * 2
+
+
+@pytest.mark.parametrize(("head", "said"), [("colwise", False), ("colwise_gather_output", True)])
+def test_logits_of_a_part_of_the_classes_are_refused_with_the_right_flag(
+    ranks: Simulator, head: Any, said: bool
+) -> None:
+    expected = sample(accel.single(), servers.local(llama(18)), {0: [1, 2]}, key=KEY, max_new_tokens=4)
+
+    def rank(ctx: accel.DistContext) -> Tensor:
+        ctx = accel.replace(ctx, mesh="tp=2")
+        model = accel.prepare_model(ctx, llama(18), plan=accel.parallel.Plan(head=head))
+        with pytest.raises(ConfigError, match=f"vocab_parallel={not said}") as caught:
+            sample(ctx, servers.local(model, vocab_parallel=said), {0: [1, 2]}, key=KEY, max_new_tokens=4)
+        names: dict[str, Any] = {"servers": servers, "model": model}
+        argument = caught.value.fix.removeprefix("Pass ").removesuffix(".")
+        exec(f"server = servers.local(model, {argument})", names)
+        server = names["server"]
+        return sample(ctx, server, {0: [1, 2]}, key=KEY, max_new_tokens=4).ids
+
+    assert all(torch.equal(each, expected.ids) for each in ranks.run(rank, 2, default_group=True))

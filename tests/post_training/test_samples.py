@@ -146,7 +146,7 @@ def test_rows_that_do_not_fit_are_refused() -> None:
     one = Samples.of([SampleRow([1, 2], 1, logprobs=[-1.0])])
     refused: list[tuple[Any, str]] = [
         (lambda: Samples.of([]), "none"),
-        (lambda: Samples.of([SampleRow([1], 2)]), "prompt_length=2"),
+        (lambda: Samples.of([SampleRow([1], 2)]), "2"),
         (lambda: Samples.of([SampleRow([1], 1.0)]), "1.0"),  # type: ignore[arg-type]
         (lambda: Samples.of([SampleRow([1], "1")]), "'1'"),  # type: ignore[arg-type]
         (lambda: Samples.of([SampleRow([1], None)]), "None"),  # type: ignore[arg-type]
@@ -159,14 +159,19 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         (lambda: Samples.of([SampleRow([1, 2], 1, logprobs=[float("nan")])]), "nan"),
         (lambda: Samples.of([SampleRow([1, 2], 1, logprobs=[-float("inf")])]), "inf"),
         (lambda: Samples.of([SampleRow([1], 1, finish_reason="eos")]), "eos"),  # type: ignore[arg-type]
-        (lambda: join_samples([one, Samples.of([SampleRow([1], 1, logprobs=[], routed=torch.ones(1, 1, 1))])]), "True"),
+        (
+            lambda: join_samples([one, Samples.of([SampleRow([1], 1, logprobs=[], routed=torch.ones(1, 1, 1))])]),
+            "None, a tensor",
+        ),
         (lambda: Samples.of([SampleRow([1, 2], 1, mask=[True, True])]), "2"),
         (lambda: Samples.of([SampleRow([1, 2], 1, logprobs=[])]), "0"),
-        (lambda: Samples.of([SampleRow([1, 2], 1, logprobs=[-1.0]), SampleRow([1, 2], 1)]), "row 1"),
+        (lambda: Samples.of([SampleRow([1, 2], 1, logprobs=[-1.0]), SampleRow([1, 2], 1)]), "None, a tensor"),
         (lambda: Samples.of([SampleRow([1], 1)], drawn_from="users"), "users"),  # type: ignore[arg-type]
         (lambda: join_samples([]), "none"),
         (lambda: join_samples([one], width=1), "width=1"),
-        (lambda: join_samples([one, Samples.of([SampleRow([1, 2], 1)])]), "'model', None"),
+        (lambda: join_samples([one, Samples.of([SampleRow([1, 2], 1)])]), "None, a tensor"),
+        (lambda: join_samples([one, msgspec.structs.replace(one, logprobs=None)]), "None, a tensor"),
+        (lambda: join_samples([one, msgspec.structs.replace(one, drawn_from="sampler")]), "'model', 'sampler'"),
     ]
     for call, got in refused:
         with pytest.raises(AccelError) as caught:

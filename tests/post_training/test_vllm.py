@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM as a server, against a stub of its documented endpoints; vLLM itself has not run here."""
+"""vLLM as a server, against a stub of its documented endpoints; `test_vllm_engine.py` runs vLLM itself."""
 
 from __future__ import annotations
 
@@ -134,8 +134,11 @@ def stubbed(folder: Path, fault: str = "") -> Generator[tuple[Stub, str]]:
 
         def do_POST(self) -> None:
             data = self.rfile.read(int(self.headers["Content-Length"]))
-            with stub.lock:
-                status, value = stub.answer(self.path, json.loads(data) if data else None)
+            if data and self.headers["Content-Type"] != "application/json":  # as vLLM does
+                status, value = 400, {"error": {"message": "Unsupported Media Type"}}
+            else:
+                with stub.lock:
+                    status, value = stub.answer(self.path, json.loads(data) if data else None)
             body = json.dumps(value).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))

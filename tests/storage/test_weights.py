@@ -24,9 +24,9 @@ from accel.storage import (
     parse_size,
     plan_shards,
     publish_weights,
-    stage_files,
     write_tensors,
 )
+from accel.storage._weight_files import stage_files
 
 
 @given(sizes=st.lists(st.integers(0, 50), max_size=30), limit=st.integers(1, 60))

@@ -85,7 +85,8 @@ def test_a_rank_finds_its_kept_thread_as_if_it_were_new():
         assert simulator.run(settings, 2) == [("cpu", False, 1, True)] * 2
 
 
-def test_a_rank_that_outlives_its_run_changes_nothing_any_more(monkeypatch):
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_rank_that_outlives_its_run_changes_nothing_any_more(monkeypatch, kept):
     """It waits where nothing can interrupt it; when it goes on, it and the ranks after it only end."""
     monkeypatch.setattr(_world, "_INTERRUPT_S", 0.05)
     hangs, ended = threading.Event(), [threading.Event() for _ in range(3)]
@@ -101,8 +102,8 @@ def test_a_rank_that_outlives_its_run_changes_nothing_any_more(monkeypatch):
 
     torch.manual_seed(99)
     before = torch.get_rng_state()
-    with assert_raises(SimulationError, problem="rank 1 is running"):
-        simulate_groups(rank, 3, timeout_s=1)
+    with Simulator() as simulator, assert_raises(SimulationError, problem="rank 1 is running"):
+        (simulator.run_groups if kept else simulate_groups)(rank, 3, timeout_s=1)
     assert torch.equal(torch.get_rng_state(), before)
     hangs.set()
     assert ended[0].wait(10)

@@ -72,7 +72,7 @@ def streamed_blocks(streams: DeviceStreams, *, dtype: torch.dtype = torch.float3
     for at in range(count):
         values = [drawn(8, 8, seed=2 * at + each, dtype=dtype) for each in range(2)]
         weights = [
-            StreamedWeight(Supply(f"{at}.{each}", (8, 8), torch.float32, value, None), each * 256, ())
+            StreamedWeight(Supply(f"{at}.{each}", (8, 8), torch.float32, value, None), each * 256, (), value)
             for each, value in enumerate(values)
         ]
         blocks.append(Block(at, str(at), nn.Identity(), weights))
@@ -97,9 +97,9 @@ def streamed_blocks(streams: DeviceStreams, *, dtype: torch.dtype = torch.float3
 
 def cast_blocks(streams: DeviceStreams) -> Tensor:
     """Compute with blocks that the device keeps in a smaller dtype; one stream casts them, another computes."""
-    values = [streams.to(drawn(8, 8, seed=at, dtype=torch.bfloat16)) for at in range(4)]
+    values, wide = [streams.to(drawn(8, 8, seed=at, dtype=torch.bfloat16)) for at in range(4)], torch.float32
     blocks = [
-        Block(at, str(at), nn.Identity(), [StreamedWeight(Supply(str(at), (8, 8), torch.float32, value, None), 0, ())])
+        Block(at, str(at), nn.Identity(), [StreamedWeight(Supply(str(at), (8, 8), wide, value, None), 0, (), value)])
         for at, value in enumerate(values)
     ]
     memory = streams.empty((256,), torch.uint8)

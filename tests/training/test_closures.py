@@ -261,7 +261,7 @@ def test_shards_and_loss_scales_are_refused(ranks: Simulator, strategy: Any, pre
         return error.value.got
 
     got = ranks.run(rank, world, default_group=True)[0]
-    assert got == ("a loss scale, as of fp16" if precision == "fp16" else "parameters that ranks divide")
+    assert got == ("a loss scale, as with fp16" if precision == "fp16" else "parameters that ranks divide")
 
 
 def test_a_window_of_several_batches_is_refused() -> None:

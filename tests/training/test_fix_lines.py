@@ -152,7 +152,6 @@ BY_PARTS = (
 )
 PROGRAMS: tuple[Program, ...] = (
     *AXIS_PROGRAMS,
-    *STAGE_PROGRAMS,
     Program(
         "parallel/_entries.py",
         "the forward calls a part of a unit",
@@ -163,6 +162,7 @@ PROGRAMS: tuple[Program, ...] = (
         ranks=2,
         strategy="fsdp",
     ),
+    *STAGE_PROGRAMS,
     # the model, before it is prepared
     Program(
         "parallel/_refused.py",
@@ -1003,6 +1003,9 @@ ELSEWHERE = {
     ),
     Site("training/_backward.py", "a block that reentrant checkpointing runs several times"): (
         "training/test_lines_to_write.py", "test_reentrant_checkpoints_of_a_shared_block_are_told_the_other_kind"
+    ),
+    Site("training/_decoding.py", "the logits do not have the classes of the model"): (
+        "post_training/test_sample.py", "test_logits_of_a_part_of_the_classes_are_refused_with_the_right_flag"
     ),
     Site("training/_closure.py", "a step with a closure is for one optimizer"): (
         "training/test_closures.py", "test_shards_and_loss_scales_are_refused"

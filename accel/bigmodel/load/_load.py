@@ -129,7 +129,7 @@ def load_checkpoint_in_model(
             with values stay where they are. Segments with a home in files stay empty.
         dtype: of floating-point tensors of an empty model; None for that of each tensor. The storage dtypes of a
             device map count first.
-        rename: maps a stored name to the model's; or recipes, for a checkpoint whose layout differs from the model's.
+        rename: maps a stored name to the model's; or recipes, for a checkpoint with another layout than the model's.
         allow_missing: names of the model that may be missing, or patterns of such names. They stay as they are.
         allow_unexpected: stored names that the model may lack, or patterns of such names.
         readers: number of threads that read.
@@ -199,7 +199,7 @@ def _read(
     has_peers: bool,
     show: bool,
 ) -> list[tuple[LoadTarget, torch.Tensor]]:
-    """Read the tensors of this rank into memory of their own; of a prepared empty model into its own.
+    """Read the tensors of this rank into new memory; for a prepared empty model into the model's.
 
     Raises `CheckpointError` for a damaged file, or for two values of a tied tensor.
     """

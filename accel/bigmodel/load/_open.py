@@ -48,18 +48,12 @@ _LARGEST_INDEX = 64 << 20
 
 
 class WeightFiles(NamedTuple):
-    """Files that together hold weights.
+    """Files that together hold weights."""
 
-    Attributes:
-        kind: their format.
-        folder: their place.
-        names: names of the files; none of a checkpoint, whose manifest lists them.
-        listed: the file of each tensor by name, from an index; empty without one.
-    """
-
-    kind: Kind
-    folder: Place
-    names: tuple[str, ...]
+    kind: Kind  # their format
+    folder: Place  # their place
+    names: tuple[str, ...]  # names of the files; none for a checkpoint: its manifest lists them
+    # The file of each tensor by name, from an index; empty without one.
     listed: Mapping[str, str] = MappingProxyType({})
 
 
@@ -152,7 +146,7 @@ def pickled_in(path: Path) -> dict[str, Strided]:
     try:
         with fake_mode():
             loaded = torch.load(path, weights_only=True)
-    except Exception as error:  # whatever torch raises for a file that is none of its own
+    except Exception as error:  # whatever torch raises for other files
         fix = "Load it where you trust it, and save its tensors as safetensors."
         raise CheckpointError("cannot be read as weights", got=str(error), where=str(path), fix=fix) from error
     if not isinstance(loaded, Mapping):
@@ -257,7 +251,7 @@ def open_weights(
     Args:
         path: a safetensors file, a file of torch.save, the index of several, a folder with either, a checkpoint of
             accel, or a run's folder; on a local disk or in a store.
-        rename: maps a stored name to the model's; or recipes, for a checkpoint whose layout differs from the model's.
+        rename: maps a stored name to the model's; or recipes, for a checkpoint with another layout than the model's.
         readers: number of threads that read.
         direct: whether to read past the page cache what is not in it, where the file system can.
 

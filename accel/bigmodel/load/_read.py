@@ -18,7 +18,7 @@ from accel.errors import ConfigError
 from accel.errors._checks import did_you_mean
 from accel.storage import CHUNK, PAGE, ByteRanges, LocalRanges, Passed, Wanted
 
-_LARGE = 1 << 20  # from here on memory has pages of its own
+_LARGE = 1 << 20  # from here on memory has separate pages
 _OWN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 

@@ -19,9 +19,8 @@ from accel.bigmodel.plan import STORES, DeviceMap, check_map
 from accel.checkpoint._boxes import Box, whole
 from accel.checkpoint._live_tensors import held_box
 from accel.errors import CheckpointError, ConfigError, StreamError
-from accel.items._module import clean_name, reshard
 from accel.parallel._empty import is_unknown
-from accel.parallel._modules import is_pipelined, unwrap_model
+from accel.parallel._modules import clean_name, is_pipelined, reshard, unwrap_model
 from accel.parallel.axes.pipeline import pipeline_of
 from accel.tensors import become, is_absent, is_dtensor, local_part, packed_weights, split_dims
 
@@ -31,17 +30,11 @@ _WHERE = "load_checkpoint_in_model(device_map=)"
 
 
 class Destination(NamedTuple):
-    """The place that a tensor is loaded to.
+    """The place that a tensor is loaded to."""
 
-    Attributes:
-        device: the device; None for a tensor that stays in files.
-        dtype: dtype that its home has for it; None where that is the model's.
-        is_planned: whether by a device map, and not by one device for all.
-    """
-
-    device: torch.device | None
-    dtype: torch.dtype | None = None
-    is_planned: bool = False
+    device: torch.device | None  # the device; None for a tensor that stays in files
+    dtype: torch.dtype | None = None  # dtype that its home has for it; None where that is the model's
+    is_planned: bool = False  # whether by a device map, and not by one device for all
 
 
 def find_destinations(device_map: DeviceChoice, default: torch.device) -> Callable[[str], Destination]:
@@ -94,21 +87,13 @@ def _one_device(choice: object) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class LoadTarget:
-    """A tensor of a model that a checkpoint holds.
+    """A tensor of a model that a checkpoint holds."""
 
-    Attributes:
-        names: its names, several of a tied one.
-        live: the tensor.
-        dtype: dtype after the load.
-        device: device after the load; None for a tensor that stays in files.
-        box: this rank's part; None if it has none.
-    """
-
-    names: tuple[str, ...]
-    live: torch.Tensor
-    dtype: torch.dtype
-    device: torch.device | None
-    box: Box | None
+    names: tuple[str, ...]  # its names, several of a tied one
+    live: torch.Tensor  # the tensor
+    dtype: torch.dtype  # dtype after the load
+    device: torch.device | None  # device after the load; None for a tensor that stays in files
+    box: Box | None  # this rank's part; None if it has none
 
     @property
     def is_empty(self) -> bool:
@@ -245,35 +230,22 @@ Patterns = str | Iterable[str]
 
 
 class TensorFacts(NamedTuple):
-    """A tensor as a model or a file has it.
+    """A tensor as a model or a file has it."""
 
-    Attributes:
-        names: its names, several of a tied one.
-        dtype: safetensors' name.
-        shape: its sizes.
-        where: the file; "" for a model.
-    """
-
-    names: Sequence[str]
-    dtype: str
-    shape: tuple[int, ...]
-    where: str = ""
+    names: Sequence[str]  # its names, several of a tied one
+    dtype: str  # safetensors' name
+    shape: tuple[int, ...]  # its sizes
+    where: str = ""  # the file; "" for a model
 
 
 class Match(NamedTuple):
-    """Weights found for a model.
+    """Weights found for a model."""
 
-    Attributes:
-        found: stored names of each of the model's tensors, in its order; none of a missing one that is allowed.
-        unused: stored names that nothing takes.
-        problems: differences, a line each, without unused names.
-        missing: names of the model that no weight has.
-    """
-
+    # Stored names of each of the model's tensors, in its order; none of a missing one that is allowed.
     found: list[tuple[str, ...]]
-    unused: list[str]
-    problems: list[str]
-    missing: list[str]
+    unused: list[str]  # stored names that nothing takes
+    problems: list[str]  # differences, a line each, without unused names
+    missing: list[str]  # names of the model that no weight has
 
 
 def match(model: Sequence[TensorFacts], stored: Mapping[str, TensorFacts], allow_missing: Patterns) -> Match:
@@ -325,7 +297,7 @@ _PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # ga
 
 
 def _recipes_of_experts(missing: Iterable[str], unused: Iterable[str]) -> str:
-    """Return the line to write for stacked experts whose weights are stored one by one; empty for other names."""
+    """Return the line to write for stacked experts that are stored one by one; empty for other names."""
     stacked = next(filter(None, map(_STACKED.fullmatch, missing)), None)
     single = [found for name in unused if (found := _ONE_EXPERT.fullmatch(name)) is not None]
     if stacked is None or not single:

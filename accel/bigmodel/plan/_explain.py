@@ -114,22 +114,14 @@ _MARKS = {"cpu": "c", "mmap": "m", "disk": "d"}  # of segments away from their d
 
 
 class _Kind(NamedTuple):
-    """Facts that the segments of a line share.
+    """Facts that the segments of a line share."""
 
-    Attributes:
-        path: of the list that holds them.
-        home, runs: places.
-        way: to the device.
-        size: bytes of each.
-        seconds: copy and compute of each; those that are known.
-    """
-
-    path: str
-    home: str
-    runs: str
-    way: str
-    size: int
-    seconds: tuple[float, ...]
+    path: str  # of the list that holds them
+    home: str  # place between uses
+    runs: str  # computing device
+    way: str  # to the device
+    size: int  # bytes of each
+    seconds: tuple[float, ...]  # copy and compute of each; those that are known
 
 
 def explain(
@@ -141,8 +133,8 @@ def explain(
 ) -> str:
     """Return a device map as text: a line for each kind of segment, then bytes by place. Pure.
 
-    What `infer_device_map` has chosen follows, beside the other ways that it tried. With a bandwidth, seconds of a pass
-    follow, beside the limit that no order of transfers beats.
+    The choice of `infer_device_map` follows, with the other ways that it tried. With a bandwidth, seconds of a pass
+    follow, and the limit that no order of transfers beats.
 
     Args:
         device_map: the map.

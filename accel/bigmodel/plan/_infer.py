@@ -30,6 +30,7 @@ from accel.bigmodel.plan._placement import (
     divide_resident,
     divide_streamed,
     fewest,
+    first_working,
     sizes_of,
 )
 from accel.bigmodel.plan._skeleton import Skeleton, format_name
@@ -45,15 +46,10 @@ Homes = Mapping[str, int | None]
 
 
 class Homeless(NamedTuple):
-    """Segments for which no place is left.
+    """Segments for which no place is left."""
 
-    Attributes:
-        least: the smallest limit of the host, or of the first place that has one, with which they all have a home.
-        error: the refusal.
-    """
-
-    least: int
-    error: PlacementError
+    least: int  # the smallest limit of the host, or of the first place that has one, with which they all have a home
+    error: PlacementError  # the refusal
 
 
 def choose_homes(
@@ -114,16 +110,12 @@ def _leaving(segments: Sequence[Sizes], limit: int | None, placement: Placement)
 
 
 def _least_limit(segments: Sequence[Sizes], homes: Homes, placement: Placement, pinned: int, place: str) -> int:
-    """Return the smallest limit of a place with which all segments have a home, given those of the others."""
-    low = homes[place] or 0
-    high = sum(each.moving for each in segments) + pinned
-    while low + 1 < high:
-        middle = (low + high) // 2
-        if _place(segments, {**homes, place: middle}, placement, pinned) is None:
-            low = middle
-        else:
-            high = middle
-    return high
+    """Return the smallest limit of a place with which all segments have a home, given the other limits."""
+    enough = sum(each.moving for each in segments) + pinned
+    too_little = homes[place] or 0
+    return first_working(
+        too_little + 1, enough, lambda limit: _place(segments, {**homes, place: limit}, placement, pinned) is not None
+    )
 
 
 _WHERE = "max_memory"
@@ -342,14 +334,8 @@ def _mapped(skeleton: Skeleton, places: Places, limit: int, placement: Placement
 
 def _least_mapped(skeleton: Skeleton, places: Places, least: int, placement: Placement) -> int:
     """Return the smallest limit of the host with which it computes the model, if `least` is that with slots."""
-    low = places.devices[HOST]
-    while low + 1 < least:
-        middle = (low + least) // 2
-        if _mapped(skeleton, places, middle, placement) is None:
-            low = middle
-        else:
-            least = middle
-    return least
+    too_little = places.devices[HOST]
+    return first_working(too_little + 1, least, lambda limit: _mapped(skeleton, places, limit, placement) is not None)
 
 
 def _finished(

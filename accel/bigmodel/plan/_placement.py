@@ -16,25 +16,15 @@ _MOST_SIZES = 12  # of slots that are tried
 
 
 class Sizes(NamedTuple):
-    """A segment's bytes of memory.
+    """A segment's bytes of memory."""
 
-    Attributes:
-        name: of the segment.
-        moving: bytes that stream.
-        fixed: bytes that stay on the computing device.
-        rows: whether only rows of it stream, without a slot.
-        at_home: bytes that it takes in a home other than the computing device.
-        resident: bytes of `moving` that it takes while it stays: fewer if it is cast.
-        casting: further bytes of a call that casts it while it stays.
-    """
-
-    name: str
-    moving: int
-    fixed: int
-    rows: bool
-    at_home: int
-    resident: int
-    casting: int
+    name: str  # of the segment
+    moving: int  # bytes that stream
+    fixed: int  # bytes that stay on the computing device
+    rows: bool  # whether only rows of it stream, without a slot
+    at_home: int  # bytes that it takes in a home other than the computing device
+    resident: int  # bytes of `moving` that it takes while it stays: fewer if it is cast
+    casting: int  # further bytes of a call that casts it while it stays
 
 
 def sizes_of(segment: Segment) -> Sizes:
@@ -225,15 +215,10 @@ class Units:
 
 
 class TooSmall(NamedTuple):
-    """A device without room.
+    """A device without room."""
 
-    Attributes:
-        device: the device of all that needs the fewest further bytes.
-        least: its smallest limit with which the model runs, given those of the others.
-    """
-
-    device: str
-    least: int
+    device: str  # the device of all that needs the fewest further bytes
+    least: int  # its smallest limit with which the model runs, given the other limits
 
 
 def divide_resident(units: Units, limits: Mapping[str, int], fill: Fill) -> Cuts | None:
@@ -252,8 +237,8 @@ def divide_resident(units: Units, limits: Mapping[str, int], fill: Fill) -> Cuts
 
     if packed(_SHARES, _SHARES) is None or fill == "sequential":
         return packed(_SHARES, _SHARES)
-    low = _first(_SHARES, lambda low: packed(low, _SHARES) is not None)
-    return packed(low, _first(_SHARES, lambda share: packed(low, share) is not None))
+    low = first_working(0, _SHARES, lambda low: packed(low, _SHARES) is not None)
+    return packed(low, first_working(0, _SHARES, lambda share: packed(low, share) is not None))
 
 
 def divide_streamed(units: Units, limits: Mapping[str, int], fill: Fill) -> Cuts | TooSmall:
@@ -286,9 +271,8 @@ def _too_small(units: Units, limits: Mapping[str, int], ends: Sequence[int]) -> 
     return min(found)[1]
 
 
-def _first(most: int, works: Callable[[int], bool]) -> int:
-    """Return the first number from 0 that works, `most` for none below it."""
-    low = 0
+def first_working(low: int, most: int, works: Callable[[int], bool]) -> int:
+    """Return the first number from `low` on that works, as all after it do; `most` if none below it does."""
     while low < most:
         middle = (low + most) // 2
         if works(middle):
@@ -300,4 +284,4 @@ def _first(most: int, works: Callable[[int], bool]) -> int:
 
 def _last(most: int, works: Callable[[int], bool]) -> int:
     """Return the last number up to `most` that works, 0 at least."""
-    return _first(most, lambda number: not works(number + 1))
+    return first_working(0, most, lambda number: not works(number + 1))

@@ -108,7 +108,7 @@ def _check_storage(weight: Weight, where: str) -> None:
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
-    """The weights that move together: a block of the model, or the weights beside the blocks.
+    """The weights that move together: a block of the model, or weights outside of blocks.
 
     Attributes:
         name: the module's path; "" for the model itself.
@@ -228,7 +228,7 @@ class Skeleton(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def memory(self) -> int:
-        """Bytes that the model takes on one device; with casts, those of the largest call too."""
+        """Bytes that the model takes on one device; with casts, also the bytes of the largest call."""
         casting = max((segment.casting for segment in self.segments), default=0)
         return casting + sum(segment.resident_memory + segment.fixed for segment in self.segments)
 
@@ -343,7 +343,7 @@ def format_name(dtype: torch.dtype | str, *, where: str) -> str:
 
 
 _BLOCK = re.compile(r"((?:.*?\.)?[0-9]+)\.")
-_SMALL_BYTES = 2**20  # modules beside the blocks that do not stream
+_SMALL_BYTES = 2**20  # modules outside of blocks that do not stream
 
 
 class Entry(Protocol):
@@ -356,7 +356,7 @@ class Entry(Protocol):
 
 
 def guess_skeleton(entries: Mapping[str, Entry]) -> Skeleton:
-    """Return the skeleton of a model whose checkpoint holds these tensors. Pure.
+    """Return the skeleton of a model from the tensors of its checkpoint. Pure.
 
     Names give no order of execution, embeddings, ties or unstored buffers: describe the model where it can be built.
     """

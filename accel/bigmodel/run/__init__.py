@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running a model whose weights are elsewhere: correct wherever a weight is used, fast where blocks run in turn.
+"""Running a model with weights elsewhere: correct wherever a weight is used, fast where blocks run in turn.
 
 Begin with `_dispatch.py`. `_install.py` replaces weights (`_places.py`) by absent ones (`_absent.py`), which fetch
 themselves, and hooks the blocks (`_hooks.py`). Around a block's call `_stream.py` holds its weights in a slot
-(`_slots.py`), and fills the next slot meanwhile, from `_supplies.py`; `_sources.py` has files of its own for "disk".
+(`_slots.py`), and fills the next slot meanwhile, from `_supplies.py`; `_sources.py` writes files for "disk".
 `_dispatched.py` counts, `_swap.py` lets whole models take turns.
 """
 

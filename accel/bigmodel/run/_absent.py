@@ -17,75 +17,8 @@ from accel.errors import StreamError
 from accel.tensors import dtensor_of, is_absent, is_dtensor
 
 
-class Named(Protocol):
-    """An origin of values, by the name of its weight."""
-
-    name: str
-
-
-class NoMemory:
-    """Base of tensors without memory, before `torch.Tensor`.
-
-    Attributes:
-        origin: the place of the values.
-    """
-
-    origin: Named
-
-    def untyped_storage(self) -> NoReturn:
-        """Refuse: safetensors and save_pretrained of transformers ask for it."""
-        self._refuse()
-
-    def storage(self) -> NoReturn:
-        """Refuse, as `untyped_storage`."""
-        self._refuse()
-
-    def data_ptr(self) -> NoReturn:
-        """Refuse: a kernel would be given the address 0."""
-        self._refuse()
-
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refuse: the array would have no memory."""
-        self._refuse()
-
-    def tolist(self) -> NoReturn:
-        """Refuse, as `numpy`."""
-        self._refuse()
-
-    def __dlpack__(self, **_: object) -> NoReturn:
-        """Refuse: `from_dlpack` of torch and others would read the address 0."""
-        self._refuse()
-
-    def __dlpack_device__(self) -> NoReturn:
-        """Refuse, as `__dlpack__`."""
-        self._refuse()
-
-    def _use_count(self) -> NoReturn:
-        """Refuse: torch.utils.swap_tensors asks for it, before it gives the weight another class and other values."""
-        raise StreamError(
-            "a weight that is not in memory cannot be swapped with another tensor",
-            got="torch.utils.swap_tensors",
-            where=self.origin.name,
-            fix="Keep its segment on the device that computes, or change the model before dispatch_model.",
-        )
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        refuse_copy(self.origin.name)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        refuse_pickle(self.origin.name)
-
-    def _refuse(self) -> NoReturn:
-        raise StreamError(
-            "a weight that is not in memory has no address, as save_pretrained, save_file and kernels want it",
-            where=self.origin.name,
-            fix="weight.detach().clone() has memory. Save with accel.save_model(ctx, model, folder) and "
-            "model.config.save_pretrained(folder), which from_pretrained reads.",
-        )
-
-
 def refuse_copy(name: str) -> NoReturn:
-    """Raise `StreamError` for the copy of a model; `name` is a weight or block of it whose values are elsewhere."""
+    """Raise `StreamError` for the copy of a model; `name` is a weight or block that is not in memory."""
     raise StreamError(
         "a weight that is not in memory cannot be copied with its model",
         where=name,
@@ -131,18 +64,14 @@ class Origin(Protocol):
         ...
 
 
-class AbsentTensor(NoMemory, torch.Tensor):
+class AbsentTensor(torch.Tensor):
     """A tensor without memory; an operator that reads it gets the values, and a view of it is absent too.
 
     What autograd saves of such a view holds no memory either, and the backward pass fetches the values again.
-
-    Attributes:
-        origin: the place of the values.
-        steps: the views that lead from the weight to this tensor.
     """
 
-    origin: Origin  # pyright: ignore[reportIncompatibleVariableOverride]
-    steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
+    origin: Origin  # the place of the values
+    steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...]  # the views that lead from the weight to this tensor
 
     # torch's default would turn the results of functions into this class
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
@@ -220,6 +149,57 @@ class AbsentTensor(NoMemory, torch.Tensor):
         fetch = _own if kind in ("alias", "collective") else AbsentTensor.present
         found_args, found_kwargs = cast(Any, tree_map_only)(AbsentTensor, fetch, (args, kwargs))
         return func(*found_args, **found_kwargs)
+
+    def untyped_storage(self) -> NoReturn:
+        """Refuse: safetensors and save_pretrained of transformers ask for it."""
+        self._refuse()
+
+    def storage(self) -> NoReturn:
+        """Refuse, as `untyped_storage`."""
+        self._refuse()
+
+    def data_ptr(self) -> NoReturn:
+        """Refuse: a kernel would be given the address 0."""
+        self._refuse()
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refuse: the array would have no memory."""
+        self._refuse()
+
+    def tolist(self) -> NoReturn:
+        """Refuse, as `numpy`."""
+        self._refuse()
+
+    def __dlpack__(self, **_: object) -> NoReturn:
+        """Refuse: `from_dlpack` of torch and others would read the address 0."""
+        self._refuse()
+
+    def __dlpack_device__(self) -> NoReturn:
+        """Refuse, as `__dlpack__`."""
+        self._refuse()
+
+    def _use_count(self) -> NoReturn:
+        """Refuse: torch.utils.swap_tensors asks for it, before it gives the weight another class and other values."""
+        raise StreamError(
+            "a weight that is not in memory cannot be swapped with another tensor",
+            got="torch.utils.swap_tensors",
+            where=self.origin.name,
+            fix="Keep its segment on the device that computes, or change the model before dispatch_model.",
+        )
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        refuse_copy(self.origin.name)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        refuse_pickle(self.origin.name)
+
+    def _refuse(self) -> NoReturn:
+        raise StreamError(
+            "a weight that is not in memory has no address, as save_pretrained, save_file and kernels want it",
+            where=self.origin.name,
+            fix="weight.detach().clone() has memory. Save with accel.save_model(ctx, model, folder) and "
+            "model.config.save_pretrained(folder), which from_pretrained reads.",
+        )
 
 
 def absent_parameter(like: torch.Tensor, origin: Origin, device: torch.device) -> torch.Tensor:
@@ -375,7 +355,7 @@ def _kind(func: Any) -> _Kind:
     schema = func._schema
     if schema.is_mutable:
         return "write"
-    if schema.name.startswith("c10d::"):  # whose schemas mark nothing that they write
+    if schema.name.startswith("c10d::"):  # their schemas mark nothing that they write
         return "collective"
     if func is torch.ops.aten._unsafe_view.default:  # shares memory, although it reports that it does not
         return "view"

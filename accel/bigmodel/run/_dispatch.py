@@ -116,7 +116,7 @@ def dispatch_model(
     """Let a model run with its weights in the places of a map. Mutates the model until the result is closed.
 
     Segments at home on their computing device stay there, without hooks. The others stream: a block's weights are put
-    into the model while it runs, and those of the next block are fetched meanwhile, in the order in which blocks ran
+    into the model while it runs, and the next block's are fetched meanwhile, in the order in which blocks ran
     last. Wherever else such a weight is used, it fetches itself. No forward is patched. With several devices, inputs go
     to the device of the segment that takes them, and outputs to that of the model's inputs.
 
@@ -128,7 +128,7 @@ def dispatch_model(
         source: weights by name that the model has no values of, and those with the home "disk": tensors, what
             `open_weights` gives, or the path of a checkpoint. None for a model that has all of them.
         scratch: an existing folder on a local disk. Values that the model has, and that the map puts on "disk", are
-            written to files there, count before those of the source, and are read back when the handle is closed.
+            written to files there, precede the source's values, and are read back when the handle is closed.
             None to take all of "disk" from the source.
         prefetch: whether a thread fetches blocks ahead of their use.
 
@@ -284,7 +284,7 @@ def load_checkpoint_and_dispatch(
         device_map: homes and computing devices, such as `infer_device_map` gives; of this rank. "auto" infers them from
             nine tenths of what is free now, with the files for the rest: of the context's device, or of all
             accelerators for the only rank of a host, and of this rank's share of the host. Rank 0 prints its map.
-        rename: maps a stored name to the model's; or recipes, for a checkpoint whose layout differs from the model's.
+        rename: maps a stored name to the model's; or recipes, for a checkpoint with another layout than the model's.
         allow_missing: names of the model that may be missing, or patterns of such names.
         allow_unexpected: stored names that the model may lack, or patterns of such names.
         readers: number of threads that read.

@@ -47,6 +47,9 @@ class SegmentStats(msgspec.Struct, frozen=True):
     rows_bytes: int = 0
 
 
+_COUNTS = SegmentStats.__struct_fields__[2:]
+
+
 class RunStats(msgspec.Struct, frozen=True):
     """Counts of a dispatched model. `str` gives a table.
 
@@ -100,17 +103,8 @@ class RunStats(msgspec.Struct, frozen=True):
         header = (
             f"{'segment':32} {'home':5} {'hits':>7} {'waits':>7} {'waited':>9} {'moved':>10} {'alone':>10} {'rows':>8}"
         )
-        total = SegmentStats(
-            "all",
-            "",
-            self.hits,
-            self.waits,
-            self.waited_s,
-            self.moved_bytes,
-            self.fetches,
-            self.fetched_bytes,
-            sum(each.rows for each in self.segments),
-        )
+        counts = {name: sum(getattr(each, name) for each in self.segments) for name in _COUNTS}
+        total = SegmentStats("all", "", **counts)
         lines = [header, *(_line(each) for each in self.segments), _line(total)]
         return "\n".join([*lines, *_advice(self)])
 
@@ -122,7 +116,7 @@ def _line(each: SegmentStats) -> str:
 
 
 def _less(each: SegmentStats, before: SegmentStats) -> SegmentStats:
-    counts = {name: getattr(each, name) - getattr(before, name) for name in SegmentStats.__struct_fields__[2:]}
+    counts = {name: getattr(each, name) - getattr(before, name) for name in _COUNTS}
     return SegmentStats(each.name, each.home, **counts)
 
 

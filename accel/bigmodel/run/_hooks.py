@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, NoReturn, ParamSpec, TypeVar, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -21,10 +20,8 @@ from accel.bigmodel.run._stream import Stream
 from accel.bigmodel.run._supplies import Supply, check_mapped
 from accel.errors import TreeError
 from accel.parallel._containers import fill_containers
+from accel.parallel._private import untraced
 from accel.tensors import is_absent
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class _BlockHooks:
@@ -59,7 +56,7 @@ class _BlockHooks:
 def hook_block(stream: Stream, block: Block) -> list[RemovableHandle]:
     """Register the hooks of a block; return what removes them."""
     hooks = _BlockHooks(stream, block)
-    # First of the pre-hooks, so that those of others find weights; and after an error too, or the slot stays in use.
+    # First of the pre-hooks, so that other hooks find weights; and after an error too, or the slot stays in use.
     return [
         block.module.register_forward_pre_hook(hooks.before, prepend=True),
         block.module.register_forward_hook(hooks.after, always_call=True),
@@ -155,22 +152,8 @@ def _lies_at(memory: int, leaf: object) -> bool:
         return False
     try:
         return leaf.untyped_storage().data_ptr() == memory
-    except (NotImplementedError, RuntimeError):  # sparse tensors and those of torch.func have no storage
+    except (NotImplementedError, RuntimeError):  # sparse tensors and tensors of torch.func have no storage
         return False
-
-
-def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that torch.compile does not trace, without importing the compiler before somebody else does."""
-    disabled: list[Callable[P, R]] = []
-
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if "torch._dynamo" not in sys.modules:
-            return function(*args, **kwargs)
-        if not disabled:
-            disabled.append(cast(Any, torch.compiler).disable(function))
-        return disabled[0](*args, **kwargs)
-
-    return call
 
 
 class Arrivals:

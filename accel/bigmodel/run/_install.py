@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from typing_extensions import override
 
-from accel.bigmodel._arguments import dtype_of
 from accel.bigmodel.plan import STORES
 from accel.bigmodel.run._absent import absent_parameter
 from accel.bigmodel.run._hooks import hook_block
 from accel.bigmodel.run._places import WeightPlace, has_values, kind_of, put, set_memory
-from accel.bigmodel.run._slots import Block, BlockWeight, CastTransfer, Slot, StreamedWeight, transfer_to
+from accel.bigmodel.run._slots import Block, CastTransfer, Slot, StreamedWeight, transfer_to
 from accel.bigmodel.run._sources import ScratchSource
 from accel.bigmodel.run._stream import Stream, closed_model
 from accel.bigmodel.run._supplies import Supply, Task, fill
@@ -27,19 +27,12 @@ from accel.tensors import is_dtensor
 
 @dataclass(eq=False, slots=True)
 class Fetches:
-    """Counts of what a segment's weights moved outside of calls of blocks.
+    """Counts of what a segment's weights moved outside of calls of blocks."""
 
-    Attributes:
-        fetches: number of whole weights.
-        fetched_bytes: bytes of them.
-        rows: number of rows.
-        rows_bytes: bytes of them.
-    """
-
-    fetches: int = 0
-    fetched_bytes: int = 0
-    rows: int = 0
-    rows_bytes: int = 0
+    fetches: int = 0  # number of whole weights
+    fetched_bytes: int = 0  # bytes of them
+    rows: int = 0  # number of rows
+    rows_bytes: int = 0  # bytes of them
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fetched(self, nbytes: int) -> None:
@@ -55,62 +48,29 @@ class Fetches:
             self.rows_bytes += rows.nbytes
 
 
-class BlockOrigin:
-    """A weight of a streamed block: on the block's slot if one holds it, else fetched for this use."""
+class TableOrigin:
+    """A weight that is fetched for each use: rows of a table away from its device, or all of it."""
 
-    def __init__(self, name: str, block: Block, weight: int, stream: Stream, fetches: Fetches, device: torch.device):
+    def __init__(self, name: str, supply: Supply, fetches: Fetches, device: torch.device):
         self.name = name
-        self._block = block
-        self._weight = weight
-        self._stream = stream
+        self._supply = supply
         self._fetches = fetches
         self._device = device
+        self._closed = False
 
     @property
     def is_closed(self) -> bool:
         """Whether the model is no longer dispatched."""
-        return self._stream.is_closed
+        return self._closed
 
     def values(self) -> torch.Tensor:
         """Return the values on the computing device."""
-        found = self._stream.here(self._block, self._weight)
-        if found is not None:
-            return found
-        supply = self._block.weights[self._weight].supply
-        self._fetches.fetched(supply.nbytes)
-        return supply.fetch(self._device)
-
-    def rows(self, index: torch.Tensor) -> torch.Tensor | None:
-        """Return rows from the host's memory; None where the slot has all, or a file must be read."""
-        if self._stream.is_in_call(self._block):
-            return None
-        self._stream.check_open(self.name)
-        return _gather(self._block.weights[self._weight].supply, index, self._device, self._fetches)
-
-    def stored(self) -> torch.Tensor:
-        """Return the values on the host."""
-        self._stream.check_open(self.name)
-        return _stored(self._block.weights[self._weight].supply)
-
-
-class TableOrigin:
-    """A table whose rows are fetched on demand: an embedding away from its device."""
-
-    def __init__(self, name: str, supply: Supply, fetches: Fetches, device: torch.device):
-        self.name = name
-        self.is_closed = False
-        self._supply = supply
-        self._fetches = fetches
-        self._device = device
-
-    def values(self) -> torch.Tensor:
-        """Return the whole table on the computing device."""
         self._check_open()
         self._fetches.fetched(self._supply.nbytes)
         return self._supply.fetch(self._device)
 
     def rows(self, index: torch.Tensor) -> torch.Tensor | None:
-        """Return rows; None where only the whole table can be read."""
+        """Return rows; None where only all values can be read."""
         self._check_open()
         return _gather(self._supply, index, self._device, self._fetches)
 
@@ -121,11 +81,35 @@ class TableOrigin:
 
     def close(self) -> None:
         """Refuse every use from now on."""
-        self.is_closed = True
+        self._closed = True
 
     def _check_open(self) -> None:
         if self.is_closed:
             raise closed_model(self.name)
+
+
+class BlockOrigin(TableOrigin):
+    """A weight of a streamed block: on the block's slot if one holds it, else fetched for this use."""
+
+    def __init__(self, task: Task, supply: Supply, fetches: Fetches, stream: Stream, block: Block, at: int):
+        super().__init__(task.weight.name, supply, fetches, task.device)
+        self._stream = stream
+        self._block = block
+        self._at = at  # the weight's number in the block
+
+    @property
+    @override
+    def is_closed(self) -> bool:
+        return self._stream.is_closed
+
+    @override
+    def values(self) -> torch.Tensor:
+        found = self._stream.here(self._block, self._at)
+        return super().values() if found is None else found
+
+    @override
+    def rows(self, index: torch.Tensor) -> torch.Tensor | None:
+        return None if self._stream.is_in_call(self._block) else super().rows(index)  # the slot has all of them
 
 
 def _gather(supply: Supply, index: torch.Tensor, device: torch.device, fetches: Fetches) -> torch.Tensor | None:
@@ -156,18 +140,17 @@ def settle(task: Task, read: torch.Tensor | None, opened: ExitStack) -> None:
         put(task.places, read)
         return
     before = task.places[0].tensor
-    dtype = dtype_of(task.weight.dtype)
-    if before.device == task.device and before.dtype == dtype:
+    if before.device == task.device and before.dtype == task.dtype:
         return
     device, former = before.device, before.dtype
     if isinstance(before, nn.Parameter) and not is_dtensor(before):
         # The parameter stays the same object, which an optimizer or the user may hold.
-        _move(before, before.data.to(task.device, dtype))
+        _move(before, before.data.to(task.device, task.dtype))
 
         def back() -> None:
             _move(before, _wide(before.data, device, former))
     else:
-        put(task.places, before.to(task.device, dtype))
+        put(task.places, before.to(task.device, task.dtype))
 
         def back() -> None:
             if places := tuple(place for place in task.places if place.is_held):
@@ -186,7 +169,7 @@ def put_mapped(task: Task, supply: Supply, opened: ExitStack) -> None:
 
 
 def put_table(task: Task, supply: Supply, fetches: Fetches, opened: ExitStack) -> None:
-    """Install a placeholder for a table whose rows are fetched on demand."""
+    """Install a placeholder for a table; its rows are fetched on demand."""
     origin = TableOrigin(task.weight.name, supply, fetches, task.device)
     absent = absent_parameter(kind_of(task.weight, task.places), origin, task.device)
     _put_absent(task, absent, supply, opened)
@@ -194,25 +177,15 @@ def put_table(task: Task, supply: Supply, fetches: Fetches, opened: ExitStack) -
 
 
 class Streaming(NamedTuple):
-    """The streamed segments of one device.
+    """The streamed segments of one device."""
 
-    Attributes:
-        segments: tasks of the weights that move, by segment, in the planned order.
-        supplies: supplies of weights by name.
-        fetches: counts by segment.
-        slots: the device's slots.
-        streams: the door to the computing device.
-        prefetch: whether blocks are fetched ahead of their use.
-        casts: whether the blocks stay on the device, and are cast there.
-    """
-
-    segments: dict[str, list[Task]]
-    supplies: dict[str, Supply]
-    fetches: dict[str, Fetches]
-    slots: list[Slot]
-    streams: DeviceStreams
-    prefetch: bool
-    casts: bool = False
+    segments: dict[str, list[Task]]  # tasks of the weights that move, by segment, in the planned order
+    supplies: dict[str, Supply]  # supplies of weights by name
+    fetches: dict[str, Fetches]  # counts by segment
+    slots: list[Slot]  # the device's slots
+    streams: DeviceStreams  # the door to the computing device
+    prefetch: bool  # whether blocks are fetched ahead of their use
+    casts: bool = False  # whether the blocks stay on the device, and are cast there
 
 
 def put_blocks(model: nn.Module, streaming: Streaming, opened: ExitStack) -> dict[str, Block]:
@@ -225,11 +198,16 @@ def put_blocks(model: nn.Module, streaming: Streaming, opened: ExitStack) -> dic
         block, fetches = blocks[name], streaming.fetches[name]
         offsets = tasks[0].segment.offsets(resident=casts)
         for at, task in enumerate(tasks):
-            origin = BlockOrigin(task.weight.name, block, at, stream, fetches, device)
-            absent = absent_parameter(kind_of(task.weight, task.places), origin, device)
-            _put_absent(task, absent, streaming.supplies[task.weight.name], opened)
+            supply = streaming.supplies[task.weight.name]
+            origin = BlockOrigin(task, supply, fetches, stream, block, at)
+            _put_absent(task, absent_parameter(kind_of(task.weight, task.places), origin, device), supply, opened)
         block.weights = tuple(
-            StreamedWeight(streaming.supplies[task.weight.name], offsets[task.weight.name], _holders(task))
+            StreamedWeight(
+                supply=streaming.supplies[task.weight.name],
+                offset=offsets[task.weight.name],
+                places=task.places,
+                absent=task.places[0].registry[task.places[0].key],
+            )
             for task in tasks  # a packed weight's placeholder is complete once all of its parts are away
         )
     for block in blocks.values():
@@ -241,19 +219,13 @@ def put_blocks(model: nn.Module, streaming: Streaming, opened: ExitStack) -> dic
     return blocks
 
 
-def _holders(task: Task) -> tuple[BlockWeight, ...]:
-    return tuple(
-        BlockWeight(place.registry, place.key, place.registry[place.key], place.whole, place.part)
-        for place in task.places
-    )
-
-
 def _put_absent(task: Task, absent: torch.Tensor, supply: Supply, opened: ExitStack) -> None:
     """Put a placeholder into the model; `opened` receives the way back to a weight in memory, if there is one."""
     before = task.places[0].tensor
     device = before.device
-    at_home = dtype_of(task.weight.storage_dtype or task.weight.dtype)
-    dtype = absent.dtype if before.dtype == at_home else before.dtype  # a load may have left it in its home's dtype
+    dtype = (
+        absent.dtype if before.dtype == task.home_dtype else before.dtype
+    )  # a load may have left it in its home's dtype
     absent = put(task.places, absent)
     if isinstance(supply.source, ScratchSource) and supply.name in supply.source.written:
         set_memory(before, before.data.new_empty(0))  # gives the memory free that it had

@@ -76,19 +76,12 @@ _SHOWN = 5
 
 
 class WeightPlace(NamedTuple):
-    """One place of a weight: a module's dict of parameters or buffers, and the key in it.
+    """One place of a weight: a module's dict of parameters or buffers, and the key in it."""
 
-    Attributes:
-        registry: the dict.
-        key: the name in it.
-        whole: the packed weight that this one is a part of; None for a parameter or buffer.
-        part: name of the part.
-    """
-
-    registry: dict[str, Any]
-    key: str
-    whole: PackedWeight | None = None
-    part: str = ""
+    registry: dict[str, Any]  # the dict
+    key: str  # the name in it
+    whole: PackedWeight | None = None  # the packed weight that this one is a part of; None for a parameter or buffer
+    part: str = ""  # name of the part
 
     @property
     def is_held(self) -> bool:

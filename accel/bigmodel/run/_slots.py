@@ -14,7 +14,7 @@ from torch import nn
 from typing_extensions import override
 
 from accel.bigmodel.run._absent import in_form_of, may_hold_statistics
-from accel.bigmodel.run._places import PackedWeight
+from accel.bigmodel.run._places import PackedWeight, WeightPlace
 from accel.bigmodel.run._supplies import Supply, fill
 from accel.comm._streams import DeviceEvent, DeviceStream, DeviceStreams
 from accel.errors import StreamError
@@ -29,69 +29,33 @@ SlotPlace: TypeAlias = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, to
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class BlockWeight:
-    """One place of a weight in the model.
-
-    Attributes:
-        registry: the dict of parameters or buffers of the module that has it.
-        key: its name there.
-        absent: the placeholder, while the block does not run; of a part that of the packed weight.
-        whole: the packed weight that it is a part of; None for a parameter or buffer.
-        part: name of the part.
-    """
-
-    registry: dict[str, Any]
-    key: str
-    absent: torch.Tensor
-    whole: PackedWeight | None = None
-    part: str = ""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
 class StreamedWeight:
-    """A weight of a streamed block.
+    """A weight of a streamed block."""
 
-    Attributes:
-        supply: the place of its bytes.
-        offset: its first byte in a slot.
-        holders: its places in the model; several where it is tied.
-    """
-
-    supply: Supply
-    offset: int
-    holders: tuple[BlockWeight, ...]
+    supply: Supply  # the place of its bytes
+    offset: int  # its first byte in a slot
+    places: tuple[WeightPlace, ...]  # its places in the model; several where it is tied
+    absent: torch.Tensor  # the placeholder there while the block does not run; for a part, the packed weight's
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A streamed segment.
+    """A streamed segment."""
 
-    Attributes:
-        index: its number in the planned order.
-        name: path of the module.
-        module: the module.
-        weights: the weights that move.
-        slot: the slot that holds it, or is being filled with it.
-        waiting: number of calls that wait for it; above 0 its slot is not filled with another.
-        absents: number of running calls that need placeholders, because autograd may keep what they use.
-        placed: places in the model that now hold the slot's tensors; empty while it holds placeholders.
-        is_replaced: whether a call has put other tensors in such places, or other memory into the slot's.
-        hits, waits, waited_s, moved_bytes: counts of `RunStats`.
-    """
-
-    index: int
-    name: str
-    module: nn.Module
-    weights: Sequence[StreamedWeight] = ()
-    slot: Slot | None = None
-    waiting: int = 0
-    absents: int = 0
+    index: int  # its number in the planned order
+    name: str  # path of the module
+    module: nn.Module  # the module
+    weights: Sequence[StreamedWeight] = ()  # the weights that move
+    slot: Slot | None = None  # the slot that holds it, or is being filled with it
+    waiting: int = 0  # number of calls that wait for it; above 0 its slot is not filled with another
+    absents: int = 0  # number of running calls that need placeholders, because autograd may keep what they use
+    # Places in the model that now hold the slot's tensors; empty while it holds placeholders.
     placed: Sequence[SlotPlace] = ()
-    is_replaced: bool = False
-    hits: int = 0
-    waits: int = 0
-    waited_s: float = 0.0
-    moved_bytes: int = 0
+    is_replaced: bool = False  # whether a call has put other tensors in such places, or other memory into the slot's
+    hits: int = 0  # calls that found the weights on the slot
+    waits: int = 0  # calls that did not
+    waited_s: float = 0.0  # seconds in which calls waited for the weights
+    moved_bytes: int = 0  # bytes that were brought to slots
 
     def put_out(self) -> None:
         """Put the placeholders back into the model."""
@@ -104,43 +68,27 @@ class Block:
 
 @dataclass(eq=False, slots=True)
 class SlotView:
-    """Tensors of a block on a slot, made once: addresses stay, so that compiled code and captured graphs hold.
+    """Tensors of a block on a slot, made once: addresses stay, so that compiled code and captured graphs hold."""
 
-    Attributes:
-        tensors: by weight of the block.
-        places: places in the model.
-    """
-
-    tensors: Sequence[torch.Tensor]
-    places: Sequence[SlotPlace]
+    tensors: Sequence[torch.Tensor]  # by weight of the block
+    places: Sequence[SlotPlace]  # places in the model
 
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """Memory for one block at a time.
+    """Memory for one block at a time."""
 
-    Attributes:
-        memory: bytes on the computing device.
-        staging: bytes of pinned host memory on the way to it; the same tensor where none are needed.
-        block: the block that it holds, or is being filled with.
-        ready: whether the fill has ended.
-        failed: error of the fill.
-        users: number of running calls that use it; above 0 it is not filled anew.
-        version: count of changes that torch saw when the fill ended.
-        filled: event of the device after the fill.
-        left: events of the device after the last calls that used it, by stream.
-        kept: streams whose work is done before the allocator may give the memory away.
-    """
-
-    memory: torch.Tensor
-    staging: torch.Tensor
-    block: Block | None = None
-    ready: bool = False
-    failed: BaseException | None = None
-    users: int = 0
-    version: int = 0
-    filled: DeviceEvent | None = None
+    memory: torch.Tensor  # bytes on the computing device
+    staging: torch.Tensor  # bytes of pinned host memory on the way to it; the same tensor where none are needed
+    block: Block | None = None  # the block that it holds, or is being filled with
+    ready: bool = False  # whether the fill has ended
+    failed: BaseException | None = None  # error of the fill
+    users: int = 0  # number of running calls that use it; above 0 it is not filled anew
+    version: int = 0  # count of changes that torch saw when the fill ended
+    filled: DeviceEvent | None = None  # event of the device after the fill
+    # Events of the device after the last calls that used it, by stream.
     left: dict[int, DeviceEvent] = field(default_factory=dict[int, DeviceEvent])
+    # Streams that must have ended before the allocator may give the memory away.
     kept: set[int] = field(default_factory=set[int])
     views: dict[int, SlotView] = field(default_factory=dict[int, SlotView])
 
@@ -189,7 +137,7 @@ def make_slots(count: int, nbytes: int, streams: DeviceStreams, *, staged: bool 
             memory = staging = _aligned(nbytes)
         slot = Slot(memory, staging)
         stream = streams.current()
-        slot.kept.add(streams.name(stream))  # whose memory it is
+        slot.kept.add(streams.name(stream))  # the memory is this stream's
         if streams.is_asynchronous:
             # The first fill waits too: the allocator may give memory that this stream's work so far still uses.
             slot.left[streams.name(stream)] = streams.record(stream)
@@ -241,26 +189,24 @@ def _view(memory: torch.Tensor, block: Block) -> SlotView:
     tensors: list[torch.Tensor] = []
     places: list[SlotPlace] = []
     views: dict[int, dict[str, torch.Tensor]] = {}
-    wholes: dict[int, BlockWeight] = {}
+    wholes: dict[int, tuple[PackedWeight, torch.Tensor]] = {}
     for weight in block.weights:
         tensor = part(memory, weight)
-        first = weight.holders[0]
-        if first.whole is not None:
-            views.setdefault(id(first.whole), {})[first.part] = tensor
-            wholes[id(first.whole)] = first
-            tensors.append(tensor)
-            continue
         tensors.append(tensor)
-        if may_hold_statistics(first.absent):
+        whole = weight.places[0].whole
+        if whole is not None:
+            views.setdefault(id(whole), {})[weight.places[0].part] = tensor
+            wholes[id(whole)] = whole, weight.absent
+            continue
+        if may_hold_statistics(weight.absent):
             continue  # torch writes those unseen; a placeholder refuses that
-        there = in_form_of(first.absent, tensor).requires_grad_(False)
-        # `put_out` compares memories to find an assignment to .data; a DTensor has none of its own.
+        there = in_form_of(weight.absent, tensor).requires_grad_(False)
+        # `put_out` compares memories to find an assignment to .data; a DTensor has none.
         own = None if is_dtensor(there) else tensor
-        places += [(each.registry, each.key, each.absent, there, own) for each in weight.holders]
-    for key, holder in wholes.items():
-        assert holder.whole is not None
-        made = holder.whole.made(views[key])
-        places += [(registry, name, holder.absent, made, None) for registry, name in holder.whole.places]
+        places += [(each.registry, each.key, weight.absent, there, own) for each in weight.places]
+    for key, (whole, absent) in wholes.items():
+        made = whole.made(views[key])
+        places += [(registry, name, absent, made, None) for registry, name in whole.places]
     return SlotView(tensors, places)
 
 
@@ -302,7 +248,7 @@ class HostTransfer(SlotTransfer):
 
 
 class _StreamTransfer(SlotTransfer):
-    """Movement by streams, whose events order fills and computation."""
+    """Movement by streams: their events order fills and computation."""
 
     def __init__(self, streams: DeviceStreams) -> None:
         self._streams = streams
@@ -362,7 +308,7 @@ class DeviceTransfer(_StreamTransfer):
             [(weight.supply, part(slot.staging, weight)) for weight in wide]
             + [(weight.supply, target) for weight, target in zip(narrow, staged, strict=True)]
         )
-        # The copy alone waits for the slot's earlier users: the read to pinned memory has run beside them.
+        # The copy alone waits for the slot's earlier users: the read to pinned memory has run at the same time.
         self._follow_users(slot, self._side)
         with streams.on(self._side):
             if not narrow:
@@ -381,7 +327,7 @@ class CastTransfer(_StreamTransfer):
 
     @override
     def fill(self, slot: Slot, block: Block) -> None:
-        # The computing stream itself, in whose order the cast comes after the last use and before the next.
+        # The computing stream itself: there the cast comes after the last use and before the next.
         stream = self._streams.current()
         self._follow_users(slot, stream)
         for weight in block.weights:

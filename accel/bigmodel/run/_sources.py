@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources of a run: its own files for values whose home is "disk", and this rank's parts of whole weights."""
+"""Sources of a run: its own files for values with the home "disk", and this rank's parts of full weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ScratchSource:
             self._other.read([each for each in targets if each[0] not in self.written])
 
     def mapped(self, name: str) -> torch.Tensor:
-        """Return a tensor whose pages are read when they are touched; see `Mappable`."""
+        """Return a tensor in mapped memory: its pages are read when they are touched. See `Mappable`."""
         source = self._files if name in self.written else self._other
         if not isinstance(source, Mappable):
             raise ConfigError("a source that maps no files", where=name, fix="Use the home 'disk' or 'cpu'.")
@@ -78,7 +78,7 @@ def with_scratch(
     # A file a segment, in the order in which blocks stream.
     for task in tasks:
         if task.home == "disk" and task.way != "resident" and has_values(task.places[0].tensor):
-            groups.setdefault(task.segment.name, {})[task.weight.name] = stored_as(task)
+            groups.setdefault(task.segment.name, {})[task.weight.name] = stored_as(task, task.places[0].tensor.detach())
     if not groups:
         return source
     try:
@@ -136,7 +136,7 @@ class PartSource:
 
 
 def with_parts(tasks: Sequence[Task], source: WeightSource | None) -> WeightSource | None:
-    """Return a source of the parts that this rank holds, for a model whose weights are DTensors."""
+    """Return a source of the parts that this rank holds, for a model of DTensors."""
     _check_stay(tasks)
     if source is None:
         return None

@@ -22,17 +22,11 @@ from accel.errors._base import describe, rebuild
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BlockCall:
-    """A call of a block.
+    """A call of a block."""
 
-    Attributes:
-        block: the block.
-        slot: the slot that the call uses; None if its weights are fetched one by one.
-        plain: whether autograd records nothing, so that the slot's tensors may be in the model.
-    """
-
-    block: Block
-    slot: Slot | None
-    plain: bool
+    block: Block  # the block
+    slot: Slot | None  # the slot that the call uses; None if its weights are fetched one by one
+    plain: bool  # whether autograd records nothing, so that the slot's tensors may be in the model
 
 
 def drop_abandoned(calls: list[BlockCall], release: Callable[[BlockCall], None]) -> None:
@@ -43,7 +37,7 @@ def drop_abandoned(calls: list[BlockCall], release: Callable[[BlockCall], None])
 
 
 def running_modules() -> set[int]:
-    """Return the ids of the modules whose `__call__` the calling thread is in."""
+    """Return the ids of the modules that the calling thread is calling."""
     found: set[int] = set()
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
@@ -124,7 +118,7 @@ def forked_model(where: str) -> StreamError:
 
 
 def changed_block(name: str) -> StreamError:
-    """Return the error of a block that has written to its slot, or has put other tensors in the place of its own."""
+    """Return the error of a block that has written to its slot, or has replaced its tensors."""
     return StreamError(
         "a streamed block has changed its own weights or buffers, and the change is lost",
         where=name,
@@ -182,7 +176,7 @@ def choose_fill(
         block = held[slot]
         return block is None, len(ahead) if block is None else distance.get(block, len(ahead))
 
-    # An empty slot, else that of the block whose next use is furthest away, as Belady's rule has it.
+    # An empty slot, else the slot of the block with the furthest next use, by Belady's rule.
     victim = max(spare, key=wanted)
     for block in demanded:
         if block not in held:
@@ -443,11 +437,6 @@ class Stream:
     def is_closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
-
-    def check_open(self, where: str) -> None:
-        """Raise `StreamError` if the stream is closed."""
-        if self._closed:
-            raise closed_model(where)
 
     def close(self) -> None:
         """End the feeder, and wake threads that wait for a block, which raise. Idempotent."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
@@ -24,7 +24,7 @@ class Mappable(Protocol):
     """A source that gives tensors as mapped files."""
 
     def mapped(self, name: str) -> torch.Tensor:
-        """Return a tensor of the host whose pages are read when touched; raise `ConfigError` where there is none."""
+        """Return a tensor on the host, with pages that are read when touched; raise `ConfigError` if there is none."""
         ...
 
 
@@ -81,22 +81,15 @@ class TensorSource:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Supply:
-    """Place of a weight's bytes between uses.
+    """Place of a weight's bytes between uses."""
 
-    Attributes:
-        name: name of the weight in the source.
-        shape: sizes of the weight.
-        dtype: dtype in which the model computes.
-        tensor: the values, in host memory, a mapped file, or on the computing device; None where the source reads them.
-        source: reads the values where `tensor` is None.
-        files: the source of a mapped `tensor`, which knows whether its file has been rewritten; None for other tensors.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    name: str  # name of the weight in the source
+    shape: tuple[int, ...]  # sizes of the weight
+    dtype: torch.dtype  # dtype in which the model computes
+    # The values, in host memory, a mapped file, or on the computing device; None where the source reads them.
     tensor: torch.Tensor | None
-    source: WeightSource | None
+    source: WeightSource | None  # reads the values where `tensor` is None
+    # The source of a mapped `tensor`, which knows whether its file has been rewritten; None for other tensors.
     files: Watched | None = None
 
     @property
@@ -158,7 +151,7 @@ def fill(targets: Sequence[tuple[Supply, torch.Tensor]]) -> None:
             continue
         assert supply.source is not None
         stored = supply.stored_dtype()
-        # Sources read their own dtype alone; a cast needs memory of its own.
+        # Sources read only their own dtype; a cast needs separate memory.
         read = target if stored == target.dtype else torch.empty(supply.shape, dtype=stored)
         if read is not target:
             casts.append((supply.name, target, read))
@@ -178,24 +171,26 @@ _SHOWN = 5
 
 
 class Task(NamedTuple):
-    """A weight, and how the model gets it.
+    """A weight, and how the model gets it."""
 
-    Attributes:
-        weight: the weight.
-        segment: its segment.
-        way: "resident" on the computing device, "cast" there for each call, "mapped" in place, "streamed" through
-            slots, or "rows" looked up.
-        home: place of its bytes between uses.
-        device: the computing device.
-        places: its places in the model.
-    """
-
-    weight: Weight
-    segment: Segment
+    weight: Weight  # the weight
+    segment: Segment  # its segment
+    # "resident" on the computing device, "cast" there for each call, "mapped" in place, "streamed" through slots,
+    # or "rows" looked up.
     way: Way
-    home: str
-    device: torch.device
-    places: tuple[WeightPlace, ...]
+    home: str  # place of its bytes between uses
+    device: torch.device  # the computing device
+    places: tuple[WeightPlace, ...]  # its places in the model
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the model computes with it."""
+        return dtype_of(self.weight.dtype)
+
+    @property
+    def home_dtype(self) -> torch.dtype:
+        """The dtype that it has in its home."""
+        return dtype_of(self.weight.storage_dtype or self.weight.dtype)
 
 
 def list_tasks(
@@ -325,36 +320,60 @@ def make_supplies(tasks: list[Task], source: WeightSource | None) -> dict[str, S
     for task in tasks:
         if task.way == "resident":
             continue
-        name, shape, dtype = task.weight.name, task.weight.shape, dtype_of(task.weight.dtype)
-        at_home = dtype_of(task.weight.storage_dtype or task.weight.dtype)
+        name = task.weight.name
         if not needs_source(task):
             here = held(task.places[0].tensor).detach()
             here = here if task.way == "cast" else here.to("cpu")
-            supplies[name] = Supply(name, shape, dtype, _stored_as(here, at_home, task), None)
+            supplies[name] = Supply(name, task.weight.shape, task.dtype, stored_as(task, here), None)
             continue
-        stored = stored_name(task.weight, source)
-        assert stored is not None
-        from_file = Supply(stored, shape, dtype, None, source)
-        if isinstance(source, Mappable) and (task.home == "mmap" or task.way == "rows" or is_memory(source)):
-            mapped = source.mapped(stored)
-            here = _stored_as(mapped, at_home, task)
+        from_file = _from_source(task, source)
+        if isinstance(source, Mappable) and (
+            task.home == "mmap" or task.way == "rows" or isinstance(source, TensorSource)
+        ):
+            mapped = source.mapped(from_file.name)
+            here = stored_as(task, mapped)
             files = source if here is mapped and isinstance(source, Watched) else None
-            supplies[name] = Supply(stored, shape, dtype, here, None, files)
+            supplies[name] = replace(from_file, tensor=here, source=None, files=files)
         elif task.home not in STORES:
-            target = torch.empty(shape, dtype=at_home)
-            if task.way == "cast" and task.device.type != "cpu":
-                fill([(from_file, target)])
-                target = target.to(task.device)
-            elif from_file.stored_dtype() == at_home:
-                reads.append((from_file, target))
-            else:  # one at a time, so that the host holds one before its cast
-                fill([(from_file, target)])
-            supplies[name] = Supply(stored, shape, dtype, target, None)
+            device = task.device if task.way == "cast" else torch.device("cpu")
+            values = _read(from_file, task.home_dtype, device, reads)
+            supplies[name] = replace(from_file, tensor=values, source=None)
         else:
             supplies[name] = from_file
     # Together at the end: neighbours in a file are read by one request.
     fill(reads)
     return supplies
+
+
+def read_residents(tasks: list[Task], source: WeightSource | None) -> dict[str, torch.Tensor]:
+    """Return the values, by name, of weights that stay on their device and that the model lacks."""
+    reads: list[tuple[Supply, torch.Tensor]] = []
+    found = {
+        task.weight.name: _read(_from_source(task, source), task.dtype, task.device, reads)
+        for task in tasks
+        if task.way == "resident" and needs_source(task)
+    }
+    fill(reads)
+    return found
+
+
+def _from_source(task: Task, source: WeightSource | None) -> Supply:
+    """Return the supply of a weight that a source reads."""
+    stored = stored_name(task.weight, source)
+    assert stored is not None
+    return Supply(stored, task.weight.shape, task.dtype, None, source)
+
+
+def _read(
+    supply: Supply, dtype: torch.dtype, device: torch.device, reads: list[tuple[Supply, torch.Tensor]]
+) -> torch.Tensor:
+    """Return memory for a weight: filled, or to be filled by what is appended to `reads`."""
+    target = torch.empty(supply.shape, dtype=dtype)
+    if device.type == "cpu" and supply.stored_dtype() == dtype:
+        reads.append((supply, target))
+        return target
+    fill([(supply, target)])  # one at a time, so that the host holds one before it is cast or sent
+    return target.to(device)
 
 
 def _watch(tasks: Sequence[Task], source: WeightSource | None) -> None:
@@ -367,43 +386,10 @@ def _watch(tasks: Sequence[Task], source: WeightSource | None) -> None:
     source.watch(name for name in names if name is not None)
 
 
-def _stored_as(tensor: torch.Tensor, dtype: torch.dtype, task: Task) -> torch.Tensor:
+def stored_as(task: Task, tensor: torch.Tensor) -> torch.Tensor:
     """Return a weight's values in the dtype of its home: cast, if the map casts it."""
-    if task.weight.is_cast and tensor.dtype != dtype:
-        made = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+    if task.weight.is_cast and tensor.dtype != task.home_dtype:
+        made = torch.empty(tensor.shape, dtype=task.home_dtype, device=tensor.device)
         copy_in_range(made, tensor, name=task.weight.name)
         tensor = made
     return tensor.to(task.device) if task.way == "cast" else tensor
-
-
-def stored_as(task: Task) -> torch.Tensor:
-    """Return the model's values of a weight in the dtype of its home."""
-    here = task.places[0].tensor.detach()
-    return _stored_as(here, dtype_of(task.weight.storage_dtype or task.weight.dtype), task)
-
-
-def is_memory(source: WeightSource) -> bool:
-    """Return whether a source is the caller's own mapping of tensors."""
-    return isinstance(source, TensorSource)
-
-
-def read_residents(tasks: list[Task], source: WeightSource | None) -> dict[str, torch.Tensor]:
-    """Return the values, by name, of weights that stay on their device and that the model lacks."""
-    found: dict[str, torch.Tensor] = {}
-    reads: list[tuple[Supply, torch.Tensor]] = []
-    for task in tasks:
-        if task.way != "resident" or not needs_source(task):
-            continue
-        stored = stored_name(task.weight, source)
-        assert stored is not None
-        dtype = dtype_of(task.weight.dtype)
-        target = torch.empty(task.weight.shape, dtype=dtype)
-        supply = Supply(stored, task.weight.shape, dtype, None, source)
-        if task.device.type == "cpu":
-            reads.append((supply, target))
-        else:  # one at a time, so that the host holds one
-            fill([(supply, target)])
-            target = target.to(task.device)
-        found[task.weight.name] = target
-    fill(reads)
-    return found

@@ -116,7 +116,7 @@ class Swap:
                     where="Swap",
                     fix="End the use of one first, or let dispatch_model stream both.",
                 )
-            # Calls of another thread end first; those of this one may nest.
+            # Calls of another thread end first; calls of this one may nest.
             self._turn.wait_for(lambda: not self._uses or self._user == me)
             if self._present is not model:
                 self._bring_back()

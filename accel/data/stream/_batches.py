@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 from collections.abc import Generator, Iterator, Sequence
@@ -46,62 +47,52 @@ class _Report(msgspec.Struct, frozen=True, array_like=True):
     digest: str = ""
 
 
+@dataclasses.dataclass(eq=False)
 class IndependentReaders:
     """Every rank reads; its last batch, or another rank's, stands in once its stream has ended.
 
     Attributes:
-        step_bytes: size of the largest first batch in the last message.
-
-    Args:
         ctx: the context.
         call: each message, as all ranks name it.
         data_ranks: data-parallel rank by rank; ranks of one read the same.
         drops: whether the epoch ends at the first rank without another full batch.
         compares: whether to warn if two data-parallel ranks begin with the same samples.
         position: of this rank's reader.
+        latest: the last batch of this rank, or a borrowed one.
+        step_bytes: size of the largest first batch in the last message.
     """
 
-    def __init__(
-        self,
-        ctx: DistContext,
-        call: Call,
-        data_ranks: list[int],
-        *,
-        drops: bool,
-        compares: bool,
-        position: StreamPosition | None,
-    ) -> None:
-        self._ctx = ctx
-        self._call = call
-        self._data_ranks = data_ranks
-        self._drops = drops
-        self._compares = compares
-        self._position = position
-        self._latest: LocalBatch | None = None
-        self.step_bytes = 0
+    ctx: DistContext
+    call: Call
+    data_ranks: list[int]
+    drops: bool
+    compares: bool
+    position: StreamPosition | None
+    latest: LocalBatch | None = None
+    step_bytes: int = 0
 
     def agree(self, steps: list[ReadStep]) -> list[AgreedStep]:
         """Agree on the next steps with the other ranks; return those known of every rank. A collective.
 
         On every rank, different streams of one data-parallel rank are a `DataError`, an unsendable batch a `TreeError`.
         """
-        reports = exchange_values(self._ctx.comm, self._call, self._report(steps), _Report)
-        if self._compares and self._ctx.is_main_process:
-            _warn_of_equal([report.digest for report in reports], self._data_ranks)
-        self._compares = False
-        totals = _agreed_totals(reports, self._data_ranks, drops=self._drops)
+        reports = exchange_values(self.ctx.comm, self.call, self._report(steps), _Report)
+        if self.compares and self.ctx.is_main_process:
+            _warn_of_equal([report.digest for report in reports], self.data_ranks)
+        self.compares = False
+        totals = _agreed_totals(reports, self.data_ranks, drops=self.drops)
         if totals and any(report.bare for report in reports):
-            self._latest = self._lend(steps, [report.bare for report in reports])
+            self.latest = self._lend(steps, [report.bare for report in reports])
         self.step_bytes = max(report.size for report in reports)
         agreed: list[AgreedStep] = []
         for at, (total, is_last) in enumerate(totals):
             count = 0
             if at < len(steps):
-                self._latest = steps[at].batches[0]
-                self._position = steps[at].position
+                self.latest = steps[at].batches[0]
+                self.position = steps[at].position
                 count = steps[at].counts[0]
-            assert self._latest is not None  # its own, or a borrowed one
-            agreed.append(AgreedStep(self._latest, count, total, is_last, self._position))
+            assert self.latest is not None  # its own, or a borrowed one
+            agreed.append(AgreedStep(self.latest, count, total, is_last, self.position))
         return agreed
 
     def _report(self, steps: list[ReadStep]) -> _Report:
@@ -109,15 +100,15 @@ class IndependentReaders:
         return _Report(
             counts=[step.counts[0] for step in steps],
             more=bool(steps) and steps[-1].more,
-            bare=not steps and self._latest is None,
-            size=batch_bytes(first, self._ctx.containers) if steps else 0,
-            digest=_digest(first, self._ctx.containers) if steps and self._compares else "",
+            bare=not steps and self.latest is None,
+            size=batch_bytes(first, self.ctx.containers) if steps else 0,
+            digest=_digest(first, self.ctx.containers) if steps and self.compares else "",
         )
 
     def _lend(self, steps: list[ReadStep], bare: list[bool]) -> LocalBatch:
         """Send the first batch of a rank that has one to ranks that never had any, as their placeholder."""
-        ctx = self._ctx
-        own = steps[0].batches[0] if steps else self._latest
+        ctx = self.ctx
+        own = steps[0].batches[0] if steps else self.latest
         lender = bare.index(False)
         payload = torch.empty(0, dtype=torch.uint8)
         if ctx.rank == lender and own is not None:
@@ -125,7 +116,7 @@ class IndependentReaders:
                 packed = BatchPacker().pack([own.data], whole=True)
             # one message: the receivers do not know the size of a batch that they never had
             payload = torch.cat([torch.tensor([packed.header_bytes, own.rows]).view(torch.uint8), packed.buffer])
-        lent = broadcast_bytes(ctx.comm, self._call, payload, source=lender)
+        lent = broadcast_bytes(ctx.comm, self.call, payload, source=lender)
         if own is not None:
             return own
         head = 16  # two int64
@@ -160,8 +151,7 @@ def _agreed_totals(reports: list[_Report], data_ranks: list[int], *, drops: bool
 
 
 def _warn_of_equal(digests: Sequence[str], data_ranks: Sequence[int]) -> None:
-    """Log a warning if two data-parallel ranks begin with the same samples: the stream was not divided. Digests are of
-    each rank's first batch."""
+    """Log a warning if two data-parallel ranks begin with the same samples, by digests of their first batches."""
     readers: dict[str, int] = {}
     for rank, (digest, data_rank) in enumerate(zip(digests, data_ranks, strict=True)):
         other = readers.setdefault(digest, rank) if digest else rank
@@ -199,8 +189,8 @@ def _leaf_bytes(leaf: object) -> bytes:
 _STREAM = "a stream"  # the `of` of a stream's cursors
 
 
-class StreamStep(NamedTuple):
-    """One step of a rank, its data left out; attributes are those of `Batch`."""
+class BatchStep(NamedTuple):
+    """One step of a rank without its data; attributes are those of `Batch`."""
 
     valid: SampleCount
     rows: int
@@ -225,11 +215,10 @@ class _ReadMode(msgspec.Struct, frozen=True, array_like=True):
     ahead: bool
 
 
-def stream_batches(
+def stream_steps(
     ctx: DistContext, loader: StreamLoader, state: Positioned | Cursor | None, cursor: Cursor
-) -> Generator[tuple[Any, StreamStep]]:
-    """Yield this rank's batches, each with its step, from the cursor to the end of its epoch, as `batches`. A
-    collective, now and then."""
+) -> Generator[tuple[Any, BatchStep]]:
+    """Yield this rank's batches and steps from the cursor to the end of its epoch. A collective now and then."""
     site = call_site()
     with shared_failure(ctx.comm, Call("batches", site=site)):
         check_entry((ctx.rank, ctx.world_size, ctx.data_parallel), loader.prepared_for, cursor)
@@ -300,7 +289,7 @@ def _agreed_steps(
 
 def _with_cursors(
     agreed: Iterator[AgreedStep], cursor: Cursor, copies: int, *, duplicate: bool
-) -> Iterator[tuple[Any, StreamStep]]:
+) -> Iterator[tuple[Any, BatchStep]]:
     consumed = cursor.consumed
     for step in agreed:
         consumed += step.total
@@ -308,7 +297,7 @@ def _with_cursors(
         if step.is_last:
             after = Cursor(cursor.seed, cursor.epoch + 1)
         valid = SampleCount(step.samples, step.total, copies)
-        yield step.batch.data, StreamStep(valid, step.batch.rows, step.is_last, after, duplicate)
+        yield step.batch.data, BatchStep(valid, step.batch.rows, step.is_last, after, duplicate)
 
 
 def _read(
@@ -351,7 +340,7 @@ def _start(loader: StreamLoader, cursor: Cursor) -> StreamPosition:
             expected=f"one {_division(ranks)}",
             got=f"one {_division(at.ranks)}",
             fix="Continue with as many ranks as before, begin the epoch again, or use a mode that reads the full "
-            'stream ("elements" or "dispatch"), whose cursors fit any number of ranks.',
+            'stream ("elements" or "dispatch"): its cursors fit any number of ranks.',
         )
     if len(at.workers) != workers:
         raise DataError(

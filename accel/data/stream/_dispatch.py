@@ -59,8 +59,7 @@ class BatchPacker:
         self._known: Spec | None = None
 
     def pack(self, batches: Sequence[object], *, whole: bool = False) -> PackedBatches:
-        """Return batches as bytes; large tensors share their memory with the batches, unless `whole`. Raises
-        `TreeError` for leaves but tensors, numbers, text, bytes and None."""
+        """Return batches as bytes; large tensors share memory with them, unless `whole`. `TreeError` for objects."""
         tensors: list[torch.Tensor] = []
         headers: list[_BatchHeader] = []
         for batch in batches:
@@ -73,9 +72,9 @@ class BatchPacker:
             headers.append(_BatchHeader(spec if changed else None, shapes, values))
         text = msgspec.msgpack.encode(headers)
         head = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        beside = [not whole and is_large(tensor.dtype, tensor.numel()) for tensor in tensors]
-        small = [tensor for tensor, alone in zip(tensors, beside, strict=True) if not alone]
-        large = [flat_bytes(tensor.cpu()) for tensor, alone in zip(tensors, beside, strict=True) if alone]
+        by_itself = [not whole and is_large(tensor.dtype, tensor.numel()) for tensor in tensors]
+        small = [tensor for tensor, alone in zip(tensors, by_itself, strict=True) if not alone]
+        large = [flat_bytes(tensor.cpu()) for tensor, alone in zip(tensors, by_itself, strict=True) if alone]
         return PackedBatches(len(text), pack([head, *small], torch.device("cpu")), large)
 
 
@@ -101,10 +100,10 @@ class BatchUnpacker:
 def _tensors(
     packed: PackedBatches, dtypes: Sequence[torch.dtype], shapes: Sequence[list[int]]
 ) -> Iterator[torch.Tensor]:
-    """View the tensors of packed batches: the large ones beside the buffer, if there are any, and the others in it."""
+    """View the tensors of packed batches: large ones have separate memory, the others are in the buffer."""
     has_large = bool(packed.large)
-    beside = [has_large and is_large(dtype, math.prod(shape)) for dtype, shape in zip(dtypes, shapes, strict=True)]
-    listed = list(zip(dtypes, shapes, beside, strict=True))
+    by_itself = [has_large and is_large(dtype, math.prod(shape)) for dtype, shape in zip(dtypes, shapes, strict=True)]
+    listed = list(zip(dtypes, shapes, by_itself, strict=True))
     inside = [(dtype, shape) for dtype, shape, alone in listed if not alone]
     inside_dtypes = [torch.uint8, *(dtype for dtype, _ in inside)]
     inside_shapes = [[packed.header_bytes], *(shape for _, shape in inside)]
@@ -250,7 +249,7 @@ class _MessageHeader(msgspec.Struct, frozen=True, array_like=True):
         steps: none at the end of an empty stream.
         header_sizes: bytes before the tensors, of each rank's packed batches.
         sizes: bytes of the buffer, which holds the batches of all these steps.
-        large: bytes of each tensor beside the buffer.
+        large: bytes of each tensor outside of the buffer.
         inline: whether the packed batches follow in this message.
     """
 
@@ -320,7 +319,8 @@ class Dispatcher:
             batches = self._data(steps, ctx.rank)
         else:
             batches = self._unpacker.unpack(self._receive(header, at, messages[reader][end:], reader))
-        self.step_bytes = max(_bytes_sent(each) // max(len(each.steps), 1) for each, _ in headers.values())
+        sent = [(sum(each.sizes) + sum(map(sum, each.large)), len(each.steps)) for each, _ in headers.values()]
+        self.step_bytes = max(size // max(count, 1) for size, count in sent)
         return [
             AgreedStep(
                 LocalBatch(batches[i], step.rows[at]),
@@ -368,13 +368,13 @@ class Dispatcher:
         return PackedBatches(header.header_sizes[at], buffer, large)
 
 
-def _bytes_sent(header: _MessageHeader) -> int:
-    return sum(header.sizes) + sum(map(sum, header.large))
-
-
 def _known_steps(headers: dict[int, list[_StepHeader]]) -> int:
     """Return the number of steps that all readers have read; raise if they differ in one of them."""
-    texts = {reader: [_step_text(step) for step in steps] or ["nothing"] for reader, steps in headers.items()}
+    ends = {True: "more follows", False: "the end"}
+    texts = {
+        reader: [f"{step.counts}, {ends[step.more]}" for step in steps] or ["nothing"]
+        for reader, steps in headers.items()
+    }
     first, *others = texts
     for reader in others:
         for mine, theirs in zip(texts[first], texts[reader], strict=False):
@@ -387,10 +387,6 @@ def _known_steps(headers: dict[int, list[_StepHeader]]) -> int:
                     fix='Let every node read the same data in the same order, or use stream="dispatch".',
                 )
     return min(len(steps) for steps in headers.values())
-
-
-def _step_text(step: _StepHeader) -> str:
-    return f"{step.counts}, {'more follows' if step.more else 'the end'}"
 
 
 def _aligned_bytes(header: _MessageHeader) -> torch.Tensor:

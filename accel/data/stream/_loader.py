@@ -30,6 +30,15 @@ _MODES = (
 )
 
 
+def unread() -> DataError:
+    """Make the error for a loop over a prepared loader."""
+    return DataError(
+        "a prepared loader is read by accel.batches, from a position",
+        expected="for batch in accel.batches(ctx, loader, state)",
+        got="for batch in loader",
+    )
+
+
 @runtime_checkable
 class _Shardable(Protocol):
     def shard(self, num_shards: int, index: int) -> Iterable[Any]: ...
@@ -73,11 +82,7 @@ class StreamLoader:
     passes: LastPass = dataclasses.field(default_factory=LastPass, repr=False, compare=False)
 
     def __iter__(self) -> NoReturn:
-        raise DataError(
-            "a prepared loader is read by accel.batches, from a position",
-            expected="for batch in accel.batches(ctx, loader, state)",
-            got="for batch in loader",
-        )
+        raise unread()
 
     @property
     def is_shared(self) -> bool:
@@ -166,13 +171,18 @@ def stream_loader(
     )
 
 
-def _tail(tail: Tail | None, *, drops: bool, whole: bool) -> Tail:
-    """Return the treatment of an epoch's end: the stated one, or the loader's."""
+def tail_of(tail: Tail | None, *, drops: bool) -> Tail:
+    """Return the treatment of an epoch's end: the stated one, or the loader's; `ConfigError` if they differ."""
     if tail is not None and drops and tail != "drop":
         raise ConfigError(
             "two arguments end the epoch", got=f"drop_last=True and tail={tail!r}", fix="Give one of them."
         )
-    chosen: Tail = tail or ("drop" if drops else "ragged")
+    return tail or ("drop" if drops else "ragged")
+
+
+def _tail(tail: Tail | None, *, drops: bool, whole: bool) -> Tail:
+    """Return the treatment of an epoch's end in a stream."""
+    chosen = tail_of(tail, drops=drops)
     check_choice(chosen, get_args(Tail), "unknown way to end an epoch", where="tail=")
     if whole and chosen == "pad":
         raise ConfigError(

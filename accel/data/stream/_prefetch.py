@@ -136,8 +136,7 @@ class Prefetcher:
             pass
 
     def take(self, count: int) -> list[ReadStep]:
-        """Return that many steps, or fewer at the end or before an error; if the first cannot be read, raise its error
-        on every rank."""
+        """Return that many steps, or fewer at the end or before an error; all ranks raise an error of the first one."""
         taken: list[ReadStep] = []
         with self._guard():  # once for all steps: it takes as long as a small one
             while len(taken) < count and (step := self._next()) is not None:
@@ -179,13 +178,12 @@ class Prefetcher:
 
 
 def next_count(count: int, limit: int, step_bytes: int) -> int:
-    """Return the steps of the next message: twice as many, as long as they are few and small. The first has one, so
-    that nobody waits for more."""
+    """Return the steps of the next message: twice as many, as long as they are few and small. The first has one."""
     return max(1, min(2 * count, limit, _MOST_BYTES // max(step_bytes, 1)))
 
 
 def batch_bytes(data: object, containers: Sequence[Container] = ()) -> int:
-    """Return the bytes of a batch's tensors; of an unknown container those of a large one."""
+    """Return the bytes of a batch's tensors; an unknown container counts as a large batch."""
     try:
         return sum(leaf.nbytes for _, leaf in tensors(data, containers))
     except TreeError:
@@ -235,7 +233,7 @@ class _WorkerTurns:
         return None
 
     def any_left(self) -> bool:
-        """Return whether another step follows; waits for workers whose next step has not come."""
+        """Return whether another step follows; waits for the next step of each worker."""
         return any(worker in self._going or self._peek(worker).batches for worker in self._order)
 
     def position(self) -> StreamPosition:

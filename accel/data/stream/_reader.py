@@ -58,8 +58,7 @@ def resumable(source: object) -> Resumable | None:
 
 
 def forgotten_samples(source: object) -> int:
-    """Return the most samples that a stream's state leaves out: those in shuffle buffers of Hugging Face's datasets,
-    at any depth of the stream."""
+    """Return the most samples that a stream's state leaves out: in shuffle buffers of Hugging Face's datasets."""
     buffers = (each for each in _parts(source) if type(each).__name__ == "BufferShuffledExamplesIterable")
     sizes = (getattr(each, "buffer_size", 0) for each in buffers)
     return sum(size for size in sizes if size > 1)
@@ -101,7 +100,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     Attributes:
         size: elements to a step.
         ranks: data-parallel ranks that share a step.
-        mine: the ranks whose batches are made here.
+        mine: ranks that get their batches from here.
         tail: treatment of a step with fewer elements.
         whole: whether an element is a batch already, one for a rank.
         containers: further kinds of containers that batches may hold.

@@ -180,7 +180,7 @@ _TABLE = (
 
 
 def check_conflicts(draft: Draft, facts: RunFacts, stage: int) -> None:
-    """Note the keys of the table that ask for something, and what a stage does with a key of its own accord."""
+    """Note the keys of the table that ask for something, and keys that a stage treats differently."""
     for key, idle, why in _TABLE:
         for own in [own for own in draft.rows if own[: len(key)] == key]:
             value = draft.said(own)

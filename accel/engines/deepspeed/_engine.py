@@ -98,8 +98,8 @@ def gathered(ctx: DistContext, parameters: Iterable[torch.Tensor], *, changed_by
     Args:
         ctx: the context.
         parameters: of a model that DeepSpeed shards.
-        changed_by: the rank whose changes all ranks get; None if nothing is changed. The optimizer's fp32 weights are
-            its own, and do not follow.
+        changed_by: the rank that sends its changes to all ranks; None if nothing is changed. The optimizer's separate
+            fp32 weights do not follow.
     """
     whole = list(parameters)
     line = "gathered(ctx, parameters)"
@@ -109,7 +109,7 @@ def gathered(ctx: DistContext, parameters: Iterable[torch.Tensor], *, changed_by
 
 @context_first
 def build_sharded(ctx: DistContext, make: Callable[[], M]) -> M:
-    """Build a model whose parameters are shared out as each module is made. A collective; every rank calls it.
+    """Build a model, and shard the parameters of each module as it is made. A collective; every rank calls it.
 
     Args:
         ctx: the context, with stage 3.
@@ -168,11 +168,11 @@ def _prepare(ctx: DistContext, objects: Sequence[Any]) -> Sequence[Any]:
     models = [each for each in objects if isinstance(each, nn.Module)]
     optimizers = [each for each in objects if isinstance(each, Optimizer)]
     owners = {id(each): _owner(each, models) for each in optimizers}
-    beside = [each for each in objects if not isinstance(each, nn.Module | Optimizer)]
+    others = [each for each in objects if not isinstance(each, nn.Module | Optimizer)]
     prepared: dict[int, Any] = {}
     for model in models:
         own = [each for each in optimizers if owners[id(each)] is model]
-        resolved = _settled(ctx, [model, *own, *beside])
+        resolved = _settled(ctx, [model, *own, *others])
         if len(own) > 1:
             got = f"{len(own)} optimizers"
             raise PrepareError("DeepSpeed takes one optimizer of a model", got=got, where="prepare", fix=_GROUPS)
@@ -199,7 +199,7 @@ def _check_mesh(ctx: DistContext) -> None:
 
 
 def _owner(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
-    """Return the model whose parameters an optimizer has."""
+    """Return the model that an optimizer trains."""
     held = {id(each) for group in optimizer.param_groups for each in group["params"]}
     for model in models:
         if held <= {id(each) for each in model.parameters()}:
@@ -229,7 +229,7 @@ def _settled(ctx: DistContext, objects: Sequence[Any]) -> ResolvedDeepSpeed:
             expected="overlap left out, or stage 2",
             got="overlap=True",
             where="DeepSpeed.overlap",
-            fix="Leave overlap out, or pass stage=2, whose gradients are sent during backward.",
+            fix="Leave overlap out, or pass stage=2, which sends gradients during backward.",
         )
     if ctx.device.type == "cpu" and ctx.precision.compute == "fp16":
         raise ConfigError(

@@ -161,8 +161,6 @@ def _lowered(text: str) -> str:
 
 
 _SIZES = ("reduce_bucket", "gather_bucket", "prefetch_bucket", "persist_below")
-_OFFLOADS = {"offload_optimizer": "offload_optimizer", "offload_parameters": "offload_param"}
-_OFFLOAD_FIELDS = {"device": "device", "nvme_path": "path", "pin_memory": "pin_memory"}
 
 
 def read_deepspeed(config: str | os.PathLike[str] | Mapping[str, Any]) -> DeepSpeed:
@@ -190,7 +188,7 @@ def from_json(values: Mapping[str, Any], *, source: str = "") -> DeepSpeed:
     leaves = flat(values)
     fields: dict[str, Any] = {"stage": 0, **dict.fromkeys(_SIZES, "default")}
     for name, key in FIELD_KEYS.items():
-        if name in _OFFLOADS:
+        if name.startswith("offload_"):
             fields[name] = _offload(leaves, key)
         elif key in leaves:
             fields[name] = leaves.pop(key)
@@ -203,7 +201,7 @@ def from_json(values: Mapping[str, Any], *, source: str = "") -> DeepSpeed:
 
 
 def from_section(values: Mapping[str, Any], *, source: str = "") -> DeepSpeed:
-    """Return the record whose fields a section [deepspeed] sets; `source` is its place, for tables and errors."""
+    """Return the record of a section [deepspeed]; `source` is its place, for tables and errors."""
     known = [name for name in DeepSpeed.__struct_fields__ if name != "source"]
     for name in values:
         if name not in known:
@@ -231,7 +229,7 @@ def _offload(leaves: dict[Key, Any], key: Key) -> dict[str, Any] | None:
         return None  # "none", "auto" or nothing
     return {
         field: value
-        for name, field in _OFFLOAD_FIELDS.items()
+        for field, name in _OFFLOAD_KEYS.items()
         if name in own and (value := leaves.pop(own[name])) not in (None, "")
     }
 
@@ -240,8 +238,7 @@ def _made(fields: dict[str, Any], where: str) -> DeepSpeed:
     try:
         return msgspec.convert(fields, DeepSpeed)
     except msgspec.ValidationError as error:
-        reason = str(error)
-        raise ConfigError("the options are not valid", got=reason[:1].lower() + reason[1:], where=where) from None
+        raise ConfigError("the options are not valid", got=_lowered(str(error)), where=where) from None
 
 
 _COLUMNS = 80

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door to DeepSpeed: the package, and what is used of its optimizers beside its documented calls."""
+"""The door to DeepSpeed: the package, and the undocumented parts of its optimizers that are used."""
 
 from __future__ import annotations
 
@@ -218,9 +218,9 @@ class ZeroGradients:
 
 
 class ZeroOptimizer(Optimizer):
-    """An optimizer whose state DeepSpeed shares out among ranks.
+    """An optimizer with a state that DeepSpeed shards.
 
-    `param_groups` are those of the optimizer that was passed: schedulers change learning rates there.
+    `param_groups` belong to the optimizer that was passed: schedulers change learning rates there.
 
     Args:
         engine: DeepSpeed's engine.

@@ -76,7 +76,7 @@ def _whole(engine: Any, handle: ZeroOptimizer | None) -> Whole:
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of a module's state, with their live objects, but for those of quantized weights."""
+    """Return the tensors of a module's state, with their live objects, except quantized weights."""
     packed = packed_weights(module).keys() | part_names(module)
     state = module.state_dict(keep_vars=True)
     return {name: each for name, each in state.items() if isinstance(each, torch.Tensor) and name not in packed}

@@ -22,7 +22,7 @@ class RankMesh(msgspec.Struct, frozen=True):
     """A mesh of ranks 0 to n - 1 in their order.
 
     Attributes:
-        names: of the dimensions, the slowest first; those of one rank are left out, but for one of all.
+        names: of the dimensions, the slowest first; dimensions of one rank are left out, unless all are.
         sizes: of the dimensions.
     """
 
@@ -56,7 +56,7 @@ def mesh_of_groups(groups: Mapping[str, Sequence[int]], rank: int, world_size: i
         listed = ", ".join(f"{name}={len(ranks)} {list(ranks)}" for name, ranks in dense.items())
         raise ConfigError(
             "Megatron's groups do not form one mesh of all ranks",
-            expected=f"sizes of pp, dp, cp and tp whose product is {world_size}, each of evenly spaced ranks",
+            expected=f"sizes of pp, dp, cp and tp with the product {world_size}, each of evenly spaced ranks",
             got=listed,
             where="from_megatron",
             fix="Initialize Megatron's parallel state on torch's default group, with all of its ranks.",
@@ -105,7 +105,7 @@ def initialized_state() -> Any:
 def megatron_mesh(device_type: str) -> DeviceMesh:
     """Return Megatron's groups as one mesh of all ranks, for `accel.replace(ctx, mesh=)`. No communication.
 
-    Its dimensions are those of "pp", "dp", "cp" and "tp" that have several ranks, in Megatron's order. With experts,
+    Its dimensions are the ones of "pp", "dp", "cp" and "tp" with several ranks, in Megatron's order. With experts,
     "ep" and "dp" divide the data ranks; where experts divide other ranks too, as with context parallelism, the mesh has
     no "ep". The groups stay Megatron's.
 

@@ -57,7 +57,7 @@ class MegatronStreams:
         return {"streams": StreamStates(_place(), states)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
-        """Restore the streams, but for those of another layout. Mutates Megatron's tracker."""
+        """Restore the streams, except streams of another layout. Mutates Megatron's tracker."""
         loaded: StreamStates = state_dict["streams"]
         if loaded.place != _place() or not loaded.states:
             return

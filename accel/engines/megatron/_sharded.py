@@ -152,7 +152,7 @@ def _children(nested: Any) -> Iterator[Any]:
 
 
 def _row(leaf: Any) -> tuple[str, tuple[int, ...]]:
-    """Return the key of a part, and its index along axes that the local tensor lacks, such as that of layers."""
+    """Return the key of a part, and its index along axes that the local tensor lacks, such as the axis of layers."""
     return leaf.key, tuple(itertools.islice(leaf.global_offset, leaf.prepend_axis_num))
 
 
@@ -169,7 +169,7 @@ def _check_object(held: Any) -> None:
             expected="tensors by name and offset",
             got=type(data).__name__,
             where=held.key,
-            fix="Train in bf16, whose layers keep no such state, or store it by megatron.core.dist_checkpointing.",
+            fix="Train in bf16, in which layers keep no such state, or store it by megatron.core.dist_checkpointing.",
         )
 
 

@@ -26,7 +26,7 @@ class Bitsandbytes(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         bits: 4 or 8.
-        kind: format of 4 bits: "nf4", whose values suit normally distributed weights, or "fp4".
+        kind: format of 4 bits: "nf4", with values for normally distributed weights, or "fp4".
         double: 4 bits: whether the scales are quantized too, which saves 0.4 bits a weight.
         compute_dtype: 4 bits: dtype of the product; "bf16", "fp16" or "fp32".
         threshold: 8 bits: columns of inputs with a larger value compute in 16 bits; 0 for none.

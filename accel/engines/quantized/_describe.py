@@ -35,25 +35,9 @@ def take_apart(module: nn.Module, key: str, tensor: Any) -> Packed | None:
     return _torchao.take_apart(key, tensor) if hasattr(tensor, "__tensor_flatten__") else None
 
 
-def quantize(weight: torch.Tensor, config: Quantization) -> Packed:
-    """Quantize a matrix on its device."""
-    if isinstance(config, Bitsandbytes):
-        return _bitsandbytes.quantize(weight, config)
-    return _torchao.quantize(weight, config)
-
-
-def empty(shape: tuple[int, int], dtype: torch.dtype, config: Quantization) -> Packed:
-    """Return a quantized weight without values."""
-    if isinstance(config, Bitsandbytes):
-        return _bitsandbytes.empty(shape, dtype, config)
-    return _torchao.empty(shape, dtype, config)
-
-
-def empty_layer(old: nn.Linear, config: Quantization) -> nn.Linear:
-    """Return a layer with another one's bias, whose weight is still to come."""
-    if isinstance(config, Bitsandbytes):
-        return _bitsandbytes.empty_layer(old, config)
-    return _torchao.empty_layer(old, config)
+def backend_of(config: Quantization) -> Any:
+    """Return the module that quantizes as a record says: its `quantize`, `empty` and `empty_layer` take the record."""
+    return _bitsandbytes if isinstance(config, Bitsandbytes) else _torchao
 
 
 _SHOWN = 5
@@ -103,7 +87,7 @@ def describe_quantized(model: nn.Module, config: Quantization, *, blocks: Select
     with ExitStack() as undo:
         for layer in plan.layers:
             weight = layer.template.make(layer.template.parts)
-            _ = undo.callback(replace_layer(model, layer.module, empty_layer(layer.module, config), weight))
+            _ = undo.callback(replace_layer(model, layer.module, weight, config))
         skeleton = describe(model, blocks=blocks)
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     dtypes = {name: plan.dtypes[id(tensor)] for name, tensor in named if id(tensor) in plan.dtypes}
@@ -148,12 +132,13 @@ def plan_layers(model: nn.Module, config: Quantization) -> QuantizationPlan:
     for name, module in chosen:
         dtype = dtypes.pop(id(module.weight), module.weight.dtype)
         shape = (module.out_features, module.in_features)
-        layers.append(QuantizedLayer(name, module, dtype, empty(shape, dtype, config)))
+        layers.append(QuantizedLayer(name, module, dtype, backend_of(config).empty(shape, dtype, config)))
     return QuantizationPlan(layers, dtypes)
 
 
-def replace_layer(model: nn.Module, old: nn.Linear, new: nn.Linear, weight: nn.Parameter) -> Callable[[], None]:
+def replace_layer(model: nn.Module, old: nn.Linear, weight: nn.Parameter, config: Quantization) -> Callable[[], None]:
     """Put a layer with a quantized weight in the place of another one; return the way back. Mutates the model."""
+    new: nn.Linear = backend_of(config).empty_layer(old, config)
     new.weight = weight
     registries: list[tuple[dict[str, Any], str]] = []
     for parent in _modules(model):

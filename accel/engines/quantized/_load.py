@@ -33,9 +33,8 @@ from accel.engines.quantized._config import Bitsandbytes, Quantization
 from accel.engines.quantized._describe import (
     QuantizationPlan,
     QuantizedLayer,
-    empty_layer,
+    backend_of,
     plan_layers,
-    quantize,
     replace_layer,
 )
 from accel.errors import ConfigError
@@ -83,7 +82,7 @@ class Found(NamedTuple):
 def find_weights(
     model: nn.Module, plan: QuantizationPlan, source: WeightSource, config: Quantization, allow_missing: Patterns
 ) -> Found:
-    """Compare names, shapes and dtypes of a source with those of a model."""
+    """Compare names, shapes and dtypes of a source with a model."""
     stored = {name: TensorFacts((name,), each.dtype, each.shape, each.where) for name, each in source.entries.items()}
     wanted: list[TensorFacts] = []
     templates: dict[str, Packed] = {}
@@ -185,9 +184,7 @@ class TensorDevices(NamedTuple):
     runs: Callable[[str], torch.device]
 
 
-def find_places(
-    model: nn.Module, plan: QuantizationPlan, device_map: DeviceChoice, default: torch.device
-) -> TensorDevices:
+def find_places(plan: QuantizationPlan, device_map: DeviceChoice, default: torch.device) -> TensorDevices:
     """Return the devices of a model's tensors, by one device or by a map of the model as it is when quantized."""
     home = find_destinations(device_map, default)
     if not isinstance(device_map, DeviceMap):
@@ -230,7 +227,7 @@ def made_layer(
     else:
         weight = layer.module.weight.detach()
     weight = weight.to(places.runs(f"{layer.name}.{layer.template.first}"), layer.dtype)
-    packed = quantize(weight, config)
+    packed: Packed = backend_of(config).quantize(weight, config)
     del weight
     parts: dict[str, torch.Tensor] = {}
     for part, tensor in packed.parts.items():
@@ -360,13 +357,13 @@ def load_quantized(
         found = find_weights(model, plan, source, config, allow_missing)
         if error := refusal(found.matched, found.matched.unused, found.stored, allow_unexpected, where):
             raise error
-        places = find_places(model, plan, device_map, ctx.device)
+        places = find_places(plan, device_map, ctx.device)
         made = [made_layer(layer, found, source, config, places) for layer in plan.layers]
         others = read_others(found, source, places)
 
         # the model changes from here on
         for layer, weight in zip(plan.layers, made, strict=True):
-            _ = replace_layer(model, layer.module, empty_layer(layer.module, config), weight)
+            _ = replace_layer(model, layer.module, weight, config)
         commit_others(model, others, places)
         _set_peft_flags(model, config)
     return model

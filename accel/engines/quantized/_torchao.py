@@ -35,7 +35,7 @@ class DynamicLinear(nn.Linear):
 
 
 def empty_layer(old: nn.Linear, config: Torchao) -> nn.Linear:
-    """Return a layer with another one's bias, whose weight is still to come."""
+    """Return a layer with another one's bias, and still without a weight."""
     kind = DynamicLinear if config.kind.endswith("_dynamic") else nn.Linear
     new = kind(old.in_features, old.out_features, bias=False, device="meta")
     new.bias = old.bias

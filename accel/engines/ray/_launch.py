@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, Literal, TypeVar, get_args
@@ -19,17 +19,17 @@ import msgspec
 
 from accel.config import LaunchConfig
 from accel.errors import AccelError, ConfigError, LaunchError
-from accel.errors._checks import check_choice, import_extra
+from accel.errors._checks import check_arguments, check_choice, import_extra
 from accel.launching._function import launch_placed
 from accel.launching._launch import PlacedRank, RankNews, RankPosition
-from accel.launching.local._children import Children, Relay, open_logs, start_relay
+from accel.launching.local._children import Children, Relay, open_logs, start_relay, write_all
 from accel.launching.local._launch_plan import LaunchPlan
 from accel.launching.reports._failure import Failure, FailureRecord, read_failure
 from accel.terminal import show_limit
 
 _LOOK_S = 0.2
 _SIGNAL_S = 5.0
-_LOST = 1  # status of a rank whose actor is gone
+_LOST = 1  # status of a rank after the loss of its actor
 
 
 class RayChildren(Children):
@@ -82,12 +82,6 @@ class RayChildren(Children):
         relay = start_relay(plan, open_logs(plan), ends)
         threading.Thread(target=self._watch, name="accel-ray-watch", daemon=True).start()
         return relay
-
-    def running(self) -> list[int]:
-        return [rank for rank, status in self._status.items() if status is None]
-
-    def left(self) -> list[int]:
-        return [rank for rank, status in self._status.items() if status == 0]
 
     def statuses(self) -> dict[int, int | None]:
         return dict(self._status)
@@ -145,8 +139,8 @@ class RayChildren(Children):
 
     def _pass_on(self, rank: int, news: RankNews) -> None:
         for pipe, data in zip(self._pipes[rank], (news.out, news.err), strict=True):
-            if data:
-                _write(pipe, data)
+            with suppress(OSError):  # nobody reads the output any more
+                write_all(pipe.fileno(), data)
         if news.status is None:
             return
         folder = Path(self._record(rank)).parent
@@ -175,15 +169,6 @@ class RayChildren(Children):
         self._seen_s[rank] = time.time()
         self._status[rank] = status
         os.kill(os.getpid(), signal.SIGCHLD)  # wakes the supervisor, which waits for the ends of its children
-
-
-def _write(pipe: IO[bytes], data: bytes) -> None:
-    left = memoryview(data)
-    try:
-        while left:
-            left = left[os.write(pipe.fileno(), left) :]
-    except OSError:  # nobody reads the output any more
-        return
 
 
 def _first_line(error: Exception) -> str:
@@ -227,7 +212,7 @@ def launch(
         resources: further resources of each rank, by Ray's name.
         placement: distribution over hosts, as Ray calls it. Each host used must hold equally many ranks.
         timeout_s: seconds to wait for these resources.
-        config: settings of the launch; None for those of the `ACCEL_*` variables.
+        config: settings of the launch; None for the settings of the `ACCEL_*` variables.
 
     Returns:
         A copy of each rank's value, in rank order; tensors should be on the CPU.
@@ -289,21 +274,16 @@ def _require() -> Any:
 def _check(nproc: int, cpus: float, gpus: float, timeout_s: float, resources: Mapping[str, float]) -> None:
     twice = [name for name in ("CPU", "GPU") if name in resources]
     odd = {name: amount for name, amount in resources.items() if not 0 <= amount < math.inf}
-    problems = [
-        text
-        for wrong, text in (
-            (nproc < 1, f"nproc={nproc}, expected at least 1"),
-            (not 0 <= cpus < math.inf, f"cpus={cpus}, expected 0 or above"),
-            (gpus not in (0, 1), f"gpus={gpus}, expected 0 or 1"),
-            (cpus == 0 and gpus == 0, "cpus=0 and gpus=0, expected some of either"),
-            (not timeout_s > 0, f"timeout_s={timeout_s}, expected above 0"),
-            (bool(twice), f"{', '.join(twice)} in resources, expected cpus= and gpus="),
-            (bool(odd), f"resources={odd}, expected 0 or above"),
-        )
-        if wrong
-    ]
-    if problems:
-        raise ConfigError("arguments outside their range", got="; ".join(problems), where="accel.engines.ray.launch")
+    problems = {
+        f"nproc={nproc}, expected at least 1": nproc < 1,
+        f"cpus={cpus}, expected 0 or above": not 0 <= cpus < math.inf,
+        f"gpus={gpus}, expected 0 or 1": gpus not in (0, 1),
+        "cpus=0 and gpus=0, expected some of either": cpus == 0 and gpus == 0,
+        f"timeout_s={timeout_s}, expected above 0": not timeout_s > 0,
+        f"{', '.join(twice)} in resources, expected cpus= and gpus=": twice,
+        f"resources={odd}, expected 0 or above": odd,
+    }
+    check_arguments(problems, where="accel.engines.ray.launch")
 
 
 def _with_device(config: LaunchConfig, gpus: float) -> LaunchConfig:

@@ -21,8 +21,8 @@ from safetensors.torch import load, save
 from accel.collectives import broadcast_object_list
 from accel.context import DistContext, context_first
 from accel.endpoints import unresolved
-from accel.errors import ConfigError, LaunchError, PeerError
-from accel.errors._checks import import_extra
+from accel.errors import LaunchError, PeerError
+from accel.errors._checks import check_arguments, import_extra
 
 _VALUES = "$values"  # no tensor's path begins so
 
@@ -183,7 +183,7 @@ def replica(
     quorum_timeout_s: float = 300.0,
     hostname: str | None = None,
 ) -> Generator[ReplicaGroup]:
-    """Join a job as one replica group, whose ranks are those of `ctx`. A collective of the group.
+    """Join a job as one replica group of the ranks of `ctx`. A collective of the group.
 
     Args:
         ctx: the context of the group's own launch, which replicates the model.
@@ -247,19 +247,14 @@ def _require(module: str) -> Any:
 
 
 def _check(lighthouse: str, name: str, min_replicas: int, timeout_s: float, quorum_timeout_s: float) -> None:
-    problems = [
-        text
-        for wrong, text in (
-            (not _is_address(lighthouse), f"lighthouse={lighthouse!r}, expected http://host:port"),
-            (not name or ":" in name, f"name={name!r}, expected a text without a colon"),
-            (min_replicas < 1, f"min_replicas={min_replicas}, expected at least 1"),
-            (timeout_s <= 0, f"timeout_s={timeout_s}, expected above 0"),
-            (quorum_timeout_s <= 0, f"quorum_timeout_s={quorum_timeout_s}, expected above 0"),
-        )
-        if wrong
-    ]
-    if problems:
-        raise ConfigError("arguments outside their range", got="; ".join(problems), where="torchft.replica")
+    problems = {
+        f"lighthouse={lighthouse!r}, expected http://host:port": not _is_address(lighthouse),
+        f"name={name!r}, expected a text without a colon": not name or ":" in name,
+        f"min_replicas={min_replicas}, expected at least 1": min_replicas < 1,
+        f"timeout_s={timeout_s}, expected above 0": timeout_s <= 0,
+        f"quorum_timeout_s={quorum_timeout_s}, expected above 0": quorum_timeout_s <= 0,
+    }
+    check_arguments(problems, where="torchft.replica")
 
 
 def _is_address(lighthouse: str) -> bool:
@@ -277,7 +272,7 @@ def _resolve(hostname: str) -> None:
             "the name of this host has no address",
             got=f"{hostname!r}: {error}",
             where="torchft.replica",
-            fix="Pass a hostname= that resolves on this host and on those of the other groups.",
+            fix="Pass a hostname= that resolves on this host and on the hosts of the other groups.",
         ) from error
 
 

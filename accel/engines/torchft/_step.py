@@ -23,7 +23,7 @@ from accel.data._progress import skip_first_batches
 from accel.engines.torchft._group import ReplicaGroup
 from accel.errors import AccelError, ConfigError, PeerError, StepError
 from accel.items._kinds import refuse_replaced_items
-from accel.items._stateful import Stateful
+from accel.items._values import Stateful
 from accel.optim import Accumulation, check_latest, parameters_of
 from accel.precision._amp import LossScale
 from accel.tensors import is_dtensor
@@ -171,8 +171,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 def begin_step(group: ReplicaGroup, state: TrainState, items: Mapping[str, object]) -> Turn:
     """Agree with all live groups on the next step. A collective of all ranks of all groups; may mutate the items.
 
-    A group that is behind first adopts the state of another, into the items. At the first step all groups adopt that of
-    one.
+    A group that is behind first adopts the state of another, into the items. At the first step all groups adopt the
+    state of one.
 
     Args:
         group: from `replica`.
@@ -249,7 +249,7 @@ def next_batch(group: ReplicaGroup, loader: Loader, turn: Turn, state: TrainStat
 
     Args:
         group: from `replica`.
-        loader: from `prepare_loader`; its `global_batch` is that of one group.
+        loader: from `prepare_loader`; its `global_batch` is for one group.
         turn: from `begin_step`.
         state: `turn.state`, or the state after the batch before.
 
@@ -297,13 +297,13 @@ def optimizer_step(
 
     A collective of all ranks of all groups. Loss sums and weights are summed and divided once, so that batches of
     unequal size count by their samples. If a group is lost meanwhile, the gradients are dropped, nothing else changes,
-    and the state returned is that of the begin.
+    and the state from the begin is returned.
 
     Args:
         group: from `replica`.
         turn: from `begin_step`.
         optimizer: as for `accel.optimizer_step`.
-        state: a state whose window has ended.
+        state: a state at the end of its window.
         scheduler, max_norm, max_value, nonfinite: as for `accel.optimizer_step`.
 
     Returns:

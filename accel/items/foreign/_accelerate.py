@@ -30,8 +30,8 @@ from accel.items._module import module_states
 from accel.items._optimizer import bare_optimizer
 from accel.items._packed_state import optimizer_change, with_own_flags
 from accel.items._rng import capture_row
-from accel.items._source import Change, ModuleState, Problems, apply_changes, facts, undo_changes
-from accel.items._stateful import Stateful
+from accel.items._source import Change, ModuleState, Problems, apply_on_all_ranks, facts
+from accel.items._values import Stateful
 from accel.optim import parameters_of
 from accel.precision._amp import LossScale
 from accel.storage import RemotePath, as_place, open_directory, read_reference
@@ -79,14 +79,7 @@ def load_accelerate_state(
     with agreed(ctx.comm, Call(_WHERE, source.name, site)):
         check_items(items, _WHERE)
         found = _read(source, items)
-    applied: list[Change] = []
-    try:
-        with agreed(ctx.comm, Call(f"{_WHERE}: applying", site=site)):
-            apply_changes(found.changes)
-            applied = found.changes
-    except BaseException:
-        undo_changes(applied)
-        raise
+    apply_on_all_ranks(ctx.comm, Call(f"{_WHERE}: applying", site=site), lambda: found.changes)
     with torch.no_grad():
         for live, stored in found.copies:
             live.copy_(stored)

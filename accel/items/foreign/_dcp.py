@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
 import os
@@ -36,10 +35,8 @@ from accel.storage import (
     commit,
     disk_errors,
     local_target,
-    make_folder,
     open_directory,
-    remove_flat,
-    stage_files,
+    staged,
     stored_dtype,
 )
 
@@ -164,7 +161,7 @@ def _size(described: object) -> tuple[int, ...]:
 
 def _dtype(properties: object) -> torch.dtype:
     fields: Any = _state(properties, "metadata.TensorProperties")
-    described = cast(Any, fields["dtype"] if isinstance(fields, dict) else fields[0])  # a tuple, of its own making
+    described = cast(Any, fields["dtype"] if isinstance(fields, dict) else fields[0])  # a tuple, of torch's making
     dtype = getattr(torch, str(described.name).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or stored_dtype(dtype) is None:
         raise TypeError(f"the dtype {described.name}")
@@ -266,18 +263,12 @@ def export_dcp(
     with open_checkpoint(as_place(path)) as saved:
         saved.verify(saved.spans(saved.manifest.files), advance)
         state = {name: _exported(saved, name, item) for name, item in saved.manifest.items.items()}
-    make_folder(target.parent)
-    stage = stage_files(target)
-    try:
+    with staged(target, locks=False) as stage:
         with disk_errors(stage), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no process group, which is the point
             dcp = cast(Any, torch.distributed.checkpoint)
             dcp.save(state, storage_writer=dcp.FileSystemWriter(stage), no_dist=True)
         _ = commit(stage, target)
-    except BaseException:
-        with contextlib.suppress(CheckpointError):  # a disk that fails: the first error is the one to raise
-            remove_flat(stage)
-        raise
     return target
 
 

@@ -16,17 +16,11 @@ from accel.errors import CheckpointError
 
 @dataclass(eq=False, slots=True)
 class Described:
-    """Description of an object.
+    """Description of an object."""
 
-    Attributes:
-        name: its class or function, with the module: "torch.Size"; for a class, its own name.
-        args: arguments of the call that would make it; None for a class.
-        state: state that it would then get.
-    """
-
-    name: str
-    args: tuple[Any, ...] | None = None
-    state: Any = None
+    name: str  # its class or function, with the module: "torch.Size"; for a class, its own name
+    args: tuple[Any, ...] | None = None  # arguments of the call that would make it; None for a class
+    state: Any = None  # state that it would then get
 
 
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}

@@ -91,7 +91,7 @@ def choose_hosts(hosts: Sequence[HostSlots], include: str = "", exclude: str = "
 
 
 def exported(environ: Mapping[str, str], names: Sequence[str] = ()) -> dict[str, str]:
-    """Return the variables for launchers on other hosts: those of communication, threads, Python's path, `names`."""
+    """Return the variables for launchers on other hosts: for communication, threads, Python's path, and `names`."""
     if missing := [name for name in names if name not in environ]:
         raise ConfigError("the variable is not set on this host", got=", ".join(missing), where="--export")
     # No others: command lines are visible to every user of a host, and variables may hold secrets.

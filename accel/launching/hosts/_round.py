@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 SILENT_S = 60.0  # without a heartbeat, after which a host is lost
-_LISTEN_S = 5.0  # between two reads, as each host reads those of all others
+_LISTEN_S = 5.0  # between two reads, as each host reads the heartbeats of all others
 
 
 class Heartbeats:
-    """The heartbeats of a round: this host's own are counted, those of the others watched."""
+    """The heartbeats of a round: this host counts its own, and watches the others'."""
 
     def __init__(self, store: Store, node_rank: int, others: Sequence[int]) -> None:
         self._store = store
@@ -124,10 +124,10 @@ class HostRound(Peers):
         self._processes = processes
         self._count_waiting = count_waiting
         self._others = [at for at in range(len(hosts)) if at != node_rank]
-        self._reported: set[int] = set()  # ranks whose failure the other hosts can read
+        self._reported: set[int] = set()  # ranks with a failure that the other hosts can read
         self._done = False
         self._ended = threading.Event()
-        # The latest observations of the look-out thread: the supervisor never waits for a store whose host is gone.
+        # The latest observations of the look-out thread: the supervisor never waits for a store on a lost host.
         self._waiting = 0
         self._reports = 0
         self._hosts_done = 0
@@ -218,7 +218,7 @@ class HostRound(Peers):
             try:
                 self._heartbeats.beat()
                 self._waiting = self._count_waiting()
-                # After the look at who waits: a host whose rank failed reports that before it waits for a restart.
+                # After the look at who waits: a host with a failed rank reports that before it waits for a restart.
                 self._reports = self._store.add("reports", 0)
                 if self._done:
                     self._hosts_done = self._store.add("done", 0 if is_counted else 1)

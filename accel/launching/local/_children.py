@@ -69,7 +69,7 @@ class Sink:
                 self._held = prefix, line
                 continue
             text += self._drawn(prefix, line, now_s)
-        _write_all(self._fd, text)
+        write_all(self._fd, text)
 
     def refresh(self) -> None:
         """Draw the newest state of the progress bar, if it is due."""
@@ -77,7 +77,7 @@ class Sink:
             self._write_plain(prefix, states.due())
         now_s = time.monotonic()
         if self._held is not None and now_s >= self._drawn_s + self._redraw_s:
-            _write_all(self._fd, self._drawn(*self._held, now_s))
+            write_all(self._fd, self._drawn(*self._held, now_s))
 
     def finish(self, prefix: bytes) -> None:
         """End the rank's progress bar if the cursor is still on it."""
@@ -87,10 +87,10 @@ class Sink:
             self._held = None
         if self._open_line == prefix:
             self._open_line = None
-            _write_all(self._fd, b"\n")
+            write_all(self._fd, b"\n")
 
     def _write_plain(self, prefix: bytes, lines: Iterable[bytes]) -> None:
-        _write_all(self._fd, b"".join(line if line.startswith(prefix) else prefix + line for line in lines))
+        write_all(self._fd, b"".join(line if line.startswith(prefix) else prefix + line for line in lines))
 
     def _takes_bar(self, prefix: bytes, now_s: float) -> bool:
         """Return whether a rank's progress bar has the line."""
@@ -112,7 +112,7 @@ class Sink:
 
 
 class Log:
-    """The file of one rank's output, appended to that of earlier launches."""
+    """The file of one rank's output, appended to the output of earlier launches."""
 
     def __init__(self, folder: str, rank: int) -> None:
         self._file = open(log_path(folder, rank), "ab", buffering=0)  # noqa: SIM115 - open until the relay ends
@@ -126,10 +126,10 @@ class Log:
         if self._file.closed:
             return
         try:
-            _write_all(self._file.fileno(), b"".join(lines))
+            write_all(self._file.fileno(), b"".join(lines))
         except OSError as error:
             self._file.close()
-            _write_all(2, f"accel: {self._file.name} ends here: {error.strerror}\n".encode())
+            write_all(2, f"accel: {self._file.name} ends here: {error.strerror}\n".encode())
 
     def close(self) -> None:
         """Close the file; closing twice is closing once."""
@@ -226,7 +226,8 @@ class Pipe:
             self._sink.write(self._prefix, lines)
 
 
-def _write_all(fd: int, data: bytes | bytearray) -> None:
+def write_all(fd: int, data: bytes | bytearray) -> None:
+    """Write all of the data to a file, a terminal or a pipe."""
     left = memoryview(data)
     while left:
         try:
@@ -285,11 +286,11 @@ class Children:
 
     def running(self) -> list[int]:
         """Return the ranks that have not ended."""
-        return [process.rank for process, popen in self._processes if popen.poll() is None]
+        return [rank for rank, status in self.statuses().items() if status is None]
 
     def left(self) -> list[int]:
         """Return the ranks that have ended with status 0."""
-        return [process.rank for process, popen in self._processes if popen.poll() == 0]
+        return [rank for rank, status in self.statuses().items() if status == 0]
 
     def statuses(self) -> dict[int, int | None]:
         """Return the exit status of each rank; None for one that has not ended."""

@@ -56,7 +56,7 @@ class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         left: ranks that have ended with status 0.
-        silent: ranks whose launcher does not answer.
+        silent: ranks of launchers that do not answer.
         elsewhere: for each rank that is in no collective, its line of code.
         waiting: for each rank that is in a collective, its line of code.
     """

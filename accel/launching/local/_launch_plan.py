@@ -28,7 +28,7 @@ from accel.topology import fit_axes
 # Variables of torchrun for its own workers. One of them makes torch look for a store of torchrun's agent, and there is
 # no such agent here.
 _FOREIGN = "TORCHELASTIC_"
-_NO_PEERS = "RTX 40"  # consumer cards whose driver has no peer-to-peer copies, at which NCCL hangs or fails
+_NO_PEERS = "RTX 40"  # consumer cards with a driver without peer-to-peer copies, at which NCCL hangs or fails
 
 
 class HostPosition(msgspec.Struct, frozen=True, kw_only=True):

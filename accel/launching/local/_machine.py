@@ -53,8 +53,8 @@ def bind_processes(count: int, nodes: MemoryNodes, near: Sequence[int | None] = 
         if not nodes.get(node):
             reason = f"no core of memory node {node}, where local rank {local_rank}'s GPU is, may be used"
             return Binding(((),) * count, reason)
-        beside = [other for other, its_node in enumerate(near) if its_node == node]
-        shares.append(share_cores(nodes[node], beside.index(local_rank), len(beside)))
+        sharing = [other for other, its_node in enumerate(near) if its_node == node]
+        shares.append(share_cores(nodes[node], sharing.index(local_rank), len(sharing)))
     return Binding(tuple(shares))
 
 

@@ -178,7 +178,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Orphans:
-    """Descendants of this process whose parent has ended; the kernel gives them to this one from now on."""
+    """Orphaned descendants of this process; from now on the kernel makes them its children."""
 
     def __init__(self, grace_s: float = GRACE_S, helpers: Helpers | None = None) -> None:
         self._grace_s = grace_s
@@ -189,7 +189,7 @@ class Orphans:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Adopt no further processes: a program that runs the command within itself has others of its own."""
+        """Adopt no further processes: a program that runs the command within itself has other children."""
         if self._adopts:
             _ = ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 

@@ -77,7 +77,7 @@ class Peers:
         return False
 
     def all_done(self) -> bool:
-        """Report that all ranks of this host have ended well; return whether those of all hosts have."""
+        """Report that all ranks of this host have ended well; return whether the ranks of all hosts have."""
         return True
 
     def report(self, failure: Failure) -> None:
@@ -274,17 +274,10 @@ class Supervisor:
                 deadline = time.monotonic() + _DRAIN_S
 
 
-def run_plan(plan: LaunchPlan) -> int:
-    """Start the processes of a plan and wait for them; the first failure, or a signal, ends all.
-
-    Returns the exit status as a shell has it, after the report on stderr."""
-    ending = run_to_end(plan)
-    notify(ending.report + (last_message(ending.first) if ending.first else ""))
-    return ending.status
-
-
 def run_to_end(plan: LaunchPlan, children: Children | None = None) -> LaunchEnd:
-    """Run a plan as `run_plan` does, on `children` if there are any; the report is left to the caller."""
+    """Start the processes of a plan, on `children` if there are any, and wait for them; return the end.
+
+    The first failure, or a signal, ends all. The caller prints the report."""
     with listening() as signals:
         return Supervisor(signals, plan, children=children).run()
 
@@ -343,7 +336,7 @@ def _stopped(ending: LaunchEnd, number: int) -> LaunchEnd:
 
 def _summary(plan: LaunchPlan, peers: Peers, ending: LaunchEnd, checkpoint: str, seconds: float) -> str:
     ranks = len(plan.processes) * max(1, len(peers.hosts))
-    # One rank has this process's own streams, and without a stack its report is as short as that of a stop.
+    # One rank has this process's own streams, and without a stack its report is as short as the report of a stop.
     is_short = ending.first is None or not has_stack(ending.first)
     is_explained = (ranks == 1 and is_short) or (ending.stopped and not checkpoint)
     if (is_explained and not plan.log_dir) or (plan.quiet and not ending.status):

@@ -67,7 +67,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def file_beside(record: str, kind: Literal["ask", "calls", "checkpoint", "crash", "run", "stack"]) -> str:
-    """Return the path of another file of a rank, beside its failure record."""
+    """Return the path of another file of a rank, next to its failure record."""
     # The rank writes "crash" (the fault handler's dump), "stack" and "calls" (answers to a byte in the named pipe
     # "ask"), "checkpoint" (name of its newest one) and "run" (folders of its runs, one a line); the launcher reads.
     return f"{record}.{kind}"
@@ -132,7 +132,7 @@ def frames_below(trace: TracebackType | None, file: str) -> TracebackType | None
 
 
 def without_own(traceback: str) -> str:
-    """Return a traceback as text, in which a line counts accel's frames beside those of the user."""
+    """Return a traceback as text, in which a line with their number replaces accel's frames."""
     shown: list[str] = []
     stack: list[tuple[str, list[str]]] = []  # file and lines of each frame
     for line in (*traceback.splitlines(keepends=True), ""):
@@ -149,7 +149,7 @@ def without_own(traceback: str) -> str:
 
 def _short(stack: Sequence[tuple[str, list[str]]], *, is_accels: bool) -> list[str]:
     users = [at for at, (file, _) in enumerate(stack) if is_users(file)]
-    # Accel's frames behind the user's last stay, unless accel raised on purpose: they may show a fault of its own.
+    # Accel's frames behind the user's last stay, unless accel raised on purpose: they may show a fault of accel.
     until = (len(stack) if is_accels else users[-1]) if users else 0
     shown: list[str] = []
     omitted = 0
@@ -167,7 +167,7 @@ def _count(omitted: int) -> str:
     return f"  ... {omitted} frame{'s' if omitted > 1 else ''} of accel\n"
 
 
-_RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")  # NCCL's, and that of the other backends
+_RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")  # NCCL's, and the other backends'
 
 
 class EnteredCollective(msgspec.Struct, frozen=True, kw_only=True):

@@ -153,7 +153,7 @@ def last_message(first: Failure) -> str:
 
 
 def _message(failure: Failure) -> tuple[str, str]:
-    """Return message and place of an error in one line; of one that a worker process had, those of the worker."""
+    """Return message and place of an error in one line; of an error in a worker process, the place there."""
     assert failure.record is not None
     lines = [line for line in failure.record.message.splitlines() if line.strip()]
     place = _place(failure)

@@ -105,7 +105,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         name: its file.
         rank: the rank.
         world_size: number of ranks of the run; None if the trace has none.
-        on_gpu: whether work and communication are those of a GPU.
+        on_gpu: whether work and communication ran on a GPU.
         steps: time of each step, by its number.
         work: computing.
         communications: collectives in order of their start.
@@ -227,7 +227,7 @@ def is_exchange(cat: str, name: str, *, on_gpu: bool) -> bool:
 
 
 def _steps(events: Iterable[_Event]) -> dict[int, Span]:
-    """Return the windows of steps: those of the device, where kernels run after the host has left a step."""
+    """Return the windows of steps; on a device, where kernels run after the host has left a step, its windows."""
     found: dict[str, dict[int, Span]] = {"gpu_user_annotation": {}, "user_annotation": {}}
     for event in events:
         if event.cat in found and (match := _STEP.fullmatch(event.name)):

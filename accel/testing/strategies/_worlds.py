@@ -23,7 +23,7 @@ _LARGEST_BYTE = 2**16 - 1
 
 
 class World(msgspec.Struct, frozen=True):
-    """Arguments of `simulate` beside the function: `simulate(fn, world.size, seed=world.seed)`.
+    """Arguments of `simulate` after the function: `simulate(fn, world.size, seed=world.seed)`.
 
     Attributes:
         size: number of ranks.
@@ -168,7 +168,7 @@ def layouts() -> st.SearchStrategy[Layout]:
 
 
 def build(dtype: torch.dtype, shape: Sequence[int], content: TensorValues, layout: Layout) -> Tensor:
-    """Make a tensor whose elements are consecutive values of its dtype."""
+    """Make a tensor with consecutive values of its dtype as elements."""
     values = _values(dtype, special=content.special)
     elements = [values[(content.start + i) % len(values)] for i in range(math.prod(shape))]
     tensor = torch.tensor(elements, dtype=dtype).reshape(tuple(shape))
@@ -264,7 +264,7 @@ class _Column:
     Args:
         dtype: of its elements.
         trailing: its shape without the first dimension; None for a 0-d leaf.
-        content: its elements on a rank whose shift is 0.
+        content: its elements on a rank with shift 0.
         slot: index of its length among the numbers of rows.
     """
 

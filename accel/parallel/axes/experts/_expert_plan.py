@@ -208,7 +208,7 @@ def _listed_problems(model: nn.Module, path: str, ranks: int) -> Iterator[str]:
 
 
 def _other_experts(path: str, styles: Iterable[str]) -> Iterator[str]:
-    """Yield the other experts in the block of a list, whose forward runs twice."""
+    """Yield the other experts in the block of a list. The block's forward runs twice."""
     block = path.rpartition(".")[0]
     for other in styles:
         if other != path and (not block or other.startswith(f"{block}.")):
@@ -294,7 +294,7 @@ def exchange_mesh(ctx: DistContext) -> DeviceMesh:
 
 
 def gradient_ranks(ctx: DistContext) -> int:
-    """Return the number of ranks whose losses are averaged: those with tokens of their own, of one pipeline stage."""
+    """Return the number of ranks that average their losses: the ranks of a pipeline stage with different tokens."""
     axes = ctx.axes
     return axes.dp * axes.dp_replicate * axes.dp_shard * axes.cp
 
@@ -310,7 +310,7 @@ def holds_experts(module: nn.Module) -> bool:
 
 
 def expert_modules(modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
-    """Return the names of the modules whose parameters are spread along `ep`, inner ones first. No communication."""
+    """Return the names of the modules with parameters sharded along `ep`, inner ones first. No communication."""
     lists = listed_prefixes(modules)
     found = [
         name

@@ -51,18 +51,12 @@ class Permutation:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Journey:
-    """An exchange of rows.
+    """An exchange of rows."""
 
-    Attributes:
-        arrivals: order by expert of the rows, which came in one part a rank.
-        sent, received: number of rows to and from each rank.
-        group: ranks of the exchange.
-    """
-
-    arrivals: Permutation
-    sent: Sequence[int]
-    received: Sequence[int]
-    group: dist.ProcessGroup
+    arrivals: Permutation  # order by expert of the rows, which came in one part a rank
+    sent: Sequence[int]  # number of rows to each rank
+    received: Sequence[int]  # number of rows from each rank
+    group: dist.ProcessGroup  # ranks of the exchange
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +77,7 @@ class DispatchedTokens:
 
     @property
     def experts(self) -> Tensor:
-        """The expert of each row, counted among those of this rank: integers of shape [rows]."""
+        """The expert of each row, counted among this rank's experts: integers of shape [rows]."""
         # the host does not wait for what the device has to do before such a copy
         counts = torch.tensor(self.counts).to(self.rows.device, non_blocking=True)
         own = torch.arange(len(self.counts), device=self.rows.device)
@@ -230,7 +224,7 @@ COUNT = "num_experts"  # attribute by which modules of transformers know the num
 
 
 class LocalExperts(Mixin):
-    """A module whose forward sees this rank's experts alone, and brings tokens to others itself.
+    """A module with a forward that sees only this rank's experts, and brings tokens to others itself.
 
     Attributes:
         accel_run: `run_local`, hidden from torch.compile.
@@ -246,7 +240,7 @@ class LocalExperts(Mixin):
 
 
 class DispatchedExperts(Mixin):
-    """A module whose forward is called with the tokens of this rank's experts, wherever they are from.
+    """A module that is called with the tokens of this rank's experts, from any rank.
 
     Attributes:
         accel_run: `run_dispatched`, hidden from torch.compile.
@@ -265,7 +259,7 @@ class DispatchedExperts(Mixin):
 
 
 class SortedExperts(Mixin):
-    """A module whose forward is called with a row for each expert and token, those of an expert side by side.
+    """A module that is called with a row for each expert and token, sorted by expert.
 
     Attributes:
         accel_run: `run_sorted`, hidden from torch.compile.
@@ -311,7 +305,7 @@ def _dispatched(module: nn.Module, run: Callable[..., Any], rows: Tensor, indice
     with _local_parts(module):
         if came.shape[0]:
             outputs = run(came, own, weights.new_ones(own.shape))
-        else:  # a row of ones, whose outputs are dropped: parameters take part in the backward, as on other ranks
+        else:  # a row of ones, with its outputs dropped: parameters take part in the backward, as on other ranks
             stand_in = came.sum(0, keepdim=True) + 1
             outputs = run(stand_in, own.new_zeros(1, 1), weights.new_ones(1, 1))[:0]
     del came
@@ -320,7 +314,7 @@ def _dispatched(module: nn.Module, run: Callable[..., Any], rows: Tensor, indice
 
 def run_sorted(module: Any, run: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
     """Run a module's own forward with the rows of this rank's experts that are not zeros; return outputs of the rank's
-    own rows, zeros for those of zeros."""
+    own rows, zeros for rows of zeros."""
     given = (*inputs, *named.values())
     experts = _spread_of(module)[1]
     rows = given[0]
@@ -376,7 +370,7 @@ def _routed(run: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, 
 def in_parts(
     run: Callable[..., Tensor], inputs: tuple[Tensor, Tensor, Tensor], alike: dist.ProcessGroup | None
 ) -> Tensor:
-    """Run a function of tokens that several ranks have, each of them on its part; None for those of one rank."""
+    """Run a function of tokens that several ranks have, each rank on its part; None for tokens of one rank."""
     if alike is None:
         return run(*inputs)
     count = inputs[0].shape[0]

@@ -2,7 +2,7 @@
 """Experts that are modules of a list: a loop in the block above calls them one by one, on the rows that it chose.
 
 The block's forward runs twice: first to collect the rows of all calls, then with the experts' outputs in their place.
-Between the two runs rows travel at once, as those of stacked experts do. Each rank stores a part of every expert, and
+Between the two runs rows are sent in one message, as with stacked experts. Each rank stores a part of every expert, and
 the parts of its own experts come to it for a forward: all ranks have the parameters of one model, by its own names.
 """
 
@@ -75,7 +75,7 @@ class ExpertCalls:
         return self.outputs.pop(0)
 
     def refused(self, got: str) -> PrepareError:
-        """Make the error for a block whose experts cannot be divided."""
+        """Make the error for a block with experts that cannot be divided."""
         return PrepareError(
             "this loop over a list of experts cannot be divided among ranks",
             expected="a forward of the module above that depends on its inputs alone, and calls each expert with a"
@@ -94,13 +94,9 @@ def calls_around(module: nn.Module) -> ExpertCalls | None:
 
 
 class ListedExpert(Mixin):
-    """An expert of a list, whose calls are collected.
+    """An expert of a list. Its calls are collected."""
 
-    Attributes:
-        accel_calls: calls of the list's experts; of the instance.
-    """
-
-    accel_calls: ExpertCalls
+    accel_calls: ExpertCalls  # calls of the list's experts; of the instance
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Answer a call of the loop, or run."""
@@ -132,13 +128,9 @@ class ListedExperts(Mixin):
 
 
 class ListedBlock(Mixin):
-    """A module whose forward has the loop over a list of experts.
+    """A module with a forward that loops over a list of experts."""
 
-    Attributes:
-        accel_run_block: `run_block`, hidden from torch.compile.
-    """
-
-    accel_run_block: Run
+    accel_run_block: Run  # `run_block`, hidden from torch.compile
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the loop twice, with the experts between. A collective along `ep`, as its backward."""
@@ -184,7 +176,7 @@ def run_block(block: Any, run: Callable[..., Any], inputs: Sequence[Any], named:
     if outputs.shape != rows.shape:
         raise calls.refused(f"outputs of {outputs.shape[-1]} columns for rows of {width}")
     parts = zip(torch.split(outputs, counts), shapes, strict=True) if counts else ()
-    calls.outputs = [part.reshape(shape).clone() for part, shape in parts]  # of its own, for operations in place
+    calls.outputs = [part.reshape(shape).clone() for part, shape in parts]  # separate memory, for operations in place
     if not counts:  # the exchanges' backward takes part in the loss on this rank, too
         tied = tensors[0] + outputs.sum()
         inputs = [tied if each is tensors[0] else each for each in inputs]
@@ -243,7 +235,7 @@ def run_listed(listed: Any, rows: Tensor, indices: Tensor, called: Tensor) -> Te
         for at in sorted(used & set(range(first, first + own))):
             part = parts[at - first]
             with calls.during("run"), _with_weights(weights[at - first]):
-                # a row of ones, whose output is dropped: parameters take part in the backward
+                # a row of ones, with its output dropped: parameters take part in the backward
                 given = part if len(part) else part.sum(0, keepdim=True) + 1
                 outputs.append(cast(Tensor, experts[at](given))[: len(part)])
         return torch.cat(outputs) if outputs else sent.rows + tie
@@ -268,17 +260,11 @@ def _used(called: Tensor, mesh: DeviceMesh) -> set[int]:
 
 
 class _Weight(NamedTuple):
-    """A parameter of an expert.
+    """A parameter of an expert."""
 
-    Attributes:
-        module: module that has it.
-        name: name in the module.
-        spread: its parts on all ranks.
-    """
-
-    module: nn.Module
-    name: str
-    spread: DTensor
+    module: nn.Module  # module that has it
+    name: str  # name in the module
+    spread: DTensor  # its parts on all ranks
 
 
 def _named(expert: nn.Module) -> list[_Weight]:

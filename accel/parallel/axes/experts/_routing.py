@@ -130,7 +130,7 @@ def balanced_bias(bias: Tensor, counts: Tensor, speed: float) -> Tensor:
     return bias + missing.sign().to(bias.dtype).reshape(bias.shape) * speed
 
 
-WITH_OWN_TOKENS = ("dp", "dp_replicate", "dp_shard", "cp")  # axes along which ranks have tokens of their own
+WITH_OWN_TOKENS = ("dp", "dp_replicate", "dp_shard", "cp")  # axes along which ranks have different tokens
 
 
 @context_first

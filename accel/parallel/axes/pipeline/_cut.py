@@ -44,7 +44,7 @@ class Cut(msgspec.Struct, frozen=True):
 
     Attributes:
         stages: in order.
-        dense: outputs whose placeholders need memory of their own, as arguments that are written are views of them.
+        dense: outputs with placeholders that need separate memory, as arguments that are written are views of them.
     """
 
     stages: tuple[StageCut, ...]
@@ -106,7 +106,7 @@ def _prices(record: ForwardRecord) -> list[float]:
 
 
 def share_twice(record: ForwardRecord, begins: Sequence[int]) -> float:
-    """Return the FLOPs that stages compute again, as a share of those of the forward.
+    """Return the FLOPs that stages compute again, as a share of the forward's.
 
     Each stage runs the code between calls from the beginning to the first call of the next one.
     """
@@ -216,7 +216,7 @@ def _needs(record: ForwardRecord, begins: Sequence[int], sent: Labels) -> tuple[
 
 
 def _holds(record: ForwardRecord, begins: Sequence[int], reads: Sequence[set[str]]) -> list[frozenset[str]]:
-    """By stage: what it reads, what its calls' modules have, and what nothing reads beside tensors of one module."""
+    """By stage: what it reads, what its calls' modules have, and what nothing reads next to tensors of one module."""
     found: list[set[str]] = [set() for _ in begins]
     left: list[tuple[str, ...]] = []
     for each in record.held:

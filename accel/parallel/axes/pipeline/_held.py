@@ -47,7 +47,7 @@ def drop_others(
 
     Args:
         kept: names of the tensors that stay.
-        units: paths of the modules whose calls stages answer.
+        units: paths of the modules that stages answer calls of.
         device: of the stand-ins.
 
     Returns:

@@ -21,21 +21,13 @@ SPLIT_BACKWARDS: frozenset[str] = frozenset({"InterleavedZeroBubble", "ZBVZeroBu
 
 
 class Layout(NamedTuple):
-    """Numbers of a pipeline.
+    """Numbers of a pipeline."""
 
-    Attributes:
-        schedule: name of torch's schedule.
-        ranks: number of ranks along the pipeline.
-        stages: number of stages, of all ranks.
-        micro_batches: number of micro-batches of a batch.
-        is_set: whether the plan says that number, so that one process makes as many.
-    """
-
-    schedule: str
-    ranks: int
-    stages: int
-    micro_batches: int
-    is_set: bool = True
+    schedule: str  # name of torch's schedule
+    ranks: int  # number of ranks along the pipeline
+    stages: int  # number of stages, of all ranks
+    micro_batches: int  # number of micro-batches of a batch
+    is_set: bool = True  # whether the plan says that number, so that one process makes as many
 
     @property
     def owners(self) -> Mapping[int, int]:
@@ -103,7 +95,7 @@ def check_norms(norms: Norms, layout: Layout, kind: type[AccelError], where: str
     `filled`: number of rows of the batch that are copies of its last one.
     """
     for path, norm in norms:
-        # those of other stages have no tensors any more
+        # norms of other stages have no tensors any more
         if not norm.training and (norm.track_running_stats or norm.running_mean is not None):
             continue
         mode = "in training" if norm.training else "without statistics of its own"

@@ -28,17 +28,11 @@ if TYPE_CHECKING:
 
 
 class Tie(NamedTuple):
-    """A parameter with copies on this rank and others.
+    """A parameter with copies on this rank and others."""
 
-    Attributes:
-        name: of this rank's copy.
-        comm: handle of the ranks with a copy.
-        module: that has it.
-    """
-
-    name: str
-    comm: Comm
-    module: nn.Module
+    name: str  # of this rank's copy
+    comm: Comm  # handle of the ranks with a copy
+    module: nn.Module  # that has it
 
     @property
     def parameter(self) -> nn.Parameter:

@@ -27,20 +27,13 @@ FIX = "Pass accel.prepare(..., example=batch), a batch like this one, so that th
 
 
 class Planned(NamedTuple):
-    """Stages of a model before its first batch.
+    """Stages of a model before its first batch."""
 
-    Attributes:
-        units: paths of the modules whose calls are recorded.
-        starts: path of the module at which each stage begins, and the number of its earlier calls; None without a
-            record.
-        holds: names of the parameters and buffers of each stage.
-        own: paths of the units that each stage calls.
-    """
-
-    units: tuple[str, ...]
+    units: tuple[str, ...]  # paths of the recorded modules
+    # Path of the module at which each stage begins, and the number of its earlier calls; None without a record.
     starts: tuple[tuple[str, int], ...] | None
-    holds: tuple[frozenset[str], ...]
-    own: tuple[tuple[str, ...], ...]
+    holds: tuple[frozenset[str], ...]  # names of the parameters and buffers of each stage
+    own: tuple[tuple[str, ...], ...]  # paths of the units that each stage calls
 
 
 def recorded(model: nn.Module, units: Sequence[str], batch: MicroBatch, containers: Containers = ()) -> ForwardRecord:
@@ -216,7 +209,7 @@ def _read_outside(record: ForwardRecord, begins: Sequence[int], opened: Collecti
 def begins_at(record: ForwardRecord, stages: Stages) -> tuple[int, ...]:
     """Return the first call of each stage by the modules at which it begins. Pure.
 
-    A module whose first call is in another stage than the one that names it is a `PrepareError`.
+    A module that is first called in another stage than the one that names it is a `PrepareError`.
     """
     below = [tuple(f"{path}." for path in paths) for paths in stages]
     places = [[at for at, path in enumerate(record.paths) if f"{path}.".startswith(each)] for each in below]
@@ -238,7 +231,7 @@ def begins_at(record: ForwardRecord, stages: Stages) -> tuple[int, ...]:
 def begins_by_holdings(record: ForwardRecord, holds: Sequence[frozenset[str]]) -> tuple[int, ...]:
     """Return the first call of each stage, by what the stages hold. Pure.
 
-    Modules called behind those of a later stage are a `StageError`.
+    Modules called behind modules of a later stage are a `StageError`.
     """
     begins = [0]
     for number, path in enumerate(record.paths):

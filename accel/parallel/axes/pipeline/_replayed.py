@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage that replays the model's own forward: its calls run, those of other stages are answered.
+"""A stage that replays the model's own forward: its calls run, calls of other stages are answered.
 
 All ranks along the pipeline have the whole batch, so each stage runs the forward on its real inputs. A call of an
 earlier stage returns what that stage sent, or a placeholder: one NaN, expanded to the shape. At the first call of a
@@ -72,13 +72,9 @@ class Replay(NamedTuple):
 
 
 class Calls:
-    """Answers to the calls of a model's units, by the run of a stage while there is one.
+    """Answers to the calls of a model's units, by the run of a stage while there is one."""
 
-    Attributes:
-        run: the run that answers now; None outside of the stages' forwards and backwards.
-    """
-
-    run: StageRun | None = None
+    run: StageRun | None = None  # the run that answers now; None outside of the stages' forwards and backwards
 
     def of(self, path: str) -> Callable[[nn.Module, Plain, tuple[Any, ...], dict[str, Any]], Any]:
         """Return the answer to the calls of one unit."""
@@ -355,7 +351,7 @@ class StageRun:
         return self._answer(numbers[0], module, args, kwargs)
 
     def _stream(self, number: int) -> contextlib.AbstractContextManager[None]:
-        """The random streams of a call, the same in every cut; -1 for those of the code between calls."""
+        """The random streams of a call, the same in every cut; -1 for the code between calls."""
         if self._key is None:
             return contextlib.nullcontext()
         scope = rng_scope if self._replay.record.draws_on_host else torch_rng_scope
@@ -387,12 +383,12 @@ class ReplayedModule(nn.Module):
         rank: of the context, for errors.
         own: paths of the units that the stage calls.
         work: the current computation; None between calls.
-        replays: those of its micro-batches; none between calls.
+        replays: replays of its micro-batches; none between calls.
         key: of the random streams of its batch; None for a batch without.
         before_batch: run once before the micro-batches of a batch; None for nothing.
         looks: whether the stage notes what its calls return.
         seen: dtypes and shapes of the results in its latest run.
-        runs: by number of the micro-batch, those whose backward has not come.
+        runs: runs that await their backward, by number of the micro-batch.
     """
 
     work: Work | None = None

@@ -42,7 +42,7 @@ class Replays:
     """The replays of one model on this rank.
 
     Args:
-        planned: its stages. Without their starts, each begins where the forward first calls a module of its own.
+        planned: its stages. Without their starts, each begins where the forward first calls one of its modules.
         device: of the stages.
         several: whether ranks have several stages.
 

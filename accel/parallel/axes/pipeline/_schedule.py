@@ -23,11 +23,11 @@ from accel.parallel.axes.pipeline._layout import Layout
 from accel.parallel.axes.pipeline._replayed import ReplayedModule
 from accel.parallel.axes.pipeline._work import Boundary, boundary_of, explained
 
-_RUNS_AGAIN = ("CheckpointFunctionBackward",)  # of a reentrant checkpoint, which runs a backward of its own
+_RUNS_AGAIN = ("CheckpointFunctionBackward",)  # of a reentrant checkpoint, which runs another backward
 
 
 class _Stage(PipelineStage):
-    """A stage that reduces gradients at the end of the window only, and keeps those of earlier batches."""
+    """A stage that reduces gradients only at the end of the window, and keeps gradients of earlier batches."""
 
     holds: Callable[[], bool]
 

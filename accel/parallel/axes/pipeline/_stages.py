@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model is cut into pipeline stages: each rank keeps the modules of its own, under the names of the whole model."""
+"""A model is cut into pipeline stages: each rank keeps its modules, under the names of the full model."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def _spread(ctx: DistContext, view: ModelView, options: StageOptions, *, is_empt
     with agreed(ctx.comm, Call("prepare_model: stages")):
         for at in mine:
             stage = view_of(model, plan.holds[at], plan.units, ctx.device, shards=shards)
-            if at + 1 < layout.stages:  # its forward ends before that of the model, whose output the hooks see
+            if at + 1 < layout.stages:  # its forward ends before the model's, and hooks see the model's output
                 drop_forward_hooks(stage)
             modules.append(ReplayedModule(stage, calls, at, ctx.rank, layout.stages, plan.own[at]))
     add_mixin([model], Pipelined)

@@ -63,7 +63,7 @@ def explained(
     """Return the error to raise for one in the run of a stage, with its cause: a typed one in it, or a new one.
 
     Args:
-        error: torch puts errors of its own around those of a stage.
+        error: torch puts its errors around a stage's.
         what: the run.
         where: its place.
         place_in: maps an error of the model's own to its place in the model.
@@ -88,7 +88,7 @@ def explained(
 
 
 class _SameMemory(torch.autograd.Function):
-    """A tensor of its own in the memory of another."""
+    """A new tensor in the memory of another."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - torch's own way

@@ -30,7 +30,7 @@ class _BucketPart(NamedTuple):
 
 
 class PowerSgdExchange:
-    """State and exchange of one replica. Ranks hold equal bases, and errors of their own.
+    """State and exchange of one replica. Ranks hold equal bases, and different errors.
 
     Args:
         group: process group of the replicas.
@@ -75,7 +75,7 @@ class PowerSgdExchange:
         whole = [part.elements for part in parts if not part.columns]
         for elements, mean in zip(whole, self._means(whole), strict=True):
             _ = elements.copy_(mean)
-        # all messages are exchanged in here, so that those of several buckets keep their order on every rank
+        # all messages are exchanged in here, so that messages of several buckets keep their order on every rank
         self._compress(bucket.index(), step, thin)
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
@@ -170,7 +170,7 @@ class PowerSgd(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         matrix_rank: columns of the thin matrices; more lose less.
         start_step: steps before which gradients travel whole, at least 2.
-        min_compression: parameters that would not shrink by this factor travel whole, as do those of one dimension.
+        min_compression: parameters that would not shrink by this factor are sent uncompressed, as are vectors.
         error_feedback: whether the error is added to the next step's gradients.
         warm_start: whether a step's matrices begin where those of the step before ended.
         wire: dtype that the matrices travel in, "fp16" or "bf16"; None for their own.

@@ -37,7 +37,7 @@ _ddp = cast(Any, DistributedDataParallel)
 
 
 class _Running:
-    """Marks the replica whose forward runs: torch.compile cuts graphs at the ends of its buckets."""
+    """Marks the replica that runs its forward: torch.compile cuts graphs at the ends of its buckets."""
 
     __slots__ = ("_before", "_replica")
 
@@ -58,7 +58,7 @@ class Replica(DistributedDataParallel):
     Attributes:
         exchanged, frozen: the parameters that were trainable when it was made and the others, by name.
         uses_all: whether every one of them must take part in every backward.
-        bare: whether DDP has nothing to do in a forward whose gradients are held back, unless buffers are due; never
+        bare: whether DDP has nothing to do in a forward under `no_sync`, unless buffers are due; never
             where it moves inputs to a device, nor after `join_hook`.
     """
 
@@ -107,7 +107,7 @@ class Replica(DistributedDataParallel):
 
 
 class _Touch(nn.Module):
-    """A forward that uses every trainable parameter of a model, and whose gradients are zero."""
+    """A forward that uses every trainable parameter of a model, with zero gradients."""
 
     def __init__(self, view: ModelView) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ def _fix_buckets(replica: DistributedDataParallel, view: ModelView) -> None:
     try:
         with torch.enable_grad():
             for _ in range(2):  # the first backward finds the order, the next forward lays the buckets out
-                replica(None).backward()  # DDP with a device of its own fails without any input
+                replica(None).backward()  # DDP with a device fails without any input
     finally:
         replica.module = view.model
     for parameter in view.parameters.values():
@@ -262,7 +262,7 @@ def join_uneven_inputs(
 
     Args:
         ctx: the context.
-        models: from `prepare_model`; all that the block trains. Further objects of torch's `Joinable` join beside them,
+        models: from `prepare_model`; all that the block trains. Further objects of torch's `Joinable` join with them,
             such as a `ZeroRedundancyOptimizer`: a rank without inputs answers their exchanges by their own hooks.
         divide_by_initial_world_size: whether gradients are divided by all ranks, so that every sample counts the same,
             or by those that still have inputs, so that every step has the same size.
@@ -288,7 +288,7 @@ def join_uneven_inputs(
     join = Join(replicas, **options)
     try:
         yield
-        with warnings.catch_warnings():  # whose filters torch would leave changed
+        with warnings.catch_warnings():  # torch would leave the filters changed
             join.__exit__(None, None, None)
     finally:
         _ = Join(replicas, enable=False, **options)  # or every later forward would go on notifying the other ranks

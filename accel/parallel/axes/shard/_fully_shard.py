@@ -103,7 +103,7 @@ def gather_outside_of_inference(unit: nn.Module) -> None:
 
     def gather(module: nn.Module, _inputs: Any) -> None:
         if torch.is_inference_mode_enabled():
-            # training cannot use tensors made in that mode, and `fully_shard` keeps those of the first forward
+            # training cannot use tensors made in that mode, and `fully_shard` keeps the first forward's
             with torch.inference_mode(False):
                 cast(Any, module).unshard()
 
@@ -147,7 +147,7 @@ def refuse_layerdrop(view: ModelView, units: Sequence[nn.Module]) -> None:
 
 
 def follow_first(stage: Comm, model: nn.Module) -> None:
-    """Replace buffers by those of the stage's first rank, as DDP does: before the first forward of each backward and
+    """Replace buffers by the first rank's of the stage, as DDP does: before the first forward of each backward and
     those without gradients, or a pipeline's batch."""
     pending = PendingForward()
 
@@ -167,7 +167,7 @@ def follow_first(stage: Comm, model: nn.Module) -> None:
 
 
 def begin_alike(ctx: DistContext, stage: Comm, mesh: DeviceMesh, tensors: Iterable[torch.Tensor]) -> None:
-    """Give the ranks of a stage its first rank's values; of a DTensor, those of the first with the same local part.
+    """Give the ranks of a stage its first rank's values; of a DTensor, the first's with the same local part.
 
     A collective of one message for each tensor, which needs no memory for a second copy.
     """

@@ -82,15 +82,10 @@ _SEQUENCE: tuple[Dimension, ...] = ("context", "sequence")
 
 
 class ShardAxes(NamedTuple):
-    """Axes of a mesh by number, in the mesh's order.
+    """Axes of a mesh by number, in the mesh's order."""
 
-    Attributes:
-        replicas: along these, ranks hold the same shards.
-        shards: along these, each rank holds shards of its own.
-    """
-
-    replicas: tuple[int, ...]
-    shards: tuple[int, ...]
+    replicas: tuple[int, ...]  # along these, ranks hold the same shards
+    shards: tuple[int, ...]  # along these, each rank holds different shards
 
 
 def shard_axes(
@@ -156,7 +151,7 @@ def _taken(view: ModelView) -> set[str]:
 
 
 def _spread(view: ModelView) -> Iterator[DTensor]:
-    """Parameters that are spread already, but for those of experts, which have a mesh of their own."""
+    """Parameters that are spread already, but for parameters of experts, which have another mesh."""
     return (each for each in view.parameters.values() if is_dtensor(each) and not is_expert_parameter(each))
 
 
@@ -221,15 +216,10 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, _NormBase)  # not RMSNorm, which takes any
 
 
 class WireFormat(NamedTuple):
-    """Formats in which a unit's tensors travel; None for their own.
+    """Formats in which a unit's tensors travel; None for their own."""
 
-    Attributes:
-        gather: dtype of the gathered parameters, and so of the computation.
-        reduce: dtype of gradients while they are summed.
-    """
-
-    gather: torch.dtype | None
-    reduce: torch.dtype | None
+    gather: torch.dtype | None  # dtype of the gathered parameters, and so of the computation
+    reduce: torch.dtype | None  # dtype of gradients while they are summed
 
 
 def check_formats(gather: WireDtype, precision: Precision) -> None:
@@ -269,7 +259,7 @@ def wire_format(
 
 
 class InAutocast(Mixin, nn.Module):
-    """Mixin of modules whose parameters are gathered in the format of autocast: their forward always runs in it."""
+    """Mixin of modules with parameters gathered in autocast's dtype: their forward always runs in autocast."""
 
     _accel_device_type = "cpu"
     _accel_dtype = torch.bfloat16
@@ -291,7 +281,7 @@ class InAutocast(Mixin, nn.Module):
 
 
 class NormInFp32(Mixin, nn.Module):
-    """Mixin of norms whose parameters are gathered in a narrow format: they compute with fp32 ones, as in autocast.
+    """Mixin of norms with parameters gathered in 16 bits: they compute with fp32 ones, as in autocast.
 
     Autocast converts them for some norms on some devices; elsewhere torch refuses parameters in another format than the
     inputs or the statistics.

@@ -88,7 +88,7 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def _with_gradient(value: Any) -> Any:
-    """Return a value whose first tensor with a derivative requires a gradient; None without such a tensor."""
+    """Return a value in which the first differentiable tensor requires a gradient; None without such a tensor."""
     if isinstance(value, torch.Tensor):
         differentiable = value.is_floating_point() or value.is_complex()
         return value.detach().requires_grad_() if differentiable else None

@@ -156,7 +156,7 @@ def _chosen(
         return units_named(view, units, lambda module: _unit_problem(module, paths))
     declared = {name for module in view.modules.values() for name in _declared(module)}
     found = _blocks(view, view.model, declared, {id(block.module) for block in view.blocks})
-    # a block whose parameters are used outside of it too stays with the model
+    # a block that shares parameters with modules outside stays with the model
     return [name for name, module in found if _is_closed(module, paths) and id(module) not in together]
 
 
@@ -217,7 +217,7 @@ def _is_closed(module: nn.Module, paths: _Paths) -> bool:
 
 
 def _of_other_dtypes(model: nn.Module, unit: str, units: Sequence[str], paths: _Paths) -> list[str]:
-    """Modules of a unit that need to be units of their own, because their parameters have another dtype than most."""
+    """Modules of a unit that must be separate units, because their parameters have another dtype than most."""
     top = model.get_submodule(unit)
     own = [*top.parameters()] if unit else [*paths.view.parameters.values()]
     others = [name for name in units if name != unit and f"{name}.".startswith(f"{unit}." if unit else "")]
@@ -243,7 +243,7 @@ def _of_other_dtypes(model: nn.Module, unit: str, units: Sequence[str], paths: _
 
 
 def _uniform(module: nn.Module, main: tuple[torch.dtype, bool], taken: set[int], paths: _Paths) -> Iterator[str]:
-    """The first paths of the outermost modules below with parameters of one format that is not the main one."""
+    """The first paths of the outermost modules below with parameters of one other dtype than the main one."""
     for child in module.children():
         formats = {paths.format_of(parameter) for parameter in _trained(child.parameters(), taken)}
         if len(formats) == 1 and main not in formats and is_called(child) and _is_closed(child, paths):
@@ -253,7 +253,7 @@ def _uniform(module: nn.Module, main: tuple[torch.dtype, bool], taken: set[int],
 
 
 def _trained(parameters: Iterable[nn.Parameter], taken: set[int]) -> Iterator[nn.Parameter]:
-    """The parameters whose gradients travel together; those without a dimension travel by themselves."""
+    """The parameters with gradients in one message; parameters without a dimension have separate messages."""
     return (each for each in parameters if each.requires_grad and each.ndim and id(each) not in taken)
 
 

@@ -128,6 +128,33 @@ def run_operator(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*narrow, *args[2:], **kwargs).to(args[0].dtype)
 
 
+def reads_values(func: Any) -> bool:
+    """Return whether an operator gives Python values of tensors, or shapes that depend on them."""
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+
+
+def value_read(out: Any) -> object:
+    """Return what Python learns from the output of such an operator: a number as text, or the shape of a tensor."""
+    return tuple(out.shape) if isinstance(out, torch.Tensor) else repr(out)
+
+
+class ValuesRead(TorchDispatchMode):
+    """Notes in `found` what Python reads from tensors within a block, in order."""
+
+    def __init__(self) -> None:
+        cast(Any, super()).__init__()
+        self.found: list[object] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator."""
+        out = func(*args, **(kwargs or {}))
+        if reads_values(func):
+            self.found.append(value_read(out))
+        return out
+
+
 class StandIn(torch.Tensor):
     """A tensor of another stage, without its memory. Code that changes it, or a view of it, in place leaves it as it
     is: the stage with the tensor changes it."""

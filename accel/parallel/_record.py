@@ -208,8 +208,8 @@ class ForwardRecord(msgspec.Struct, frozen=True):
     units: tuple[str, ...] = ()  # paths of the units
     draws: bool = False  # whether it draws random numbers of torch
     updates: tuple[str, ...] = ()  # names of buffers that the code between calls changes by values of calls
-    # Whether Python reads values between calls that no call has made, such as values of the inputs.
-    branches: bool = False
+    # What Python reads between calls from tensors that no call has made, such as the inputs. The flow follows from it.
+    branches: tuple[object, ...] = ()
     states: tuple[State, ...] = ()  # attributes and buffers that it changes
     draws_on_host: bool = False  # whether it draws from the global streams of python or numpy
 

@@ -35,7 +35,7 @@ from accel.parallel._calls import (
     tensors_in,
     unchanged,
 )
-from accel.parallel._fakes import LikelyValues, flops_of, random_like, run_operator
+from accel.parallel._fakes import LikelyValues, flops_of, random_like, reads_values, run_operator, value_read
 from accel.parallel._modules import named_modules, named_tensors
 from accel.parallel._private import asks_for_values, forward_hooks, runs_in_reentrant_checkpoint, written_arguments
 from accel.parallel._record import (
@@ -107,7 +107,8 @@ class Recorder(TorchDispatchMode):
         self._decisions: list[Decision] = []
         self._between = [0.0]
         self._read_flops: dict[str, float] = {}
-        self._draws = self._branches = False
+        self._draws = False
+        self._branches: list[object] = []
         self._watched: dict[nn.Module, dict[str, str]] = {}  # units by the names of the numbers that they set
         self._buffers: dict[int, str] = {}  # outside of units, by storage
         self._updates: set[str] = set()
@@ -174,14 +175,16 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: Labels) -> Any:
-        reads = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+        reads = reads_values(func)
         if reads and self._now is not None:
             self._now.reads_values = True
         elif reads and sources:
             self._decisions.append(Decision(len(self._calls), sources))
-        self._branches |= reads and self._now is None and not sources
         try:
-            return run_operator(func, args, kwargs)
+            out = run_operator(func, args, kwargs)
+            if reads and self._now is None and not sources:
+                self._branches.append(value_read(out))
+            return out
         except Exception as error:
             if self._now is not None or not asks_for_values(error):
                 raise
@@ -489,7 +492,14 @@ class Recorder(TorchDispatchMode):
         calls = tuple(each.frozen() for each in self._calls)
         held = held_tensors(self._model)
         between = tuple(self._between)
-        facts = (self._read_flops, self._units, self._draws, tuple(sorted(self._updates)), self._branches, states)
+        facts = (
+            self._read_flops,
+            self._units,
+            self._draws,
+            tuple(sorted(self._updates)),
+            tuple(self._branches),
+            states,
+        )
         return ForwardRecord(calls, end, tuple(self._decisions), held, between, *facts)
 
 

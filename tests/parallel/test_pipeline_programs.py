@@ -203,3 +203,48 @@ def test_a_forward_of_any_form_has_the_gradients_of_one_process(
     both = found[0] | found[1]
     used = {name for name, each in alone.items() if name in both or each.abs().max() > 0}
     torch.testing.assert_close(both, {name: alone[name] for name in used}, rtol=1e-10, atol=1e-11)
+
+
+class Counting(nn.Module):
+    """Runs a layer on each row as often as the row says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.step, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, found = self.first(x), torch.zeros_like(x)
+        for row in range(len(x)):
+            value = hidden[row : row + 1]
+            for _ in range(int(x[row, 0])):
+                value = torch.tanh(self.step(value))
+            found = found.index_add(0, torch.tensor([row]), value)
+        return self.last(found)
+
+
+def test_equally_many_calls_with_other_arguments_are_another_forward(ranks: Simulator) -> None:
+    """Rows of 1 and 3 steps call the layer as often as rows of 3 and 1, of which the record knows nothing."""
+    rows = torch.tensor([[1.0, 3.0, 2.0, 2.0], [3.0, 1.0, 2.0, 2.0]], dtype=torch.float64)
+    batches = [each[:, None].expand(4, WIDTH).contiguous() for each in rows]
+
+    def losses(ctx: accel.DistContext, mesh: str) -> list[float]:
+        ctx = accel.replace(ctx, mesh=mesh) if mesh else ctx
+        torch.manual_seed(0)
+        plan = Plan(micro_batches=2, schedule="1F1B") if mesh else None
+        model = accel.prepare_model(ctx, Counting().double(), example=batches[0][:2], plan=plan)
+        found: list[float] = []
+        for each in batches:
+            state = accel.train_state(ctx).next()
+            loss, state = accel.forward_backward(ctx, model, state, each, loss_fn=torch.sum, weight=1)
+            accel.training.discard(state, model)
+            found.append(float(loss))
+        return found
+
+    alone = losses(accel.single(), "")
+    try:
+        found = ranks.run(lambda ctx: losses(ctx, "pp=2"), 2, default_group=True)
+    except StageError as error:
+        if "two micro-batches of a batch pass different tensors" not in error.problem:
+            raise
+        return
+    assert found == [pytest.approx(alone, rel=1e-12)] * 2

@@ -15,6 +15,7 @@ from accel.comm import Call, Comm, agreed_values
 from accel.devices import autocast_dtype
 from accel.errors import StageError
 from accel.parallel._calls import let_answer, take_apart, unchanged
+from accel.parallel._fakes import ValuesRead
 from accel.parallel._micro_batches import MicroBatch, first_device, first_tensor, of_stage
 from accel.parallel._modules import named_modules
 from accel.parallel._private import called_eagerly
@@ -196,19 +197,27 @@ def _digest(replay: Replay) -> str:
 
 
 def is_followed(replay: Replay, model: nn.Module, calls: Calls, batch: MicroBatch, work: Work) -> bool:
-    """Return whether a micro-batch calls the modules of a record in its order, by a forward whose calls are all
-    answered by placeholders. No communication."""
+    """Return whether a micro-batch follows a record, by a forward whose calls are all answered by placeholders: Python
+    reads the same values, and calls the same modules in the same order. No communication."""
     end = len(replay.record.calls)
     nothing = StageCut(begin=end, end=end, needs=(), gives=(), passes=(), holds=frozenset())
     run = StageRun(replay, nothing, {}, first_device(batch), None, work.containers)
     try:
-        with torch.no_grad(), emptied_caches(), unchanged(model), work.around(), calls.answered_by(run), isolated_rng():
+        with (
+            torch.no_grad(),
+            emptied_caches(),
+            unchanged(model),
+            work.around(),
+            calls.answered_by(run),
+            isolated_rng(),
+            ValuesRead() as values,
+        ):
             _ = run.forward(model, batch)
     except torch.OutOfMemoryError:
         raise
     except Exception:  # of another order, or of shapes that follow from values of the inputs
         return False
-    return True
+    return tuple(values.found) == replay.record.branches  # else the same calls may have other arguments
 
 
 def with_facts(replay: Replay, known: Replay) -> Replay:

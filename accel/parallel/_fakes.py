@@ -134,7 +134,7 @@ def reads_values(func: Any) -> bool:
 
 
 def value_read(out: Any) -> object:
-    """Return what Python learns from the output of such an operator: a number as text, or the shape of a tensor."""
+    """Return what Python gets from the output of such an operator: a number as text, or the shape of a tensor."""
     return tuple(out.shape) if isinstance(out, torch.Tensor) else repr(out)
 
 

@@ -492,14 +492,8 @@ class Recorder(TorchDispatchMode):
         calls = tuple(each.frozen() for each in self._calls)
         held = held_tensors(self._model)
         between = tuple(self._between)
-        facts = (
-            self._read_flops,
-            self._units,
-            self._draws,
-            tuple(sorted(self._updates)),
-            tuple(self._branches),
-            states,
-        )
+        updates, branches = tuple(sorted(self._updates)), tuple(self._branches)
+        facts = (self._read_flops, self._units, self._draws, updates, branches, states)
         return ForwardRecord(calls, end, tuple(self._decisions), held, between, *facts)
 
 

@@ -107,8 +107,7 @@ class Recorder(TorchDispatchMode):
         self._decisions: list[Decision] = []
         self._between = [0.0]
         self._read_flops: dict[str, float] = {}
-        self._draws = False
-        self._branches: list[object] = []
+        self._draws, self._branches = False, list[object]()
         self._watched: dict[nn.Module, dict[str, str]] = {}  # units by the names of the numbers that they set
         self._buffers: dict[int, str] = {}  # outside of units, by storage
         self._updates: set[str] = set()
@@ -492,8 +491,8 @@ class Recorder(TorchDispatchMode):
         calls = tuple(each.frozen() for each in self._calls)
         held = held_tensors(self._model)
         between = tuple(self._between)
-        updates, branches = tuple(sorted(self._updates)), tuple(self._branches)
-        facts = (self._read_flops, self._units, self._draws, updates, branches, states)
+        updates = tuple(sorted(self._updates))
+        facts = (self._read_flops, self._units, self._draws, updates, tuple(self._branches), states)
         return ForwardRecord(calls, end, tuple(self._decisions), held, between, *facts)
 
 

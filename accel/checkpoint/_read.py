@@ -357,7 +357,7 @@ def _open_newest(stack: contextlib.ExitStack, out: Place, look: Place, skipped: 
     """Open the newest checkpoint of a folder, which `look` is as it was listed last."""
     seen = None
     while (found := candidates(look) if look.exists() else []) != seen:  # a writer may replace all of them meanwhile
-        for step, _, path, identity in found:
+        for step, is_final, path, identity in found:
             with contextlib.ExitStack() as inner:
                 try:
                     saved = inner.enter_context(open_checkpoint(path, follow=False, step=step))
@@ -367,6 +367,9 @@ def _open_newest(stack: contextlib.ExitStack, out: Place, look: Place, skipped: 
                     _note_broken(path, error, skipped)
                     continue
                 if (path.name, saved.digest) not in skipped.reasons.keys() | skipped.gone:
+                    # a listing is of no single moment: a folder moved aside may be all of it that a writer left
+                    if not is_final and candidates(out.listed()) != found:
+                        break
                     stack.push(inner.pop_all())
                     return saved
         else:

@@ -18,6 +18,7 @@ from ckpt_helpers import CPU
 from torch import nn
 
 from accel import load_state, save_state
+from accel.checkpoint import _read
 from accel.checkpoint._manifest import Manifest
 from accel.checkpoint._read import open_checkpoint
 from accel.context import DistContext
@@ -190,6 +191,26 @@ def test_a_step_that_is_saved_again_while_ranks_open_it_is_one_checkpoint_to_all
 
     assert len(set(simulate(both, 2))) == 1
     assert not caplog.records
+
+
+def test_a_folder_aside_is_taken_only_where_a_second_look_finds_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A listing that a writer overtakes may show the step that it has replaced, and neither of the two newer ones."""
+    save_state(CPU, tmp_path / "former", {"x": 1}, step=1)
+    save_state(CPU, tmp_path, {"x": 2}, step=1)
+    shutil.move(tmp_path / "former" / "step-00000001", tmp_path / "step-00000001.old-elsewhere-77-01234567")
+    listed = _read.candidates
+    torn = [[each for each in listed(as_place(tmp_path)) if not each[1]]]
+    assert len(torn[0]) == 1
+    monkeypatch.setattr(_read, "candidates", lambda place: torn.pop() if torn else listed(place))
+    loaded = newest(CPU, tmp_path)
+    assert loaded is not None
+    assert loaded["x"] == 2
+    shutil.rmtree(tmp_path / "step-00000001")  # its writer died between two renames
+    loaded = newest(CPU, tmp_path)
+    assert loaded is not None
+    assert loaded["x"] == 1
 
 
 @contextlib.contextmanager

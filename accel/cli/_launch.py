@@ -54,7 +54,7 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         write_error(f"accel: {late[0]} goes to the script: flags of accel launch come before it\n")
     if known.hostfile:
         return _run_on_hosts(known, target, resolved, environ)
-    if idle := given_flags(known, _HOST_FLAGS[1:]):
+    if idle := given_flags(known, [flag for flag in _HOST_FLAGS[1:] if getattr(known, flag)]):
         raise ConfigError("no effect without --hostfile", got=", ".join(idle))
     if known.slurm:
         print(_submit(target, resolved, environ, dry_run=known.dry_run), end="")

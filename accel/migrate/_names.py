@@ -20,6 +20,7 @@ from accel.migrate._tree import (
     calls,
     expression,
     full_name,
+    keyword_arg,
     leading,
     led_by,
     loads,
@@ -39,6 +40,7 @@ AVAILABLE: Mapping[str, str] = {
     "is_mps_available": "torch.backends.mps.is_available()",
     "is_torch_xla_available": "False",
 }
+_ENTERED = "split_between_processes"  # in Accelerate a block, in accel a function
 _BIG = (
     *("init_empty_weights", "init_on_device", "infer_auto_device_map", "load_checkpoint_and_dispatch"),
     *("dispatch_model", "cpu_offload", "disk_offload", "load_checkpoint_in_model", "get_balanced_memory"),
@@ -187,9 +189,11 @@ class Names(ScriptPass):
         if name in FUNCTIONS:
             self._needs_context(name)
             if name == "reduce" and argument(updated, "reduction", 1) is None:  # Accelerate averages by default
-                mean = cst.Arg(expression('"mean"'))
+                mean = expression('"mean"')
+                named = bool(updated.args) and updated.args[0].keyword is not None
+                given = keyword_arg("reduction", mean) if named else cst.Arg(mean)
                 args = [arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in updated.args]
-                updated = updated.with_changes(args=[*args[:1], mean, *args[1:]])
+                updated = updated.with_changes(args=[*args[:1], given, *args[1:]])
             return self._built(FUNCTIONS[name], name, updated)
         if name == "set_seed":
             self._change(_SEEDING)
@@ -300,7 +304,7 @@ class Names(ScriptPass):
             return script.tracked["project_dir"]
         elif name == "logging_dir" and "logging_dir" in script.tracked:
             return script.tracked["logging_dir"]
-        elif name in METHODS and id(original) not in self._called:
+        elif name in METHODS and name != _ENTERED and id(original) not in self._called:
             return as_value(script, METHODS[name])
         elif id(original) not in self._called:
             self._decide(f"what takes the place of accelerator.{name}")
@@ -399,7 +403,7 @@ class Names(ScriptPass):
 
     def leave_with(self, original: cst.With, updated: cst.With) -> cst.With | cst.FlattenSentinel[cst.BaseStatement]:
         item = original.items[0]
-        if len(original.items) == 1 and self._script.method(item.item) == "split_between_processes":
+        if len(original.items) == 1 and self._script.method(item.item) == _ENTERED:
             name = text_of(item.asname.name) if item.asname else "_"
             line = statement(f"{name} = {{value}}", value=updated.items[0].item)
             body = cast(cst.IndentedBlock, updated.body)

@@ -123,9 +123,8 @@ class RolloutBuffer(msgspec.Struct, frozen=True, eq=False):
 
     def __post_init__(self) -> None:
         check_count(self.batch, "the number of prompts is not valid", where=f"{_WHERE}(batch=)")
-        check_count(
-            self.max_staleness, "the number of updates is not valid", least=0, where=f"{_WHERE}(max_staleness=)"
-        )
+        problem, where = "the number of updates is not valid", f"{_WHERE}(max_staleness=)"
+        check_count(self.max_staleness, problem, least=0, where=where, error=DataError)
 
     @property
     def room(self) -> int:

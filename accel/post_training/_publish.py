@@ -256,9 +256,15 @@ def _adapted(model: Any, kept: Mapping[str, Tensor], whole: Whole, how: Adapters
     copied = re.compile(rf"\.modules_to_save\.{named}\.")
     layers = {path: each for path, each in model.named_modules() if adapter in _scales(each)}
     weights = {f"{path}.base_layer.weight": path for path in layers}
-    other = [path for name, path in weights.items() if name not in kept]  # as of the embedding or of experts
+    # A merge needs the base's weight, which embeddings and experts have under another name.
+    other = [path for name, path in weights.items() if name not in kept] if how == "merged" else []
     trained = {name for name, each in model.named_parameters() if each.requires_grad} if how == "alone" else set[str]()
-    own = {name for name in kept if re.search(rf"\.{named}(\.|$)", name)}
+    holders = {
+        re.escape(path.rpartition(".")[2])
+        for path, each in model.named_modules()
+        if isinstance(each, nn.ModuleDict | nn.ParameterDict) and adapter in each
+    }
+    own = {name for name in kept if re.search(rf"\.({'|'.join(holders)})\.{named}(\.|$)", name)}
     other += [name for name in sorted(own | trained) if not factor.search(name) and not copied.search(name)]
     if getattr(config, "peft_type", None) != "LORA" or getattr(config, "use_dora", False) or other:
         raise ConfigError(

@@ -186,7 +186,7 @@ def join_samples(parts: Sequence[Samples], *, pad_id: int = 0, width: int | None
 
     padded: dict[str, Any] = {name: joined(name) for name in tensors[0]}
     by_row: dict[str, Any] = {name: torch.cat([getattr(each, name) for each in parts]) for name in _BY_ROW}
-    tuples: dict[str, Any] = {name: sum((getattr(each, name) for each in parts), ()) for name in _TUPLES}
+    tuples: dict[str, Any] = {name: tuple(value for each in parts for value in getattr(each, name)) for name in _TUPLES}
     versions = {each.version for each in parts}
     version = versions.pop() if len(versions) == 1 else None
     return Samples(**padded, **by_row, **tuples, drawn_from=parts[0].drawn_from, version=version)

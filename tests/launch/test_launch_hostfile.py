@@ -162,3 +162,6 @@ def test_a_host_without_a_connection_ends_the_launch(workspace: Workspace) -> No
     assert "accel: no connection to node9, exit status 255" in done.stderr
     idle = workspace.accel("launch", "--include", "node9", Path("train.py"))
     assert "no effect without --hostfile: got --include" in idle.stderr
+    unset = ["--hostfile", "", "--include", ""]  # as of variables of a shell that are not set
+    empty = workspace.accel("launch", "--cpu", *unset, Path("train.py"))
+    assert empty.returncode == 0, empty.stderr

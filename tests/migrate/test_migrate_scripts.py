@@ -515,6 +515,20 @@ def test_a_tensor_that_follows_another_keyword_stays_a_keyword() -> None:
     assert 'return accel.reduce(ctx, op="sum", tree=x)\n' in migrated(text).new.decode()
 
 
+def test_a_mean_follows_a_tensor_that_is_a_keyword() -> None:
+    opened = "from accelerate import Accelerator\nfrom accelerate.utils import reduce\n\n\n"
+    text = f"{opened}def f(accelerator: Accelerator, x):\n    return reduce(tensor=x)\n"
+    assert 'return accel.reduce(ctx, x, op="mean")\n' in migrated(text).new.decode()
+
+
+def test_a_block_that_becomes_a_function_has_a_note_where_it_is_a_value() -> None:
+    text = "from accelerate import Accelerator\n\n\ndef f(accelerator: Accelerator):\n    return "
+    found = migrated(f"{text}accelerator.split_between_processes\n")
+    assert [note.text.split(" (")[0] for note in found.notes] == [
+        "decide what takes the place of accelerator.split_between_processes"
+    ]
+
+
 @pytest.mark.slow  # each starts a process
 @pytest.mark.parametrize("value", ["+".join("1" * 500), "f(" * 150 + ")" * 150, "lambda: " * 200 + "1"])
 def test_deep_expressions_are_rewritten_in_a_process_of_their_own(value: str) -> None:

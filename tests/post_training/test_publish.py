@@ -183,6 +183,33 @@ def test_other_tensors_of_adapters_are_published_or_refused(
     assert all(torch.allclose(server.tensors[name], each) for name, each in expected.items())
 
 
+@pytest.mark.parametrize("how", ["merged", "alone"])
+def test_an_adapter_may_have_the_name_of_a_module(how: Any) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    model, server = peft.get_peft_model(base, lora, adapter_name="layers"), Kept()
+    publish(accel.single(), server, model, version=Version("a", 1), adapters=how)
+    alone = peft.get_peft_model_state_dict(model, adapter_name="layers")
+    expected = model.merge_and_unload().state_dict() if how == "merged" else alone
+    assert server.tensors.keys() == expected.keys()
+    assert all(torch.allclose(server.tensors[name], each) for name, each in expected.items())
+
+
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning")
+def test_adapters_of_a_tied_head_are_published_alone() -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    config = transformers.LlamaConfig(**SIZES | {"tie_word_embeddings": True})
+    model, server = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora), Kept()
+    publish(accel.single(), server, model, version=Version("a", 1), adapters="alone")
+    expected = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    assert server.tensors.keys() == expected.keys()
+    assert all(torch.equal(server.tensors[name], each) for name, each in expected.items())
+    with pytest.raises(AccelError, match="not low-rank"):  # a merge would change the embedding too
+        publish(accel.single(), server, model, version=Version("a", 2), adapters="merged")
+
+
 @pytest.mark.parametrize("fails", ["begin", "load", "commit"])
 def test_a_server_that_fails_is_one_error_on_every_rank(fails: str) -> None:
     def rank(ctx: accel.DistContext) -> str:

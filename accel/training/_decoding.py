@@ -390,10 +390,9 @@ def decode(
 
 def _check_classes(ctx: DistContext, model: nn.Module, count: int, vocab_parallel: bool, where: str) -> None:
     """Raise `ConfigError` if logits of a model of transformers have a part of its classes, or each class twice."""
-    config: Any = getattr(_first_forward(model), "config", None)
-    words = getattr(config.get_text_config(), "vocab_size", None) if hasattr(config, "get_text_config") else None
     size = ctx.axis("tp").size
-    if size == 1 or not words:
+    words = None if size == 1 else _count_words(model)
+    if words is None:
         return
     if count == words * size if vocab_parallel else words // size <= count <= -(-words // size):
         raise ConfigError(
@@ -403,6 +402,18 @@ def _check_classes(ctx: DistContext, model: nn.Module, count: int, vocab_paralle
             where=where,
             fix=f"Pass vocab_parallel={not vocab_parallel}.",
         )
+
+
+def _count_words(model: nn.Module) -> int | None:
+    """Return the classes by the configuration of a model of transformers; None if it does not state one number."""
+    config: Any = getattr(_first_forward(model), "config", None)
+    if not hasattr(config, "get_text_config"):
+        return None
+    try:
+        words = getattr(config.get_text_config(), "vocab_size", None)
+    except ValueError:  # of a configuration with several texts
+        return None
+    return words or None
 
 
 def _beyond_tables(error: OutsideTableError, ids: Tensor, longest: int, count: int, where: str) -> DataError:

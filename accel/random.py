@@ -61,18 +61,13 @@ class Key(msgspec.Struct, frozen=True):
 
 
 class RngState(msgspec.Struct, frozen=True):
-    """The state of this process's global random streams.
+    """The state of this process's global random streams."""
 
-    Attributes:
-        python: version, 625 words and the pending gaussian of `random`.
-        torch: state of the CPU generator.
-        devices: type, such as "cuda", and generator state of each device in use, in the order passed.
-        numpy: key, position and pending gaussian of the legacy global generator; None if numpy was not imported.
-    """
-
-    python: tuple[int, tuple[int, ...], float | None]
-    torch: bytes
+    python: tuple[int, tuple[int, ...], float | None]  # version, 625 words and the pending gaussian of `random`
+    torch: bytes  # state of the CPU generator
+    # Type, such as "cuda", and generator state of each device in use, in the order passed.
     devices: tuple[tuple[str, bytes], ...] = ()
+    # Key, position and pending gaussian of the legacy global generator; None if numpy was not imported.
     numpy: tuple[bytes, int, int, float] | None = None
 
 

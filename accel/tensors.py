@@ -205,18 +205,15 @@ def dtensor_like(part: torch.Tensor, template: DTensor, shape: torch.Size | None
 
 
 class Packed(NamedTuple):
-    """A weight as plain tensors.
+    """A weight as plain tensors."""
 
-    Attributes:
-        parts: the tensors by name in the module, such as "weight" and "weight.absmax"; the first holds the elements.
-            They share their memory with the weight.
-        make: the recipe: puts a parameter together from parts by these names, as views on them. A part may be on
-            another device, in a slot, or nowhere.
-        constants_of: gives further tensors of a checkpoint from the parts, which determine how these are read.
-    """
-
+    # The tensors by name in the module, such as "weight" and "weight.absmax"; the first holds the elements. They share
+    # their memory with the weight.
     parts: Mapping[str, torch.Tensor]
+    # The recipe: puts a parameter together from parts by these names, as views on them. A part may be on another
+    # device, in a slot, or nowhere.
     make: Make
+    # Gives further tensors of a checkpoint from the parts, which determine how these are read.
     constants_of: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import assume, given, strategies as st
 
 import accel
@@ -145,7 +146,7 @@ def test_what_is_no_mesh_is_refused_with_its_text(text: Any, said: str) -> None:
 
 @pytest.mark.parametrize("sizes", [{"tp": 0}, {"pp": 1.5}, {"dp": 2, "dp_replicate": 2}, {"dp": -1}, {"ep": 2}])
 def test_axes_that_no_mesh_has_are_refused(sizes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="Axes"):
+    with assert_raises(ConfigError, where="Axes"):
         Axes(**sizes)
 
 

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent / "helpers"))  # where no pytest ru
 
 import pytest
 import torch
+from catching import assert_raises
 from processes import patience, same_path
 from tables import rows
 from torch.utils.data import TensorDataset
@@ -240,7 +241,7 @@ def test_the_loop_gives_the_same_parameters_on_any_number_of_ranks(tmp_path: Pat
 
 def test_the_loop_resumes_after_a_crash_with_the_same_bits(tmp_path: Path) -> None:
     straight = train_loop(tmp_path / "straight", 2)
-    with pytest.raises(accel.AccelError, match="the run ends here"):
+    with assert_raises(accel.AccelError, got="the run ends here"):
         train_loop(tmp_path / "stopped", 2, dies_in_epoch=1)
     assert accel.latest_checkpoint(tmp_path / "stopped") is not None
     assert torch.equal(train_loop(tmp_path / "stopped", 2), straight)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from catching import assert_raises
 
 from accel import read_env
 from accel.errors import EnvError
@@ -40,13 +41,13 @@ def test_any_part_of_a_place_names_what_is_missing(mpi: str) -> None:
         for kept in itertools.combinations(names, count):
             if not {names[0], names[1]} & set(kept):
                 continue  # no rank, no world: nothing says that there are others
-            with pytest.raises(EnvError, match="incomplete") as caught:
+            with assert_raises(EnvError, problem="incomplete") as caught:
                 read_env({name: whole[name] for name in kept})
             assert any(name not in kept and name in str(caught.value) for name in names)
 
 
 def test_pmi_alone_is_no_single_process() -> None:
-    with pytest.raises(EnvError, match="incomplete") as caught:
+    with assert_raises(EnvError, problem="incomplete") as caught:
         read_env({"PMI_RANK": "3", "PMI_SIZE": "4"})
     assert caught.value.got == "PMI_RANK, PMI_SIZE without MPI_LOCALRANKID, MPI_LOCALNRANKS"
     assert "unset PMI_RANK, PMI_SIZE" in caught.value.fix

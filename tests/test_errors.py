@@ -100,7 +100,7 @@ METHODS_OF_A_CONTEXT = [
 def test_a_call_without_the_context_says_to_pass_it_first(name: str) -> None:
     function: Callable[..., object] = PUBLIC[name]
     for arguments, got in [((), "no context"), ((torch.nn.Linear(1, 1),), "Linear"), ((1, 2, 3), "int")]:
-        with pytest.raises(accel.errors.ConfigError, match="pass the context first") as caught:
+        with assert_raises(accel.errors.ConfigError, problem="pass the context first") as caught:
             function(*arguments)
         assert caught.value.got == got
         assert caught.value.expected.startswith(f"`accel.{name}(ctx")
@@ -109,7 +109,7 @@ def test_a_call_without_the_context_says_to_pass_it_first(name: str) -> None:
 
 @pytest.mark.parametrize(("kind", "method"), METHODS_OF_A_CONTEXT)
 def test_a_method_without_the_context_says_to_pass_it_first(kind: str, method: str) -> None:
-    with pytest.raises(accel.errors.ConfigError, match="pass the context first") as caught:
+    with assert_raises(accel.errors.ConfigError, problem="pass the context first") as caught:
         getattr(PUBLIC[kind](), method)(torch.zeros(1))
     assert caught.value.got == "Tensor"
     assert f".{method}(ctx" in caught.value.expected

@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from torch import nn
@@ -82,7 +83,7 @@ def test_no_size_that_fits_is_an_error_on_every_rank_that_names_one(ranks):
             if ctx.rank == 1:
                 _allocate_too_much("cuda")
 
-        with pytest.raises(OutOfMemoryError, match=r"got at 4: rank 1: OutOfMemoryError: CUDA out of memory") as caught:
+        with assert_raises(OutOfMemoryError, got="at 4: rank 1: OutOfMemoryError: CUDA out of memory") as caught:
             accel.find_executable_batch_size(ctx, train, 16, least=3)
         return str(caught.value)
 
@@ -241,7 +242,7 @@ def test_an_error_that_all_ranks_raise_alike_stays_what_it_was(ranks):
 
 def test_ranks_must_start_alike(ranks):
     def rank(ctx):
-        with pytest.raises(CollectiveMismatch, match=r"batch size 4.*batch size 5"):
+        with assert_raises(CollectiveMismatch, expected="batch size 4", got="batch size 5"):
             accel.find_executable_batch_size(ctx, lambda size: size, 4 + ctx.rank)
 
     ranks.run(rank, 2)
@@ -288,7 +289,7 @@ def test_what_is_no_search_is_refused(options, said):
 def test_a_closed_context_is_refused():
     with accel.session({}, device="cpu") as ctx:
         pass
-    with pytest.raises(AccelError, match="closed"):
+    with assert_raises(AccelError, problem="closed"):
         accel.find_executable_batch_size(ctx, lambda size: size, 4)
 
 

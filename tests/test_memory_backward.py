@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from catching import assert_raises
 from processes import job, script_ranks
 from steps import begin_batch
 from torch import nn
@@ -87,7 +88,7 @@ def test_two_ranks_that_run_out_together_are_one_failure(ranks):
 
 def test_no_size_that_fits_is_the_same_error_on_all_ranks(ranks):
     def rank(ctx):
-        with pytest.raises(OutOfMemoryError, match="rank 1: OutOfMemoryError: CUDA out of memory") as caught:
+        with assert_raises(OutOfMemoryError, got="rank 1: OutOfMemoryError: CUDA out of memory") as caught:
             accel.find_executable_batch_size(
                 ctx, lambda size: _train(ctx, size, lambda rank, size: rank == 1, ERRORS["cuda"]), 4
             )

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from processes import patience
 from profiles import share
@@ -104,7 +105,7 @@ def test_a_second_signal_kills_and_a_forked_process_ends_at_the_first() -> None:
 def test_signals_that_cannot_be_asked_for_are_refused(signals: Any) -> None:
     before = handlers()
     with (
-        pytest.raises(ConfigError, match="neither SIGKILL nor SIGSTOP"),
+        assert_raises(ConfigError, expected="neither SIGKILL nor SIGSTOP"),
         accel.preempt.stop_requests(accel.single(), signals),
     ):
         pass

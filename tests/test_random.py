@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 
@@ -208,5 +209,5 @@ def test_a_state_of_other_devices_is_refused_before_any_stream_is_touched(gpus):
 
 def test_a_device_without_a_stream_is_refused(monkeypatch):
     monkeypatch.setattr("torch.get_device_module", lambda device: object())
-    with pytest.raises(DeviceError, match=r"xpu:0"):
+    with assert_raises(DeviceError, got="xpu:0"):
         capture_rng(torch.device("xpu", 0))

@@ -206,7 +206,7 @@ def test_an_address_that_is_taken_or_empty_is_named() -> None:
 
 def test_what_can_be_no_name_is_refused_at_once() -> None:
     environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node..0", "MASTER_PORT": "29500"}
-    with pytest.raises(accel.errors.PeerError, match=r"rank 1 cannot reach .* node\.\.0:29500"):
+    with assert_raises(accel.errors.PeerError, problem="rank 1 cannot reach ", expected=r"node\.\.0:29500"):
         accel.from_env(environ, device="cpu")
 
 

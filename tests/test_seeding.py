@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from torch import nn
@@ -126,7 +127,7 @@ def test_streams_can_be_taken_from_the_first_rank(ranks):
         else:
             accel.wait_for_everyone(ctx)
 
-    with pytest.raises(CollectiveMismatch, match="synchronize_rng"):
+    with assert_raises(CollectiveMismatch, got="synchronize_rng"):
         ranks.run(alone, 2)
 
 

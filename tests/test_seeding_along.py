@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import example, given, settings, strategies as st
 from profiles import share
 from torch import nn
@@ -119,5 +120,5 @@ def test_refused_with_the_way_out(options: Any, words: str) -> None:
 
 
 def test_axes_have_no_effect_where_all_draw_the_same() -> None:
-    with pytest.raises(ConfigError, match="along has no effect"):
+    with assert_raises(ConfigError, problem="along has no effect"):
         accel.seeding.set_seed(accel.single(), 0, per_rank=False, along=("dp",))

@@ -321,7 +321,7 @@ def test_values_of_skipped_keys_stay_whatever_they_are():
     assert moved["x"].is_meta
     assert moved["aux"]["raw"] is foreign
     assert moved["y"][0] is kept
-    with pytest.raises(TreeError, match=r"deque - at \$\.raw"):
+    with assert_raises(TreeError, got="deque", where=r"\$\.raw"):
         accel.tree.send_to_device({"raw": foreign}, "meta")
 
 

@@ -39,25 +39,15 @@ _ONE_CHECKPOINT = "CHECKPOINT is the folder of a step, or of a run for its newes
 
 
 class Verb(NamedTuple):
-    """One verb of `accel checkpoint`.
+    """One verb of `accel checkpoint`."""
 
-    Attributes:
-        run: function of the parsed words; it returns the exit status.
-        words: its own words, as the overview shows them.
-        summary: line of the overview.
-        about: description in its help.
-        paths: positional arguments, by name.
-        flags: its flags, with argparse's options for each.
-        usage: its flags in the usage line.
-    """
-
-    run: Callable[[argparse.Namespace], int]
-    words: str
-    summary: str
-    about: str
-    paths: tuple[str, ...]
-    flags: Mapping[str, dict[str, Any]] = {}
-    usage: str = ""
+    run: Callable[[argparse.Namespace], int]  # function of the parsed words; it returns the exit status
+    words: str  # its own words, as the overview shows them
+    summary: str  # line of the overview
+    about: str  # description in its help
+    paths: tuple[str, ...]  # positional arguments, by name
+    flags: Mapping[str, dict[str, Any]] = {}  # its flags, with argparse's options for each
+    usage: str = ""  # its flags in the usage line
 
 
 def run(words: Sequence[str], environ: Mapping[str, str]) -> int:

@@ -41,15 +41,10 @@ _URL = "Documentation"  # among the project's URLs
 
 
 class DocsEntry(msgspec.Struct, frozen=True):
-    """An entry of the documentation.
+    """An entry of the documentation."""
 
-    Attributes:
-        name: its full name: a dotted one, a command with `accel`, a page with `.md`.
-        page: the page of the reference with a name; empty for commands and pages.
-    """
-
-    name: str
-    page: str = ""
+    name: str  # its full name: a dotted one, a command with `accel`, a page with `.md`
+    page: str = ""  # the page of the reference with a name; empty for commands and pages
 
 
 def run(words: Sequence[str], _environ: Mapping[str, str]) -> int:

@@ -167,24 +167,15 @@ def _input(text: str, dtype: str) -> Input:
 
 
 class EstimateRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the table.
+    """One line of the table."""
 
-    Attributes:
-        precision, strategy: names of both.
-        memory: bytes on the rank that needs most, at the moment when it does.
-        largest: the most bytes of each part, whenever in the step.
-        total: the sum of `memory`.
-        fits: True within the limit; None without one.
-        fewest_ranks: ranks with which it would fit, 0 for never; None if it fits.
-    """
-
-    precision: PrecisionName
-    strategy: str
-    memory: RankMemory
-    largest: Mapping[str, int | None]
-    total: int
-    fits: bool | None = None
-    fewest_ranks: int | None = None
+    precision: PrecisionName  # name of the precision
+    strategy: str  # name of the strategy
+    memory: RankMemory  # bytes on the rank that needs most, at the moment when it does
+    largest: Mapping[str, int | None]  # the most bytes of each part, whenever in the step
+    total: int  # the sum of `memory`
+    fits: bool | None = None  # True within the limit; None without one
+    fewest_ranks: int | None = None  # ranks with which it would fit, 0 for never; None if it fits
 
     @property
     def verdict(self) -> str:

@@ -57,29 +57,18 @@ FILLS: tuple[str, ...] = get_args(Fill)
 
 
 class _Stored(NamedTuple):
-    """Storage of matrices at home.
+    """Storage of matrices at home."""
 
-    Attributes:
-        dtype: safetensors' name of their dtype; None for their own.
-        skip: names of weights that keep theirs, or patterns.
-    """
-
-    dtype: str | None
-    skip: tuple[str, ...]
+    dtype: str | None  # safetensors' name of their dtype; None for their own
+    skip: tuple[str, ...]  # names of weights that keep theirs, or patterns
 
 
 class _FoundModel(NamedTuple):
-    """A model that a source gives.
+    """A model that a source gives."""
 
-    Attributes:
-        source: origin, in words.
-        skeleton: the model.
-        dtype: name of the dtype of its weights, if it is another.
-    """
-
-    source: str
-    skeleton: Skeleton
-    dtype: str | None
+    source: str  # origin, in words
+    skeleton: Skeleton  # the model
+    dtype: str | None  # name of the dtype of its weights, if it is another
 
 
 def add_device_map_flags(built: Parser) -> None:
@@ -207,29 +196,17 @@ _ROWS = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)(:int64)?")
 
 
 class MeshReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer for programs.
+    """The answer for programs."""
 
-    Attributes:
-        source: the configuration.
-        parameters: number of elements of the model.
-        mesh: sizes of the axes.
-        ranks: number of ranks.
-        memory: bytes on the rank that needs most.
-        largest: the most bytes of each part, whenever in the step and on whichever rank.
-        total: the sum of `memory`.
-        traffic: messages of this rank in a step.
-        fits: True within the limit; None without one.
-    """
-
-    source: str
-    parameters: int
-    mesh: str
-    ranks: int
-    memory: RankMemory
-    largest: Mapping[str, int | None]
-    total: int
-    traffic: Sequence[Traffic]
-    fits: bool | None
+    source: str  # the configuration
+    parameters: int  # number of elements of the model
+    mesh: str  # sizes of the axes
+    ranks: int  # number of ranks
+    memory: RankMemory  # bytes on the rank that needs most
+    largest: Mapping[str, int | None]  # the most bytes of each part, whenever in the step and on whichever rank
+    total: int  # the sum of `memory`
+    traffic: Sequence[Traffic]  # messages of this rank in a step
+    fits: bool | None  # True within the limit; None without one
 
 
 def add_mesh_flags(built: Parser) -> None:

@@ -120,17 +120,11 @@ def _help(field: Field) -> str:
 
 
 class _Same(NamedTuple):
-    """A flag of ours for another launcher's.
+    """A flag of ours for another launcher's."""
 
-    Attributes:
-        flag: ours; empty where none is needed.
-        value: the value to write after it; empty for the other flag's own.
-        note: the difference, one sentence.
-    """
-
-    flag: str
-    value: str = ""
-    note: str = ""
+    flag: str  # ours; empty where none is needed
+    value: str = ""  # the value to write after it; empty for the other flag's own
+    note: str = ""  # the difference, one sentence
 
 
 _PROCESSES = _Same("--nproc-per-node", note="It counts the processes of one host.")

@@ -251,43 +251,25 @@ _SEARCHED_RANKS = 1 << 8
 
 
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer for programs.
+    """The answer for programs."""
 
-    Attributes:
-        source: the configuration.
-        parameters: number of elements of the model.
-        ranks: number of ranks.
-        limit: bytes that a rank may use.
-        fitting: meshes that fit, the fastest first.
-        too_large: meshes that do not, the smallest need first.
-        refused: number of meshes by the reason for which they are impossible.
-    """
-
-    source: str
-    parameters: int
-    ranks: int
-    limit: int
-    fitting: Sequence[PlanRow]
-    too_large: Sequence[PlanRow]
-    refused: Mapping[str, int]
+    source: str  # the configuration
+    parameters: int  # number of elements of the model
+    ranks: int  # number of ranks
+    limit: int  # bytes that a rank may use
+    fitting: Sequence[PlanRow]  # meshes that fit, the fastest first
+    too_large: Sequence[PlanRow]  # meshes that do not, the smallest need first
+    refused: Mapping[str, int]  # number of meshes by the reason for which they are impossible
 
 
 class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One mesh.
+    """One mesh."""
 
-    Attributes:
-        mesh: text for `--mesh`.
-        options: the choice, with the memory and time of a step.
-        memory: bytes on the rank that needs most.
-        step_s: seconds of a step.
-        stages: of each rank along pp; of meshes that fit.
-    """
-
-    mesh: str
-    options: Choice
-    memory: int
-    step_s: float
-    stages: Sequence[RankStages] = ()
+    mesh: str  # text for `--mesh`
+    options: Choice  # the choice, with the memory and time of a step
+    memory: int  # bytes on the rank that needs most
+    step_s: float  # seconds of a step
+    stages: Sequence[RankStages] = ()  # of each rank along pp; of meshes that fit
 
 
 def run(words: Sequence[str], environ: Mapping[str, str]) -> int:

@@ -112,19 +112,13 @@ def gather(
 
 
 class _RankPlan(NamedTuple):
-    """The layout of one rank's tensors in a gather.
+    """The layout of one rank's tensors in a gather."""
 
-    Attributes:
-        rows, counts: rows and elements of each tensor.
-        head: the rows, encoded.
-        inline: layout of the tensors in the first message, behind the head; None if they do not fit.
-        buckets: numbers and layout of the tensors in each bucket, if all ranks have this plan and they do not fit.
-    """
-
-    rows: tuple[int, ...]
-    counts: tuple[int, ...]
-    head: bytes
-    inline: Packing | None
+    rows: tuple[int, ...]  # rows of each tensor
+    counts: tuple[int, ...]  # elements of each tensor
+    head: bytes  # the rows, encoded
+    inline: Packing | None  # layout of the tensors in the first message, behind the head; None if they do not fit
+    # Numbers and layout of the tensors in each bucket, if all ranks have this plan and they do not fit.
     buckets: tuple[tuple[tuple[int, ...], Packing], ...]
 
 

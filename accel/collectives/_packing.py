@@ -25,20 +25,13 @@ _ALIGN = 16  # the widest dtype's size
 
 
 class DtypeGroup(NamedTuple):
-    """The tensors of one dtype in a packed buffer.
+    """The tensors of one dtype in a packed buffer."""
 
-    Attributes:
-        dtype: dtype of all.
-        members: their numbers in the packed list.
-        counts: elements of each.
-        start, stop: their range in the buffer, in bytes.
-    """
-
-    dtype: torch.dtype
-    members: tuple[int, ...]
-    counts: tuple[int, ...]
-    start: int
-    stop: int
+    dtype: torch.dtype  # dtype of all
+    members: tuple[int, ...]  # their numbers in the packed list
+    counts: tuple[int, ...]  # elements of each
+    start: int  # first byte of their range in the buffer
+    stop: int  # first byte behind that range
 
 
 class Packing(NamedTuple):
@@ -174,21 +167,14 @@ _LINE = re.compile(r"(?P<kind>.*: \w+)\[(?P<sizes>[^\[\]]*)\](?P<place>.*)")
 
 
 class TreeTensors(NamedTuple):
-    """The tensors of a tree in order, with facts that are looked up once.
-
-    Attributes:
-        tensors: the tensors.
-        dtypes, shapes, device_types: of each tensor.
-        on_cpu: whether all are on the CPU.
-        structure: containers and keys as text.
-    """
+    """The tensors of a tree in order, with facts that are looked up once."""
 
     tensors: list[torch.Tensor]
-    dtypes: tuple[torch.dtype, ...]
-    shapes: tuple[torch.Size, ...]
-    device_types: tuple[str, ...]
-    on_cpu: bool
-    structure: str
+    dtypes: tuple[torch.dtype, ...]  # of each tensor
+    shapes: tuple[torch.Size, ...]  # of each tensor
+    device_types: tuple[str, ...]  # of each tensor
+    on_cpu: bool  # whether all are on the CPU
+    structure: str  # containers and keys as text
 
 
 def read_tensors(ctx: DistContext, tree: object) -> TreeTensors:

@@ -257,23 +257,14 @@ _NAME = "broadcast_from_holder"
 
 
 class _Node(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A tensor by its facts, or a container with the nodes inside; None in a tree is a node of neither.
+    """A tensor by its facts, or a container with the nodes inside; None in a tree is a node of neither."""
 
-    Attributes:
-        dtype: name of a tensor's dtype; "" for anything else.
-        shape: its shape.
-        host: whether it is on the CPU.
-        kind: "dict", "list" or "tuple" of a container; "" for anything else.
-        keys: keys of a dict.
-        nodes: children of a container.
-    """
-
-    dtype: str = ""
+    dtype: str = ""  # name of a tensor's dtype; "" for anything else
     shape: tuple[int, ...] = ()
-    host: bool = True
-    kind: str = ""
-    keys: tuple[str | int, ...] = ()
-    nodes: tuple[_Node, ...] = ()
+    host: bool = True  # whether it is on the CPU
+    kind: str = ""  # "dict", "list" or "tuple" of a container; "" for anything else
+    keys: tuple[str | int, ...] = ()  # keys of a dict
+    nodes: tuple[_Node, ...] = ()  # children of a container
 
 
 class _Offer(msgspec.Struct, frozen=True):

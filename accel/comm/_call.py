@@ -26,17 +26,11 @@ _CodePoint = tuple[int, int]  # a function and an instruction in it
 
 
 class Met(NamedTuple):
-    """A call that ranks made from different places.
+    """A call that ranks made from different places."""
 
-    Attributes:
-        fingerprint: hash of kind, structure and shapes.
-        places: from `place_of`, by rank; of this rank alone in a large group.
-        trace: functions and instructions on this rank's stack, outermost first.
-    """
-
-    fingerprint: bytes
-    places: list[bytes]
-    trace: Trace
+    fingerprint: bytes  # hash of kind, structure and shapes
+    places: list[bytes]  # from `place_of`, by rank; of this rank alone in a large group
+    trace: Trace  # functions and instructions on this rank's stack, outermost first
 
 
 class TraceLevel(msgspec.Struct, frozen=True, array_like=True):
@@ -208,23 +202,14 @@ _MOST_KEPT = 64
 
 
 class TakenStep(msgspec.Struct, frozen=True, array_like=True):
-    """One decision about an optimizer step.
+    """One decision about an optimizer step."""
 
-    Attributes:
-        number: place among the decisions of the handle.
-        digest: of this decision and all before.
-        step: the run's steps before it.
-        stepped: whether parameters were changed.
-        finite: whether the gradients were finite.
-        scale: loss scale for the next step.
-    """
-
-    number: int
-    digest: int
-    step: int
-    stepped: bool
-    finite: bool
-    scale: float
+    number: int  # place among the decisions of the handle
+    digest: int  # of this decision and all before
+    step: int  # the run's steps before it
+    stepped: bool  # whether parameters were changed
+    finite: bool  # whether the gradients were finite
+    scale: float  # loss scale for the next step
 
     def __str__(self) -> str:
         done = "taken" if self.stepped else "left out as empty" if self.finite else "skipped"

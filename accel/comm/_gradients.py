@@ -24,18 +24,12 @@ _scatter_into = getattr(_dist, REDUCE_SCATTER)
 
 
 class Passage(NamedTuple):
-    """A collective that gradients pass through.
+    """A collective that gradients pass through."""
 
-    Attributes:
-        kind: name of its function below.
-        dim: the dimension that ranks divide.
-        to, back: numbers of rows for and from each rank, where they are exchanged.
-    """
-
-    kind: str
-    dim: int = 0
-    to: tuple[int, ...] = ()
-    back: tuple[int, ...] = ()
+    kind: str  # name of its function below
+    dim: int = 0  # the dimension that ranks divide
+    to: tuple[int, ...] = ()  # number of rows for each rank, where they are exchanged
+    back: tuple[int, ...] = ()  # number of rows from each rank, where they are exchanged
 
 
 def _like_passed(x: Tensor, kind: str, dim: int, to: Sequence[int], back: Sequence[int], size: int) -> Tensor:

@@ -37,24 +37,15 @@ _ONES = (1 << 8 * HEADER_BYTES) - 1
 
 
 class Head(NamedTuple):
-    """One rank's header.
+    """One rank's header."""
 
-    Attributes:
-        fingerprint: hash of the call's name and detail.
-        variant: facts that may differ between ranks of one call, or a hash of them.
-        payload_bytes: size of the payload.
-        place: code place of the call; empty where its order does not matter.
-        steps: digest of the optimizer steps that the rank has taken with the group.
-        failed: whether the payload is this rank's error.
-        order: number of the comparison in which ranks' orders of this call and the one before proved right; 0 for none.
-    """
-
-    fingerprint: bytes
-    variant: bytes
-    payload_bytes: int
-    place: bytes = b""
-    steps: int = 0
-    failed: bool = False
+    fingerprint: bytes  # hash of the call's name and detail
+    variant: bytes  # facts that may differ between ranks of one call, or a hash of them
+    payload_bytes: int  # size of the payload
+    place: bytes = b""  # code place of the call; empty where its order does not matter
+    steps: int = 0  # digest of the optimizer steps that the rank has taken with the group
+    failed: bool = False  # whether the payload is this rank's error
+    # Number of the comparison in which ranks' orders of this call and the one before proved right; 0 for none.
     order: int = 0
 
     def is_like(self, other: Head) -> bool:
@@ -89,21 +80,15 @@ def _digest(data: bytes) -> bytes:
 
 
 class Answers(NamedTuple):
-    """All ranks' first messages.
+    """All ranks' first messages."""
 
-    Attributes:
-        same: whether all ranks sent one variant and payloads of one size.
-        most: bytes of the largest payload.
-        sizes: bytes of each rank's payload; empty in a large group where they differ.
-        received: the messages, of equal length, one after another; a payload begins at HEADER_BYTES. Empty in a large
-            group. Read-only, as ranks of one process share it.
-        reduced: bytes of the payloads, reduced; uint8, shape [reduced_bytes(comm)]. None in a small group. Read-only.
-    """
-
-    same: bool
-    most: int
-    sizes: list[int]
+    same: bool  # whether all ranks sent one variant and payloads of one size
+    most: int  # bytes of the largest payload
+    sizes: list[int]  # bytes of each rank's payload; empty in a large group where they differ
+    # The messages, of equal length, one after another; a payload begins at HEADER_BYTES. Empty in a large group.
+    # Read-only, as ranks of one process share it.
     received: bytearray
+    # Bytes of the payloads, reduced; uint8, shape [reduced_bytes(comm)]. None in a small group. Read-only.
     reduced: torch.Tensor | None = None
 
     @property

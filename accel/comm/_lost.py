@@ -60,19 +60,13 @@ _GRACE_S = 1.0  # ranks notice a failed collective at most this far apart
 
 
 class Notes(NamedTuple):
-    """Notes of the ranks on a failed collective.
+    """Notes of the ranks on a failed collective."""
 
-    Attributes:
-        waited: seconds that each rank waited in it, by rank; 0 if it was cut off earlier. Missing ranks have none.
-        left: ranks with a closed context.
-        answered: whether the store could be read to the end.
-        places: places of the ranks that wait in this or another call.
-    """
-
+    # Seconds that each rank waited in it, by rank; 0 if it was cut off earlier. Missing ranks have none.
     waited: dict[int, float]
-    left: set[int]
-    answered: bool
-    places: Mapping[int, RankPlace] = MappingProxyType({})
+    left: set[int]  # ranks with a closed context
+    answered: bool  # whether the store could be read to the end
+    places: Mapping[int, RankPlace] = MappingProxyType({})  # places of the ranks that wait in this or another call
 
 
 class RollCall:

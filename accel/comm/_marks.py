@@ -39,19 +39,13 @@ Subject = Literal[
 
 
 class Mark(weakref.ref[object]):
-    """A mark on a record.
-
-    Attributes:
-        owner: holds the mark.
-        subject: name of the guard's fact.
-        note: the rest of the fact.
-    """
+    """A mark on a record."""
 
     __slots__ = ("note", "owner", "subject")
 
-    owner: Marks
-    subject: Subject
-    note: object
+    owner: Marks  # holds the mark
+    subject: Subject  # name of the guard's fact
+    note: object  # the rest of the fact
 
 
 class Marks:
@@ -100,17 +94,11 @@ def carry_mark(record: object, later: object, subject: Subject) -> None:
 
 
 class _Replacement(NamedTuple):
-    """The note of a mark.
+    """The note of a mark."""
 
-    Attributes:
-        name: name of the block's function.
-        line: line that opens the block.
-        steps: whether the block itself steps the tensors.
-    """
-
-    name: str
-    line: str
-    steps: bool
+    name: str  # name of the block's function
+    line: str  # line that opens the block
+    steps: bool  # whether the block itself steps the tensors
 
 
 @contextlib.contextmanager

@@ -19,21 +19,13 @@ from accel.errors import AccelError, PeerError
 
 
 class Round(NamedTuple):
-    """One rank's part in a round of a reduction, or of a gather, which moves a run of the ranks' rows.
+    """One rank's part in a round of a reduction, or of a gather, which moves a run of the ranks' rows."""
 
-    Attributes:
-        target: rank that gets this rank's value, or the first `sent` of the rows here; None for none.
-        source: rank that sends its value, or rows that follow the rows here; None for none.
-        sent: number of rows to send.
-        received: number of rows to receive.
-        final: whether the value that comes is the result of a reduction, and not another part of it.
-    """
-
-    target: int | None
-    source: int | None
-    sent: int = 1
-    received: int = 1
-    final: bool = False
+    target: int | None  # rank that gets this rank's value, or the first `sent` of the rows here; None for none
+    source: int | None  # rank that sends its value, or rows that follow the rows here; None for none
+    sent: int = 1  # number of rows to send
+    received: int = 1  # number of rows to receive
+    final: bool = False  # whether the value that comes is the result of a reduction, and not another part of it
 
 
 def reduction_rounds(rank: int, size: int) -> list[Round]:

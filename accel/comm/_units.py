@@ -48,17 +48,11 @@ class UnitLog:
 
 
 class RankPlace(msgspec.Struct, frozen=True, array_like=True):
-    """The place of a rank, as other ranks read it after a failed call.
+    """The place of a rank, as other ranks read it after a failed call."""
 
-    Attributes:
-        place: its task and the user's line, as in "in the gather of see.0 at train.py:17 in forward".
-        count: number of units that it has run forward.
-        units: the latest of them.
-    """
-
-    place: str
-    count: int = 0
-    units: Sequence[str] = ()
+    place: str  # its task and the user's line, as in "in the gather of see.0 at train.py:17 in forward"
+    count: int = 0  # number of units that it has run forward
+    units: Sequence[str] = ()  # the latest of them
 
     def word(self) -> str:
         """Encode it as one word for a store."""
@@ -71,17 +65,11 @@ def read_place(word: str) -> RankPlace:
 
 
 class Parting(NamedTuple):
-    """The first unit that two ranks did not run alike.
+    """The first unit that two ranks did not run alike."""
 
-    Attributes:
-        ranks: the two, in ascending order.
-        units: the unit that each ran in its place.
-        patterns: patterns for the units that one of them ran alone from there on.
-    """
-
-    ranks: tuple[int, int]
-    units: tuple[str, str]
-    patterns: Sequence[str]
+    ranks: tuple[int, int]  # the two, in ascending order
+    units: tuple[str, str]  # the unit that each ran in its place
+    patterns: Sequence[str]  # patterns for the units that one of them ran alone from there on
 
     def __str__(self) -> str:
         one, other = (f"rank {rank} ran the unit {unit}" for rank, unit in zip(self.ranks, self.units, strict=True))

@@ -87,15 +87,10 @@ _FOREIGN = ("compute_environment", "distributed_type", "mixed_precision", "num_p
 
 
 class FormatChange(msgspec.Struct, frozen=True, kw_only=True):
-    """The change of keys from one format to the next.
+    """The change of keys from one format to the next."""
 
-    Attributes:
-        renamed: pairs of an old key and its new name.
-        removed: pairs of an old key and the reason why nothing takes its place.
-    """
-
-    renamed: tuple[tuple[str, str], ...] = ()
-    removed: tuple[tuple[str, str], ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()  # pairs of an old key and its new name
+    removed: tuple[tuple[str, str], ...] = ()  # pairs of an old key and the reason why nothing takes its place
 
 
 # CHANGES[n] leads from format n to n + 1. A renamed or removed key gets an entry in a new last element.

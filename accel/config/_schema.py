@@ -220,38 +220,22 @@ _METAVARS: dict[type, str] = {
 
 
 class Field(msgspec.Struct, frozen=True, kw_only=True):
-    """One field of a record, as its annotation describes it.
+    """One field of a record, as its annotation describes it."""
 
-    Attributes:
-        name: key in a file.
-        flag, variable: names on a command line and in the environment.
-        default: value of a new record.
-        fallback: value in place of a choice that is left open; the default unless the annotation has one.
-        doc: meaning, one sentence.
-        expects: accepted values, in words.
-        metavar: placeholder in a usage line; empty for a flag that needs no value.
-        choices: accepted names with their meanings; empty where no meaning is worth a line.
-        shorthand: a flag and its value; None for most.
-        section: whether a file may hold a section in place of a text.
-        type: type that msgspec checks.
-        kinds: alternatives of that type that one word can spell.
-        record: the alternative that pairs, or a table of a file, spell; None for most.
-    """
-
-    name: str
-    flag: str
-    variable: str
-    default: Any
-    fallback: Any
-    doc: str
-    expects: str
-    metavar: str
-    choices: Mapping[str, str]
-    shorthand: tuple[str, str] | None
-    section: bool
-    type: Any
-    kinds: tuple[inspect.Type, ...]
-    record: type[msgspec.Struct] | None
+    name: str  # key in a file
+    flag: str  # name on a command line
+    variable: str  # name in the environment
+    default: Any  # value of a new record
+    fallback: Any  # value in place of a choice that is left open; the default unless the annotation has one
+    doc: str  # meaning, one sentence
+    expects: str  # accepted values, in words
+    metavar: str  # placeholder in a usage line; empty for a flag that needs no value
+    choices: Mapping[str, str]  # accepted names with their meanings; empty where no meaning is worth a line
+    shorthand: tuple[str, str] | None  # a flag and its value; None for most
+    section: bool  # whether a file may hold a section in place of a text
+    type: Any  # type that msgspec checks
+    kinds: tuple[inspect.Type, ...]  # alternatives of that type that one word can spell
+    record: type[msgspec.Struct] | None  # the alternative that pairs, or a table of a file, spell; None for most
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -22,17 +22,11 @@ Coordinates = tuple[int, int, tuple[int, int]]
 
 
 class WorkerPosition(msgspec.Struct, frozen=True):
-    """Progress of one reading process.
+    """Progress of one reading process."""
 
-    Attributes:
-        elements: elements of its part of the stream, in the batches so far.
-        state: the stream's `state_dict()` at that point; None if it has none.
-        ended: whether its part has been read to the end.
-    """
-
-    elements: int = 0
-    state: Any = None
-    ended: bool = False
+    elements: int = 0  # elements of its part of the stream, in the batches so far
+    state: Any = None  # the stream's `state_dict()` at that point; None if it has none
+    ended: bool = False  # whether its part has been read to the end
 
     def check_saveable(self) -> None:
         """Raise `ConfigError` for a user's record or enum in `state`: a run that loads it has no class to decode it."""

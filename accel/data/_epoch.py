@@ -30,17 +30,11 @@ _PLAIN = {int, float, bool, str, bytes, tuple, type(None)}
 
 
 class DrawnOrder(msgspec.Struct, frozen=True, eq=False):
-    """The samples of one epoch, as a sampler drew them.
+    """The samples of one epoch, as a sampler drew them."""
 
-    Attributes:
-        samples: positions in the dataset, int64, shape [n].
-        bounds: of a batch sampler: 0, and the end of each batch among the samples; else empty.
-        digest: a short text, different for different samples or batches.
-    """
-
-    samples: torch.Tensor
-    bounds: list[int]
-    digest: str
+    samples: torch.Tensor  # positions in the dataset, int64, shape [n]
+    bounds: list[int]  # of a batch sampler: 0, and the end of each batch among the samples; else empty
+    digest: str  # a short text, different for different samples or batches
 
     def at(self, positions: torch.Tensor) -> Any:
         """Return the samples at several positions, as nested lists of the positions' shape."""
@@ -270,17 +264,11 @@ class SampleSource:
 
 
 class Epoch(msgspec.Struct, frozen=True, eq=False):
-    """One epoch of one seed.
+    """One epoch of one seed."""
 
-    Attributes:
-        order: the sample at each position.
-        plan: the cut of its positions into steps.
-        cursor: the start position; its `of` names the order.
-    """
-
-    order: Order | DrawnOrder
-    plan: EpochPlan | BatchBounds
-    cursor: Cursor
+    order: Order | DrawnOrder  # the sample at each position
+    plan: EpochPlan | BatchBounds  # the cut of its positions into steps
+    cursor: Cursor  # the start position; its `of` names the order
 
 
 def order(seed: int, epoch: int, n: int, *, shuffle: bool = True, salt: int | None = None) -> Order:

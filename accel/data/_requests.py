@@ -264,15 +264,10 @@ _IN_WORKER = re.compile(r"Caught \w+ in (?:DataLoader )?(worker process \d+)\.\n
 
 
 class ReadError(NamedTuple):
-    """Cause and place of a failed read.
+    """Cause and place of a failed read."""
 
-    Attributes:
-        cause: class and message.
-        place: "data.py:7 in __getitem__, worker process 0"; empty where no line is the user's.
-    """
-
-    cause: str
-    place: str
+    cause: str  # class and message
+    place: str  # "data.py:7 in __getitem__, worker process 0"; empty where no line is the user's
 
 
 def read_error(error: BaseException) -> ReadError:

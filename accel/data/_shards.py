@@ -40,17 +40,12 @@ class SampleCount(int):
 
 
 class EpochPlan(msgspec.Struct, frozen=True):
-    """Plan of an epoch's global batches of one size.
+    """Plan of an epoch's global batches of one size."""
 
-    Attributes:
-        samples: samples in an epoch; None for a sampler, before a draw.
-        global_batch: samples of all ranks in one step.
-        tail: treatment of a last global batch that is not full: `ragged` makes ranks' batches shorter, `pad` keeps
-            shapes by repeating a sample that does not count, `drop` leaves it out.
-    """
-
-    samples: int | None
-    global_batch: int
+    samples: int | None  # samples in an epoch; None for a sampler, before a draw
+    global_batch: int  # samples of all ranks in one step
+    # Treatment of a last global batch that is not full: `ragged` makes ranks' batches shorter, `pad` keeps shapes by
+    # repeating a sample that does not count, `drop` leaves it out.
     tail: Tail = "ragged"
 
     def __post_init__(self) -> None:
@@ -85,17 +80,12 @@ class EpochPlan(msgspec.Struct, frozen=True):
 
 
 class BatchPlan(msgspec.Struct, frozen=True):
-    """Plan that deals batches of different sizes to ranks.
+    """Plan that deals batches of different sizes to ranks."""
 
-    Attributes:
-        batches_per_step: batches of all ranks in one step.
-        tail: treatment of a last step with fewer batches: `ragged` leaves some ranks with none, `drop` leaves the
-            step out.
-        batch_tokens: largest number of tokens in a batch that is cut by length; None for a batch sampler's.
-    """
-
-    batches_per_step: int
+    batches_per_step: int  # batches of all ranks in one step
+    # Treatment of a last step with fewer batches: `ragged` leaves some ranks with none, `drop` leaves the step out.
     tail: Literal["ragged", "drop"] = "ragged"
+    # Largest number of tokens in a batch that is cut by length; None for a batch sampler's.
     batch_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -106,36 +96,22 @@ class BatchPlan(msgspec.Struct, frozen=True):
 
 
 class Shard(msgspec.Struct, frozen=True, gc=False):
-    """One rank's part of one global batch.
+    """One rank's part of one global batch."""
 
-    Attributes:
-        start, stop: positions in the epoch's order; empty for a rank without samples.
-        rows: samples to load, placeholders included; at least 1.
-        valid: real samples, here and over all ranks.
-        is_last: whether the epoch ends with this step.
-        next: the cursor after it.
-    """
-
-    start: int
-    stop: int
-    rows: int
-    valid: SampleCount
-    is_last: bool
-    next: Cursor
+    start: int  # first of its positions in the epoch's order
+    stop: int  # the position behind the last; equal to `start` for a rank without samples
+    rows: int  # samples to load, placeholders included; at least 1
+    valid: SampleCount  # real samples, here and over all ranks
+    is_last: bool  # whether the epoch ends with this step
+    next: Cursor  # the cursor after it
 
 
 class BatchBounds(msgspec.Struct, frozen=True):
-    """The batches of the rest of one epoch.
+    """The batches of the rest of one epoch."""
 
-    Attributes:
-        bounds: positions in the epoch's order: the start of the first batch, and the end of each.
-        batches_per_step: batches of all ranks in one step.
-        drop: whether a last step with fewer batches is left out.
-    """
-
-    bounds: list[int]
-    batches_per_step: int
-    drop: bool
+    bounds: list[int]  # positions in the epoch's order: the start of the first batch, and the end of each
+    batches_per_step: int  # batches of all ranks in one step
+    drop: bool  # whether a last step with fewer batches is left out
 
     @property
     def digest(self) -> str:

@@ -45,15 +45,10 @@ def first_host(text: str) -> str:
 
 
 class TpuPod(NamedTuple):
-    """This host among the hosts of a slice of TPUs.
+    """This host among the hosts of a slice of TPUs."""
 
-    Attributes:
-        worker: number of this host.
-        hosts: names of all hosts, in order of their numbers.
-    """
-
-    worker: int
-    hosts: tuple[str, ...]
+    worker: int  # number of this host
+    hosts: tuple[str, ...]  # names of all hosts, in order of their numbers
 
 
 def pod_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -106,18 +101,14 @@ _SET_ADDRESS = "Set MASTER_ADDR to the host of rank 0."
 
 
 class _Names(NamedTuple):
-    """An MPI's names of a process's place.
-
-    Attributes:
-        job: a variable that all ranks of a job share, and no other job has.
-    """
+    """An MPI's names of a process's place."""
 
     launcher: Literal["openmpi", "mpich", "mvapich"]
     rank: str
     world_size: str
     local_rank: str
     local_world_size: str
-    job: str = ""
+    job: str = ""  # a variable that all ranks of a job share, and no other job has
 
 
 _OPEN_MPI = _Names(
@@ -358,17 +349,11 @@ _COUNTS = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 class Tasks(NamedTuple):
-    """Processes that run the same command.
+    """Processes that run the same command."""
 
-    Attributes:
-        variable: the variable that shows it, with its value.
-        number: number of processes.
-        first_host: host of the first; empty if unknown.
-    """
-
-    variable: str
-    number: int
-    first_host: str = ""
+    variable: str  # the variable that shows it, with its value
+    number: int  # number of processes
+    first_host: str = ""  # host of the first; empty if unknown
 
 
 def read_tasks(environ: Mapping[str, str]) -> Tasks | None:

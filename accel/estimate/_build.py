@@ -86,19 +86,12 @@ def _dtype_in(fields: Mapping[str, Any]) -> str | None:
 
 
 class DescribedModel(NamedTuple):
-    """A model of a `config.json`, not yet built.
+    """A model of a `config.json`, not yet built."""
 
-    Attributes:
-        make: builds it.
-        source: origin, in words.
-        labelled: whether it computes its loss from `labels`.
-        dtype: torch's name of the dtype in which its weights are stored, if the file has it.
-    """
-
-    make: Callable[[], nn.Module]
-    source: str
-    labelled: bool
-    dtype: str | None
+    make: Callable[[], nn.Module]  # builds it
+    source: str  # origin, in words
+    labelled: bool  # whether it computes its loss from `labels`
+    dtype: str | None  # torch's name of the dtype in which its weights are stored, if the file has it
 
 
 def read_config(path: Path) -> DescribedModel:

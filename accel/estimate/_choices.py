@@ -195,37 +195,23 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """A mesh, and the options with which a step on it takes least time, or least memory where it does not fit.
+    """A mesh, and the options with which a step on it takes least time, or least memory where it does not fit."""
 
-    Attributes:
-        axes: of the mesh.
-        step: strategy and choices.
-        plan: options of the spreading.
-        memory: of the rank that needs most.
-        time: of the step.
-    """
-
-    axes: Axes
-    step: EstimatedStep
-    plan: Plan
-    memory: RankMemory
-    time: StepTime
+    axes: Axes  # of the mesh
+    step: EstimatedStep  # strategy and choices
+    plan: Plan  # options of the spreading
+    memory: RankMemory  # of the rank that needs most
+    time: StepTime  # of the step
 
 
 class RankStages(msgspec.Struct, frozen=True, kw_only=True):
-    """The stages of a rank along pp.
+    """The stages of a rank along pp."""
 
-    Attributes:
-        stages: indices of the stages.
-        blocks: first and last block of each stage; the last is before the first where there is none.
-        memory: of the rank, when it needs most.
-        time: of the step on the rank.
-    """
-
-    stages: Sequence[int]
+    stages: Sequence[int]  # indices of the stages
+    # First and last block of each stage; the last is before the first where there is none.
     blocks: Sequence[tuple[int, int]]
-    memory: RankMemory
-    time: StepTime
+    memory: RankMemory  # of the rank, when it needs most
+    time: StepTime  # of the step on the rank
 
 
 def stages_of(model: Transformer, choice: Choice, hosts: Hosts) -> Sequence[RankStages]:

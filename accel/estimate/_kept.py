@@ -24,46 +24,30 @@ _FP32 = 4
 
 
 class KeptBlock(NamedTuple):
-    """Bytes of a micro-batch in a block.
+    """Bytes of a micro-batch in a block."""
 
-    Attributes:
-        whole: of all that it keeps.
-        entry: of its input, which it keeps where it computes again in backward.
-        products: of outputs of products and attention.
-    """
-
-    whole: int
-    entry: int
-    products: int = 0
+    whole: int  # of all that it keeps
+    entry: int  # of its input, which it keeps where it computes again in backward
+    products: int = 0  # of outputs of products and attention
 
 
 _LEAST_ROWS = 256  # of a chunk of deferred logits
 
 
 class Kept(NamedTuple):
-    """Bytes of a micro-batch.
+    """Bytes of a micro-batch."""
 
-    Attributes:
-        block: of one block.
-        dense: of one with an MLP in the place of experts; as `block` where there are none.
-        tower: of a block of an encoder of images, and the number of those that are used; None without one.
-        around: of modules before and behind the encoder's blocks.
-        ends: of modules behind the blocks, without the logits.
-        logits: of the logits, until their backward is done.
-        peak: further ones while the loss's backward computes.
-        inside: further ones while a block's backward computes.
-        copies: of parameters in the compute format, where a forward has been measured; None where they are computed.
-    """
-
-    block: KeptBlock
-    dense: KeptBlock
-    ends: int
-    logits: int
-    peak: int
-    inside: int
+    block: KeptBlock  # of one block
+    dense: KeptBlock  # of one with an MLP in the place of experts; as `block` where there are none
+    ends: int  # of modules behind the blocks, without the logits
+    logits: int  # of the logits, until their backward is done
+    peak: int  # further ones while the loss's backward computes
+    inside: int  # further ones while a block's backward computes
+    # Of parameters in the compute format, where a forward has been measured; None where they are computed.
     copies: int | None = None
+    # Of a block of an encoder of images, and the number of those that are used; None without one.
     tower: tuple[int, KeptBlock] | None = None
-    around: int = 0
+    around: int = 0  # of modules before and behind the encoder's blocks
 
 
 def kept_by(

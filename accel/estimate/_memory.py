@@ -114,27 +114,16 @@ def memory_by_moment(
 
 
 class _RankStep(NamedTuple):
-    """A step of one rank along pp; the methods return bytes, unless they say otherwise.
+    """A step of one rank along pp; the methods return bytes, unless they say otherwise."""
 
-    Attributes:
-        model: the description of a model, or sizes of a transformer.
-        axes: the mesh.
-        step: the step.
-        plan: options of the spreading.
-        rank: index along pp.
-        copies: ranks with equal parameters.
-        held: parameters of the rank.
-        kept: tensors that forward keeps for backward.
-    """
-
-    model: Model | Transformer
-    axes: Axes
+    model: Model | Transformer  # the description of a model, or sizes of a transformer
+    axes: Axes  # the mesh
     step: EstimatedStep
-    plan: Plan
-    rank: int
-    copies: EqualRanks
-    held: HeldParameters
-    kept: Kept
+    plan: Plan  # options of the spreading
+    rank: int  # index along pp
+    copies: EqualRanks  # ranks with equal parameters
+    held: HeldParameters  # parameters of the rank
+    kept: Kept  # tensors that forward keeps for backward
 
     def moments(self) -> Iterator[RankMemory]:
         """Yield the memory at each moment."""
@@ -385,19 +374,12 @@ def _keeps_a_sum() -> bool:
 
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True):
-    """A way for equal ranks to share a step.
+    """A way for equal ranks to share a step."""
 
-    Attributes:
-        about: description.
-        name: strategy of the axis `dp`.
-        dealt: whether they share the optimizer's state alone.
-        plan: options of the spreading.
-    """
-
-    about: str
-    name: StrategyName
-    dealt: bool = False
-    plan: Plan = Plan()
+    about: str  # description
+    name: StrategyName  # strategy of the axis `dp`
+    dealt: bool = False  # whether they share the optimizer's state alone
+    plan: Plan = Plan()  # options of the spreading
 
     def of(self, step: EstimatedStep) -> EstimatedStep:
         """Return a step with this strategy."""

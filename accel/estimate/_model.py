@@ -60,15 +60,10 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Activations(msgspec.Struct, frozen=True, kw_only=True):
-    """Tensors that a forward keeps for the backward.
+    """Tensors that a forward keeps for the backward."""
 
-    Attributes:
-        saved: bytes of tensors that depend on the inputs.
-        copies: bytes of copies of parameters in the compute format.
-    """
-
-    saved: int
-    copies: int
+    saved: int  # bytes of tensors that depend on the inputs
+    copies: int  # bytes of copies of parameters in the compute format
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):

@@ -132,21 +132,13 @@ class EstimatedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EqualRanks(NamedTuple):
-    """Ranks with equal parameters: those that share their shards out, and those that repeat them.
+    """Ranks with equal parameters: those that share their shards out, and those that repeat them."""
 
-    Attributes:
-        engine: "fully_shard", "ddp", or "none" where no two ranks have equal parameters.
-        shards: number of ranks among which each parameter is divided.
-        replicas: number of ranks with equal shards.
-        shard_axes: names of the axes of the first, joined by "+".
-        replica_axes: names of the axes of the second.
-    """
-
-    engine: Engine
-    shards: int
-    replicas: int
-    shard_axes: str
-    replica_axes: str
+    engine: Engine  # "fully_shard", "ddp", or "none" where no two ranks have equal parameters
+    shards: int  # number of ranks among which each parameter is divided
+    replicas: int  # number of ranks with equal shards
+    shard_axes: str  # names of the axes of the first, joined by "+"
+    replica_axes: str  # names of the axes of the second
 
 
 def copies_of(axes: Axes, strategy: StrategyName) -> EqualRanks:
@@ -272,57 +264,32 @@ _ROWWISE = ("o_proj.weight", "down_proj.weight")
 
 
 class Unit(NamedTuple):
-    """Parameters that `fully_shard` gathers together, as numbers of elements on one rank.
+    """Parameters that `fully_shard` gathers together, as numbers of elements on one rank."""
 
-    Attributes:
-        whole: of the parts that this rank computes with.
-        matrices: of the parameters of two dimensions and more that autocast converts.
-        shards: of its shards, each as long as the longest.
-        experts: of the shards of experts.
-        gradients: of the trained ones of `whole`.
-        tensors: number of trained parameters.
-        stored: bytes of the shards.
-        trained: bytes of those with a gradient.
-    """
-
-    whole: int = 0
-    matrices: int = 0
-    shards: int = 0
-    experts: int = 0
-    gradients: int = 0
-    tensors: int = 0
-    stored: int = 0
-    trained: int = 0
+    whole: int = 0  # of the parts that this rank computes with
+    matrices: int = 0  # of the parameters of two dimensions and more that autocast converts
+    shards: int = 0  # of its shards, each as long as the longest
+    experts: int = 0  # of the shards of experts
+    gradients: int = 0  # of the trained ones of `whole`
+    tensors: int = 0  # number of trained parameters
+    stored: int = 0  # bytes of the shards
+    trained: int = 0  # bytes of those with a gradient
 
 
 class HeldParameters(NamedTuple):
-    """The parameters of one rank.
+    """The parameters of one rank."""
 
-    Attributes:
-        root: unit of what is outside of the blocks.
-        block: unit of the largest block.
-        inside: sum of the units of blocks.
-        every: sum of all units.
-        blocks: elements of each block, `whole` of its unit, the largest first.
-        layers: number of blocks of each stage of the rank; an encoder of images is no stage.
-        dense: number of those among them with an MLP in the place of experts.
-        is_first: whether the rank has the embedding.
-        is_last: whether the rank has the head.
-        idle: number of an encoder's blocks with unused output, and so without a backward.
-        idle_shards: elements of their shards.
-    """
-
-    root: Unit
-    block: Unit
-    inside: Unit
-    every: Unit
-    blocks: Sequence[int]
-    layers: Sequence[int]
-    dense: Sequence[int]
-    is_first: bool
-    is_last: bool
-    idle: int = 0
-    idle_shards: int = 0
+    root: Unit  # unit of what is outside of the blocks
+    block: Unit  # unit of the largest block
+    inside: Unit  # sum of the units of blocks
+    every: Unit  # sum of all units
+    blocks: Sequence[int]  # elements of each block, `whole` of its unit, the largest first
+    layers: Sequence[int]  # number of blocks of each stage of the rank; an encoder of images is no stage
+    dense: Sequence[int]  # number of those among them with an MLP in the place of experts
+    is_first: bool  # whether the rank has the embedding
+    is_last: bool  # whether the rank has the head
+    idle: int = 0  # number of an encoder's blocks with unused output, and so without a backward
+    idle_shards: int = 0  # elements of their shards
 
 
 def held_by(

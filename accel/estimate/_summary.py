@@ -158,21 +158,13 @@ def _inside_wrappers(model: nn.Module) -> nn.Module:
 
 
 class _Size(NamedTuple):
-    """A parameter or buffer.
+    """A parameter or buffer."""
 
-    Attributes:
-        owner: path of the first module that has it.
-        elements: number of its elements.
-        local: number of those that this rank holds.
-        nbytes: their bytes.
-        trained: whether it has a gradient.
-    """
-
-    owner: str
-    elements: int
-    local: int
-    nbytes: int
-    trained: bool
+    owner: str  # path of the first module that has it
+    elements: int  # number of its elements
+    local: int  # number of those that this rank holds
+    nbytes: int  # their bytes
+    trained: bool  # whether it has a gradient
 
 
 class _Tensors:
@@ -288,19 +280,12 @@ Shape = tuple[int, ...]
 
 
 class Forward(NamedTuple):
-    """Facts of a forward, by paths of modules.
+    """Facts of a forward, by paths of modules."""
 
-    Attributes:
-        outputs: shapes in the output of the last call.
-        calls: number of calls.
-        kept: bytes of tensors kept for the backward, in the module and below.
-        tensors: parameters and buffers after it, by their names.
-    """
-
-    outputs: dict[str, tuple[Shape, ...]]
-    calls: dict[str, int]
-    kept: dict[str, int]
-    tensors: dict[str, torch.Tensor]
+    outputs: dict[str, tuple[Shape, ...]]  # shapes in the output of the last call
+    calls: dict[str, int]  # number of calls
+    kept: dict[str, int]  # bytes of tensors kept for the backward, in the module and below
+    tensors: dict[str, torch.Tensor]  # parameters and buffers after it, by their names
 
 
 def run_fake(model: nn.Module, inputs: Any) -> Forward:

@@ -52,17 +52,11 @@ _MISLEADING = ("TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID")
 
 
 class HostedNotebook(NamedTuple):
-    """The host of a notebook.
-
-    Attributes:
-        name: its name.
-        tpu: type of its TPU, such as v5e-8; "a TPU" if unknown, empty without one.
-        is_remote: whether the TPU is behind the network.
-    """
+    """The host of a notebook."""
 
     name: Literal["Colab", "Kaggle"]
-    tpu: str = ""
-    is_remote: bool = False
+    tpu: str = ""  # type of its TPU, such as v5e-8; "a TPU" if unknown, empty without one
+    is_remote: bool = False  # whether the TPU is behind the network
 
 
 def read_hosted(environ: Mapping[str, str]) -> HostedNotebook | None:

@@ -204,37 +204,24 @@ _ENDING_S = 5.0  # between the end of the output and the end of the process
 
 
 class RankPosition(msgspec.Struct, frozen=True, kw_only=True):
-    """The position of one placed rank.
+    """The position of one placed rank."""
 
-    Attributes:
-        rank, world_size: of the job.
-        local_rank, local_world_size: of its host.
-        node_rank: rank of its host.
-        master_addr, port: address of rank 0.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    node_rank: int
-    master_addr: str
-    port: int
+    rank: int  # rank in the job
+    world_size: int  # number of ranks of the job
+    local_rank: int  # rank on its host
+    local_world_size: int  # number of ranks of its host
+    node_rank: int  # rank of its host
+    master_addr: str  # address of rank 0
+    port: int  # port of that address
 
 
 class RankNews(msgspec.Struct, frozen=True, kw_only=True):
-    """News of a rank since the last look.
+    """News of a rank since the last look."""
 
-    Attributes:
-        out, err: output.
-        status: exit status, or minus the number of the signal that killed it; None while it runs.
-        files: content of the files that it has left, by name; empty while it runs.
-    """
-
-    out: bytes = b""
-    err: bytes = b""
-    status: int | None = None
-    files: dict[str, bytes] = {}
+    out: bytes = b""  # output on stdout
+    err: bytes = b""  # output on stderr
+    status: int | None = None  # exit status, or minus the number of the signal that killed it; None while it runs
+    files: dict[str, bytes] = {}  # content of the files that it has left, by name; empty while it runs
 
 
 class PlacedRank:

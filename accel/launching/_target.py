@@ -23,17 +23,12 @@ from accel.system import current_folder
 
 
 class LaunchTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """The target that every process runs.
+    """The target that every process runs."""
 
-    Attributes:
-        kind: a Python script, a module as after `python -m`, or any program.
-        name: the script's path, the module's dotted name, or the program.
-        args: its own arguments, passed on unchanged.
-    """
-
+    # A Python script, a module as after `python -m`, or any program.
     kind: Literal["script", "module", "program"] = "script"
-    name: str
-    args: tuple[str, ...] = ()
+    name: str  # the script's path, the module's dotted name, or the program
+    args: tuple[str, ...] = ()  # its own arguments, passed on unchanged
 
 
 def check_target(target: LaunchTarget, environ: Mapping[str, str]) -> None:
@@ -113,19 +108,12 @@ _SHARED = ("nnodes", *(field.name for field in SETTINGS), "max_restarts")
 
 
 class HostTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """The terms on which one host takes part in a launch.
+    """The terms on which one host takes part in a launch."""
 
-    Attributes:
-        host: its name.
-        node_rank: the position that it asks for; None for any.
-        settings: values that must be the same on all hosts, as text.
-        role: role of its processes.
-    """
-
-    host: str
-    node_rank: int | None
-    settings: dict[str, str]
-    role: str = "default"
+    host: str  # its name
+    node_rank: int | None  # the position that it asks for; None for any
+    settings: dict[str, str]  # values that must be the same on all hosts, as text
+    role: str = "default"  # role of its processes
 
 
 def terms_of(host: str, config: LaunchConfig, *, processes: int, contents: Mapping[str, str]) -> HostTerms:

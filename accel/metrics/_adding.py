@@ -29,17 +29,11 @@ from accel.tensors import is_dtensor
 
 
 class ScalarGroup(msgspec.Struct, frozen=True, eq=False):
-    """The states of scalars of one kind that come together.
-
-    Attributes:
-        kind: their kind.
-        values: shape [names], float64, on the device.
-        weights: shape [names], on the device; None while all weights came as numbers, which the record keeps.
-    """
+    """The states of scalars of one kind that come together."""
 
     kind: Kind
-    values: Any
-    weights: Any = None
+    values: Any  # shape [names], float64, on the device
+    weights: Any = None  # shape [names], on the device; None while all weights came as numbers, which the record keeps
 
 
 Groups = dict[tuple[str, ...], ScalarGroup]

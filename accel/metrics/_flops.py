@@ -130,19 +130,12 @@ def _convolution_backward(gradient: _Shape, inputs: _Shape, weights: _Shape, *re
 
 
 class Peak(NamedTuple):
-    """Peak rates of a device in 10**12 FLOP/s, without sparsity; 0 for a format that it does not have.
+    """Peak rates of a device in 10**12 FLOP/s, without sparsity; 0 for a format that it does not have."""
 
-    Attributes:
-        half: bf16 and fp16.
-        tf32: fp32 values rounded to tf32.
-        single: fp32.
-        fp8: 8-bit floats.
-    """
-
-    half: float
-    tf32: float
-    single: float
-    fp8: float = 0
+    half: float  # bf16 and fp16
+    tf32: float  # fp32 values rounded to tf32
+    single: float  # fp32
+    fp8: float = 0  # 8-bit floats
 
 
 # The first name that occurs in the device's as words counts: an L40 is no L4.

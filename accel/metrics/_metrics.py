@@ -211,19 +211,12 @@ Number = tuple[float, float]  # state and weight
 
 
 class NestedRow(msgspec.Struct, frozen=True, array_like=True):
-    """The state of a metric of several numbers.
+    """The state of a metric of several numbers."""
 
-    Attributes:
-        shapes: paths and shapes of its tensors.
-        data: their elements one after another, float64.
-        weight: weight behind it.
-        outline: the containers in plain ones, each tensor as text, for ranks that added nothing.
-    """
-
-    shapes: Shapes
-    data: bytes
-    weight: float
-    outline: Any
+    shapes: Shapes  # paths and shapes of its tensors
+    data: bytes  # their elements one after another, float64
+    weight: float  # weight behind it
+    outline: Any  # the containers in plain ones, each tensor as text, for ranks that added nothing
 
 
 class MetricsRow(msgspec.Struct, frozen=True, array_like=True):

@@ -128,23 +128,14 @@ class Remark(NamedTuple):
 
 
 class FileResult(NamedTuple):
-    """The migration of a file.
+    """The migration of a file."""
 
-    Attributes:
-        path: the file.
-        old: its bytes.
-        new: the bytes to write; the old ones where nothing changes.
-        encoding: encoding of both.
-        notes: decisions left to the user, with lines.
-        changes: changes in meaning, with lines.
-    """
-
-    path: Path
-    old: bytes
-    new: bytes
-    encoding: str
-    notes: tuple[Remark, ...]
-    changes: tuple[Remark, ...]
+    path: Path  # the file
+    old: bytes  # its bytes
+    new: bytes  # the bytes to write; the old ones where nothing changes
+    encoding: str  # encoding of both
+    notes: tuple[Remark, ...]  # decisions left to the user, with lines
+    changes: tuple[Remark, ...]  # changes in meaning, with lines
 
     @property
     def changed(self) -> bool:

@@ -11,21 +11,15 @@ _MAKERS = frozenset({"Accelerator", "PartialState", "AcceleratorState"})
 
 
 class Shared(NamedTuple):
-    """Facts that hold across files.
+    """Facts that hold across files."""
 
-    Attributes:
-        classes: names of classes, with their attributes that hold an Accelerator.
-        bases: names of classes, with the names of their bases.
-        factories: functions that create an Accelerator and return it in their last line, the only `return`.
-        returners: factories, and methods that end as they do, with a result that a class keeps. They return a context.
-        takers: functions and classes with a parameter `accelerator`.
-    """
-
-    classes: Mapping[str, frozenset[str]] = {}
-    bases: Mapping[str, frozenset[str]] = {}
+    classes: Mapping[str, frozenset[str]] = {}  # names of classes, with their attributes that hold an Accelerator
+    bases: Mapping[str, frozenset[str]] = {}  # names of classes, with the names of their bases
+    # Functions that create an Accelerator and return it in their last line, the only `return`.
     factories: frozenset[str] = frozenset()
+    # Factories, and methods that end as they do, with a result that a class keeps. They return a context.
     returners: frozenset[str] = frozenset()
-    takers: frozenset[str] = frozenset()
+    takers: frozenset[str] = frozenset()  # functions and classes with a parameter `accelerator`
 
     def joined(self, other: Shared) -> Shared:
         """Return the facts of both."""

@@ -17,15 +17,10 @@ from accel.tensors import full_tensor, is_dtensor, local_part, mesh_of, placemen
 
 
 class _Share(NamedTuple):
-    """This rank's part of a parameter.
+    """This rank's part of a parameter."""
 
-    Attributes:
-        where: indices of the part by dimension.
-        times: factor of its sums, by which each element counts once over all ranks; 0 for a copy of another rank's.
-    """
-
-    where: Where
-    times: float
+    where: Where  # indices of the part by dimension
+    times: float  # factor of its sums, by which each element counts once over all ranks; 0 for a copy of another rank's
 
 
 class _Stepped(NamedTuple):

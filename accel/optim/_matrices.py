@@ -98,35 +98,21 @@ def _ranks(group: dist.ProcessGroup | None) -> Sequence[int]:
 
 
 class MatrixPart(NamedTuple):
-    """The elements of a matrix that a rank holds.
+    """The elements of a matrix that a rank holds."""
 
-    Attributes:
-        here: their indices in the rank's part of the parameter.
-        there: their indices in the matrix.
-        shape: of the elements.
-    """
-
-    here: Where
-    there: Where
-    shape: tuple[int, ...]
+    here: Where  # their indices in the rank's part of the parameter
+    there: Where  # their indices in the matrix
+    shape: tuple[int, ...]  # of the elements
 
 
 class Matrix(NamedTuple):
-    """A matrix: a parameter, rows of one that is a pack, or an element of a stack.
+    """A matrix: a parameter, rows of one that is a pack, or an element of a stack."""
 
-    Attributes:
-        at: number of the parameter.
-        shape: rows and columns.
-        owner: rank of the group that computes with the whole matrix.
-        parts: by ranks of the group that hold elements.
-        senders: ranks that send their elements to the owner, each element once.
-    """
-
-    at: int
-    shape: tuple[int, int]
-    owner: int
-    parts: Mapping[int, MatrixPart]
-    senders: tuple[int, ...]
+    at: int  # number of the parameter
+    shape: tuple[int, int]  # rows and columns
+    owner: int  # rank of the group that computes with the whole matrix
+    parts: Mapping[int, MatrixPart]  # by ranks of the group that hold elements
+    senders: tuple[int, ...]  # ranks that send their elements to the owner, each element once
 
 
 class Spec(NamedTuple):

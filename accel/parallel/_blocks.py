@@ -26,17 +26,13 @@ class ModelBlock(NamedTuple):
 
 
 class ModuleGroup(NamedTuple):
-    """Sibling modules: the entries of a list, or attributes with names that differ in a number.
+    """Sibling modules: the entries of a list, or attributes with names that differ in a number."""
 
-    Attributes:
-        holder: path of the list, or of the module with the attributes.
-        entries: modules by path, in the order of registration. Lists within a list are one with it.
-        kind: "list" for a ModuleList, a Sequential and a ModuleDict with numbered keys; "named" for a ModuleDict with
-            other keys; "attributes" for numbered attributes.
-    """
-
-    holder: str
+    holder: str  # path of the list, or of the module with the attributes
+    # Modules by path, in the order of registration. Lists within a list are one with it.
     entries: tuple[tuple[str, nn.Module], ...]
+    # "list" for a ModuleList, a Sequential and a ModuleDict with numbered keys; "named" for a ModuleDict with other
+    # keys; "attributes" for numbered attributes.
     kind: Literal["list", "named", "attributes"]
 
     @property

@@ -53,30 +53,27 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     the objects that it gets, which `prepare` has returned. It raises an `AccelError` before it
     communicates, alike on all ranks; any other error that one rank alone has ends the context's group, as peers may
     wait for it.
-
-    Attributes:
-        prepare: models, optimizers, schedulers and prepared loaders, to what takes their places, in the same order.
-        hold: models, and whether gradients are exchanged: to the context manager of one forward and backward.
-        backward: scaled loss, and whether to keep its graph. Adds to the gradients.
-        step: optimizers and a request. Steps and clears the gradients; where they are not finite and that is checked,
-            leaves parameters and gradients as they are.
-        clear: optimizers. Clears their gradients without a step.
-        clip_norm: parameters, longest norm, its type and the factor of the step to come, under which the norm holds.
-            Returns the norm before.
-        clip_value: parameters, largest absolute value and that factor.
-        items: items of a checkpoint, to items by the same names in which each object of the engine is replaced by one
-            that gives and takes its state, such as a module, a `Part` or an object with state_dict and load_state_dict.
-        loaded: the items of a load, and the results of `items` with their new state. Forwards it to the engine.
     """
 
+    # Takes models, optimizers, schedulers and prepared loaders. Returns what takes their places, in the same order.
     prepare: Callable[[DistContext, Sequence[Any]], Sequence[Any]]
+    # Takes models, and whether gradients are exchanged. Returns the context manager of one forward and backward.
     hold: Callable[[DistContext, Sequence[nn.Module], bool], AbstractContextManager[None]]
+    # Takes the scaled loss, and whether to keep its graph. Adds to the gradients.
     backward: Callable[[DistContext, torch.Tensor, bool], None]
+    # Takes optimizers and a request. Steps and clears the gradients; where they are not finite and that is checked,
+    # leaves parameters and gradients as they are.
     step: Callable[[DistContext, Sequence[Optimizer], StepRequest], EngineOutcome]
-    clear: Callable[[DistContext, Sequence[Optimizer]], None]
+    clear: Callable[[DistContext, Sequence[Optimizer]], None]  # clears the gradients without a step
+    # Takes parameters, the longest norm, its type and the factor of the step to come, under which the norm holds.
+    # Returns the norm before.
     clip_norm: Callable[[DistContext, Sequence[torch.Tensor], float, float, float | torch.Tensor], torch.Tensor]
+    # Takes parameters, the largest absolute value and that factor.
     clip_value: Callable[[DistContext, Sequence[torch.Tensor], float, float | torch.Tensor], None]
+    # Takes items of a checkpoint. Returns items by the same names in which each object of the engine is replaced by one
+    # that gives and takes its state, such as a module, a `Part` or an object with state_dict and load_state_dict.
     items: Callable[[DistContext, Mapping[str, object]], Mapping[str, object]]
+    # Takes the items of a load, and the results of `items` with their new state. Forwards it to the engine.
     loaded: Callable[[DistContext, Mapping[str, object], Mapping[str, object]], None]
 
 

@@ -305,31 +305,23 @@ class SpreadFunction(Protocol):
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """A way to spread a model over the ranks along one dimension.
+    """A way to spread a model over the ranks along one dimension."""
 
-    Attributes:
-        dimension: the dimension to spread along.
-        options_from: its options of a plan, of keywords of `prepare_model` and of a model. Pure.
-        keywords: keywords of `prepare_model` that it takes.
-        is_done: whether the model is spread along it already. No communication.
-        refusals: returns the errors of a model that cannot be spread with these options, all of them. No
-            communication, and nothing is changed.
-        spread: spreads a model, from rank 0's values if there are some. A collective that mutates the model.
-        resolve: returns the options that ranks decide on together, after all checks and before anything changes. A
-            collective; None for the options as they are.
-        replaces: whether the model has other parameters afterwards.
-        takes_sparse: whether it exchanges sparse gradients.
-    """
-
-    dimension: Dimension
+    dimension: Dimension  # the dimension to spread along
+    # Returns its options of a plan, of keywords of `prepare_model` and of a model. Pure.
     options_from: Callable[[Plan, ReplicateOptions, ModelView], SpreadOptions]
-    keywords: tuple[str, ...] = ()
-    is_done: Callable[[DistContext, ModelView], bool]
+    keywords: tuple[str, ...] = ()  # keywords of `prepare_model` that it takes
+    is_done: Callable[[DistContext, ModelView], bool]  # whether the model is spread along it already. No communication
+    # Returns the errors of a model that cannot be spread with these options, all of them. No communication, and nothing
+    # is changed.
     refusals: Callable[[DistContext, ModelView, Any], Sequence[AccelError]]
+    # Spreads a model, from rank 0's values if there are some. A collective that mutates the model.
     spread: SpreadFunction
+    # Returns the options that ranks decide on together, after all checks and before anything changes. A collective;
+    # None for the options as they are.
     resolve: Callable[[DistContext, ModelView, Any], SpreadOptions] | None = None
-    replaces: bool
-    takes_sparse: bool = False
+    replaces: bool  # whether the model has other parameters afterwards
+    takes_sparse: bool = False  # whether it exchanges sparse gradients
 
 
 def compare_models(ctx: DistContext, options: SpreadOptions, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -62,17 +62,11 @@ class SampleOptions(Sampling, frozen=True, kw_only=True):
 
 
 class DrawnTokens(msgspec.Struct, frozen=True):
-    """Tokens that a server has drawn for a request.
+    """Tokens that a server has drawn for a request."""
 
-    Attributes:
-        tokens: the new tokens.
-        logprobs: log-probability of each.
-        finish_reason: why the last one is the last.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
-    finish_reason: FinishReason
+    tokens: list[int]  # the new tokens
+    logprobs: list[float]  # log-probability of each
+    finish_reason: FinishReason  # why the last one is the last
 
 
 class SampleServer(Protocol):

@@ -22,83 +22,47 @@ Value = float | str  # texts are "nan", "inf" and "-inf", for which JSON has no 
 
 
 class FactDifference(msgspec.Struct, frozen=True):
-    """A fact that two runs do not share.
+    """A fact that two runs do not share."""
 
-    Attributes:
-        kind: "config", "setting", "version" or "code".
-        name: dotted name of the fact.
-        a: value of the first run; None if it has none.
-        b: value of the second run; None if it has none.
-    """
-
-    kind: str
-    name: str
-    a: str | None
-    b: str | None
+    kind: str  # "config", "setting", "version" or "code"
+    name: str  # dotted name of the fact
+    a: str | None  # value of the first run; None if it has none
+    b: str | None  # value of the second run; None if it has none
 
 
 class ValueDifference(msgspec.Struct, frozen=True):
-    """The values of one metric at one step.
-
-    Attributes:
-        step: the step.
-        a: value of the first run; None if it logged none at this step.
-        b: value of the second run; None if it logged none.
-        difference: distance of the values; "inf" where one is not finite, None where one is missing.
-    """
+    """The values of one metric at one step."""
 
     step: int
-    a: Value | None
-    b: Value | None
-    difference: Value | None
+    a: Value | None  # value of the first run; None if it logged none at this step
+    b: Value | None  # value of the second run; None if it logged none
+    difference: Value | None  # distance of the values; "inf" where one is not finite, None where one is missing
 
 
 class MetricDifference(msgspec.Struct, frozen=True):
-    """A metric that two runs do not share.
-
-    Attributes:
-        name: its name.
-        steps: number of steps at which both runs have a value.
-        differing: number of steps at which the values differ.
-        missing_a: number of steps at which the second run alone has a value.
-        missing_b: number of steps at which the first run alone has a value.
-        first: the first step at which the runs differ.
-        largest: the step of the largest difference; None if no values differ.
-    """
+    """A metric that two runs do not share."""
 
     name: str
-    steps: int
-    differing: int
-    missing_a: int
-    missing_b: int
-    first: ValueDifference
-    largest: ValueDifference | None
+    steps: int  # number of steps at which both runs have a value
+    differing: int  # number of steps at which the values differ
+    missing_a: int  # number of steps at which the second run alone has a value
+    missing_b: int  # number of steps at which the first run alone has a value
+    first: ValueDifference  # the first step at which the runs differ
+    largest: ValueDifference | None  # the step of the largest difference; None if no values differ
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """A comparison of two runs.
+    """A comparison of two runs."""
 
-    Attributes:
-        a: folder of the first run.
-        b: folder of the second run.
-        alike: whether nothing differs.
-        facts: facts that differ.
-        first_step: the first step at which a metric differs; None if none does.
-        metrics: metrics that differ, those that part first in front.
-        alike_metrics: names of the metrics that are alike.
-        damaged_a: number of lines of the first run that could not be read.
-        damaged_b: number of lines of the second run that could not be read.
-    """
-
-    a: str
-    b: str
-    alike: bool
-    facts: list[FactDifference]
-    first_step: int | None
-    metrics: list[MetricDifference]
-    alike_metrics: list[str]
-    damaged_a: int
-    damaged_b: int
+    a: str  # folder of the first run
+    b: str  # folder of the second run
+    alike: bool  # whether nothing differs
+    facts: list[FactDifference]  # facts that differ
+    first_step: int | None  # the first step at which a metric differs; None if none does
+    metrics: list[MetricDifference]  # metrics that differ, those that part first in front
+    alike_metrics: list[str]  # names of the metrics that are alike
+    damaged_a: int  # number of lines of the first run that could not be read
+    damaged_b: int  # number of lines of the second run that could not be read
 
 
 def compare_runs(a: RunData, b: RunData, *, rtol: float = 0.0) -> Comparison:

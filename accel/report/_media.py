@@ -40,35 +40,21 @@ _OVERHEAD = 60  # bytes of a step in addition to its contents
 
 
 class MediaContent(NamedTuple):
-    """A file as the page's script shows it.
+    """A file as the page's script shows it."""
 
-    Attributes:
-        key: name of the content; equal contents have one.
-        data: JSON, or nothing for a file that cannot be shown.
-        problem: reason why it cannot.
-        pixels: bytes of an image's pixels.
-    """
-
-    key: str
-    data: bytes
-    problem: str = ""
-    pixels: int = 0
+    key: str  # name of the content; equal contents have one
+    data: bytes  # JSON, or nothing for a file that cannot be shown
+    problem: str = ""  # reason why it cannot
+    pixels: int = 0  # bytes of an image's pixels
 
 
 class PageMedia(NamedTuple):
-    """The media of a page.
+    """The media of a page."""
 
-    Attributes:
-        series: for the script, of each name its kind and its steps by the number of the run.
-        notes: of each name, the records that are not on the page, in words.
-        contents: JSON of each content by its key.
-        summary: all records that are not on the page, in words.
-    """
-
-    series: Sequence[dict[str, Any]]
-    notes: Sequence[str]
-    contents: Mapping[str, bytes]
-    summary: str
+    series: Sequence[dict[str, Any]]  # for the script, of each name its kind and its steps by the number of the run
+    notes: Sequence[str]  # of each name, the records that are not on the page, in words
+    contents: Mapping[str, bytes]  # JSON of each content by its key
+    summary: str  # all records that are not on the page, in words
 
 
 class _Record(NamedTuple):
@@ -337,18 +323,12 @@ _INTERLACED = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2,
 
 
 class Picture(NamedTuple):
-    """A PNG that decodes.
+    """A PNG that decodes."""
 
-    Attributes:
-        png: the file.
-        width, height: its pixels.
-        size: bytes of its unpacked pixels.
-    """
-
-    png: bytes
-    width: int
-    height: int
-    size: int
+    png: bytes  # the file
+    width: int  # pixels of a row
+    height: int  # number of rows
+    size: int  # bytes of its unpacked pixels
 
 
 def clean_png(data: bytes, most: int = _LARGEST_IMAGE) -> Picture:

@@ -34,21 +34,13 @@ _LIVE = "live.js"
 
 
 class Page(NamedTuple):
-    """The content of a page.
-
-    Attributes:
-        title: its title.
-        kind: "few" runs side by side, "one", "many" with a row for each, or "empty", with nothing to draw.
-        main: its markup.
-        data: the curves and more for its script.
-        contents: JSON of its images and other media by their keys in `data`.
-    """
+    """The content of a page."""
 
     title: str
-    kind: str
-    main: Html
-    data: dict[str, Any]
-    contents: Mapping[str, bytes] = {}
+    kind: str  # "few" runs side by side, "one", "many" with a row for each, or "empty", with nothing to draw
+    main: Html  # its markup
+    data: dict[str, Any]  # the curves and more for its script
+    contents: Mapping[str, bytes] = {}  # JSON of its images and other media by their keys in `data`
 
 
 def page_of(

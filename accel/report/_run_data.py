@@ -158,51 +158,30 @@ def thin(steps: Sequence[float], values: Sequence[float], most: int = 2000) -> t
 
 
 class StoredCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint of a run.
+    """A checkpoint of a run."""
 
-    Attributes:
-        name: name of its folder.
-        size: its bytes.
-        changed_s: time of its last write, in seconds since the epoch.
-        metrics: metrics that were saved with it.
-        problem: reason why it is none; empty for a whole one.
-    """
-
-    name: str
-    size: int
-    changed_s: float
-    metrics: dict[str, float] = {}
-    problem: str = ""
+    name: str  # name of its folder
+    size: int  # its bytes
+    changed_s: float  # time of its last write, in seconds since the epoch
+    metrics: dict[str, float] = {}  # metrics that were saved with it
+    problem: str = ""  # reason why it is none; empty for a whole one
 
 
 class RunData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """The files of a run's folder.
+    """The files of a run's folder."""
 
-    Attributes:
-        name: name of the run among those that are shown together.
-        folder: the folder.
-        curves: curves of its metrics.
-        run: its record; None if it has none.
-        launches: its launches in order of their start.
-        checkpoints: its checkpoints in order of their steps.
-        profile: its profile as `accel profile` prints it; empty for none.
-        machine: samples of its hosts, by name; samples of all GPUs of all hosts are one curve.
-        alerts: its alerts in order of time.
-        media: the files of its media.
-        problems: its files that cannot be read, with the reason, a line each.
-    """
-
-    name: str
+    name: str  # name of the run among those that are shown together
     folder: Path
-    curves: Curves
-    run: RunRecord | None = None
-    launches: Sequence[LaunchRecord] = ()
-    checkpoints: Sequence[StoredCheckpoint] = ()
-    profile: str = ""
+    curves: Curves  # curves of its metrics
+    run: RunRecord | None = None  # its record; None if it has none
+    launches: Sequence[LaunchRecord] = ()  # its launches in order of their start
+    checkpoints: Sequence[StoredCheckpoint] = ()  # its checkpoints in order of their steps
+    profile: str = ""  # its profile as `accel profile` prints it; empty for none
+    # Samples of its hosts, by name; samples of all GPUs of all hosts are one curve.
     machine: dict[str, SpreadCurve] = {}
-    alerts: Sequence[Alert] = ()
-    media: Sequence[MediaFile] = ()
-    problems: Sequence[str] = ()
+    alerts: Sequence[Alert] = ()  # its alerts in order of time
+    media: Sequence[MediaFile] = ()  # the files of its media
+    problems: Sequence[str] = ()  # its files that cannot be read, with the reason, a line each
 
     @property
     def damaged(self) -> int:
@@ -267,19 +246,12 @@ class MachineSamples:
 
 
 class MediaFile(NamedTuple):
-    """A file of media.
+    """A file of media."""
 
-    Attributes:
-        name: the parts of its name.
-        path: its path.
-        size: its bytes.
-        changed_ns: time of its last change.
-    """
-
-    name: MediaName
+    name: MediaName  # the parts of its name
     path: str
-    size: int
-    changed_ns: int
+    size: int  # its bytes
+    changed_ns: int  # time of its last change
 
 
 class MediaFolder:
@@ -328,15 +300,10 @@ _DEPTH = 3  # levels of folders in which runs are searched
 
 
 class FoundRuns(NamedTuple):
-    """The runs in a folder.
-
-    Attributes:
-        folders: their folders.
-        unreadable: folders that cannot be searched, with the reason, a line each.
-    """
+    """The runs in a folder."""
 
     folders: Sequence[Path]
-    unreadable: Sequence[str] = ()
+    unreadable: Sequence[str] = ()  # folders that cannot be searched, with the reason, a line each
 
 
 def find_runs(folder: Path) -> FoundRuns:

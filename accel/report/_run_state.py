@@ -17,19 +17,12 @@ from accel.terminal import show_age
 
 
 class RunState(msgspec.Struct, frozen=True):
-    """The state of a run.
+    """The state of a run."""
 
-    Attributes:
-        kind: state in one word.
-        text: the same for people, with the reason.
-        started_s: time of the first start, in seconds since the epoch; None if no record has it.
-        ended_s: time of the end; None while it runs, or if no record has it.
-    """
-
-    kind: Literal["running", "finished", "failed", "stopped", "lost", "unknown"]
-    text: str
-    started_s: float | None = None
-    ended_s: float | None = None
+    kind: Literal["running", "finished", "failed", "stopped", "lost", "unknown"]  # state in one word
+    text: str  # the same for people, with the reason
+    started_s: float | None = None  # time of the first start, in seconds since the epoch; None if no record has it
+    ended_s: float | None = None  # time of the end; None while it runs, or if no record has it
 
 
 def is_alive(record: LaunchRecord | RunRecord) -> bool:

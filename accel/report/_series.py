@@ -44,21 +44,13 @@ def better_of(name: str) -> Better:
 
 
 class ChartData(NamedTuple):
-    """A chart of the page.
+    """A chart of the page."""
 
-    Attributes:
-        title: name of the metric; a reading of clocks begins with "time/", a sample of the machine with "system/".
-        group: title of its group.
-        kind: "folded" for constants and counters.
-        better: direction in which values are better.
-        curves: curve of each run that has one, by the run's number.
-    """
-
-    title: str
-    group: str
-    kind: Kind
-    better: Better
-    curves: dict[int, MetricCurve]
+    title: str  # name of the metric; a reading of clocks begins with "time/", a sample of the machine with "system/"
+    group: str  # title of its group
+    kind: Kind  # "folded" for constants and counters
+    better: Better  # direction in which values are better
+    curves: dict[int, MetricCurve]  # curve of each run that has one, by the run's number
 
 
 def charts_of(runs: Sequence[RunData]) -> list[ChartData]:
@@ -105,19 +97,12 @@ def _rises(values: Sequence[float]) -> bool:
 
 
 class Condensed(NamedTuple):
-    """A curve in parts.
+    """A curve in parts."""
 
-    Attributes:
-        x: step of each part, the middle of its first and its last.
-        mean: mean of each part.
-        low: least value of each part; empty if each part is one value.
-        high: largest value of each part; empty likewise.
-    """
-
-    x: list[float]
-    mean: list[float]
-    low: list[float]
-    high: list[float]
+    x: list[float]  # step of each part, the middle of its first and its last
+    mean: list[float]  # mean of each part
+    low: list[float]  # least value of each part; empty if each part is one value
+    high: list[float]  # largest value of each part; empty likewise
 
 
 def condense(steps: Sequence[float], values: Sequence[float], most: int) -> Condensed:

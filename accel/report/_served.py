@@ -30,20 +30,13 @@ from accel.report._run_state import state_of
 
 
 class ServedPage(NamedTuple):
-    """A page at a moment, made once for all readers.
+    """A page at a moment, made once for all readers."""
 
-    Attributes:
-        version: differs between snapshots that differ.
-        page: the whole page.
-        data: the same for the script of an open page, as JSON.
-        problem: reason why there is no page; empty for none.
-        contents: JSON of images and other media by their keys in `data`, for those that a reader looks at.
-    """
-
-    version: str
-    page: bytes
-    data: bytes
-    problem: str = ""
+    version: str  # differs between snapshots that differ
+    page: bytes  # the whole page
+    data: bytes  # the same for the script of an open page, as JSON
+    problem: str = ""  # reason why there is no page; empty for none
+    # JSON of images and other media by their keys in `data`, for those that a reader looks at.
     contents: Mapping[str, bytes] = {}
 
 

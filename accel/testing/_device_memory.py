@@ -27,21 +27,14 @@ _CACHED = 256  # freed allocations that wait for another use
 
 
 class Access(NamedTuple):
-    """A read or write of a block's bytes.
+    """A read or write of a block's bytes."""
 
-    Attributes:
-        actor, number: the stream, or 0 for the host, and its number of operations with this one.
-        first, end: the bytes.
-        writes: whether they were written.
-        name: operator, or "copy", "free" and "host".
-    """
-
-    actor: int
-    number: int
-    first: int
-    end: int
-    writes: bool
-    name: str
+    actor: int  # the stream, or 0 for the host
+    number: int  # the actor's number of operations with this one
+    first: int  # first byte
+    end: int  # first byte behind the last
+    writes: bool  # whether they were written
+    name: str  # operator, or "copy", "free" and "host"
 
 
 class MemoryBlock:

@@ -36,27 +36,17 @@ class Members:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Meeting:
-    """One collective call of all ranks of a group.
+    """One collective call of all ranks of a group."""
 
-    Attributes:
-        number: meetings of the group before this one.
-        call: the call of the first rank to come.
-        members: the group.
-        brought: contribution of each rank, until all are there.
-        result: of the contributions, once all are there.
-        sites: line of each rank's call.
-        waiters: ranks that wait for the others.
-        done: whether all have come.
-    """
-
-    number: int
-    call: SimulatedCall
-    members: Members
+    number: int  # meetings of the group before this one
+    call: SimulatedCall  # the call of the first rank to come
+    members: Members  # the group
+    # Contribution of each rank, until all are there.
     brought: dict[int, Any] = dataclasses.field(default_factory=dict[int, Any])
-    result: Any = None
-    sites: dict[int, Site] = dataclasses.field(default_factory=dict[int, Site])
-    waiters: list[int] = dataclasses.field(default_factory=list[int])
-    done: bool = False
+    result: Any = None  # of the contributions, once all are there
+    sites: dict[int, Site] = dataclasses.field(default_factory=dict[int, Site])  # line of each rank's call
+    waiters: list[int] = dataclasses.field(default_factory=list[int])  # ranks that wait for the others
+    done: bool = False  # whether all have come
 
     def describe(self, rank: int) -> str:
         """Describe the call of `rank`, its line, and the ranks that have come."""
@@ -66,29 +56,17 @@ class Meeting:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class MessageSide:
-    """One side of a message between two ranks.
+    """One side of a message between two ranks."""
 
-    Attributes:
-        kind: side of the message.
-        source: the sender; None for a receive from any rank.
-        target: the receiver.
-        tag: number that both sides must agree on.
-        tensor: the one to send, or to fill.
-        members: the group of the message.
-        site: line of the call.
-        waiters: ranks that wait for the other side.
-        done: whether both sides have come.
-    """
-
-    kind: Literal["send", "recv"]
-    source: int | None
-    target: int
-    tag: int
-    tensor: Tensor
-    members: Members
-    site: Site
-    waiters: list[int] = dataclasses.field(default_factory=list[int])
-    done: bool = False
+    kind: Literal["send", "recv"]  # side of the message
+    source: int | None  # the sender; None for a receive from any rank
+    target: int  # the receiver
+    tag: int  # number that both sides must agree on
+    tensor: Tensor  # the one to send, or to fill
+    members: Members  # the group of the message
+    site: Site  # line of the call
+    waiters: list[int] = dataclasses.field(default_factory=list[int])  # ranks that wait for the other side
+    done: bool = False  # whether both sides have come
 
     @property
     def rank(self) -> int:

@@ -38,19 +38,12 @@ class CodeLine(NamedTuple):
 
 
 class Site(NamedTuple):
-    """The line that made a call.
+    """The line that made a call."""
 
-    Attributes:
-        line: of the user's code.
-        function: accel's function that the line called, if that made the call on its behalf.
-        unit: call of an FSDP unit, as in "the gather of blocks.0".
-        units: units that the rank has run, if `unit` is one of them.
-    """
-
-    line: CodeLine
-    function: str | None
-    unit: str | None = None
-    units: UnitLog | None = None
+    line: CodeLine  # of the user's code
+    function: str | None  # accel's function that the line called, if that made the call on its behalf
+    unit: str | None = None  # call of an FSDP unit, as in "the gather of blocks.0"
+    units: UnitLog | None = None  # units that the rank has run, if `unit` is one of them
 
     def __str__(self) -> str:
         inside = self.unit or self.function

@@ -48,15 +48,10 @@ class _Live:
 
 
 class MlflowVariables(NamedTuple):
-    """Variables of MLflow users that its client does not read itself.
+    """Variables of MLflow users that its client does not read itself."""
 
-    Attributes:
-        experiment: `MLFLOW_EXPERIMENT_NAME`; empty if it is not set.
-        tags: `MLFLOW_TAGS`.
-    """
-
-    experiment: str
-    tags: dict[str, str]
+    experiment: str  # `MLFLOW_EXPERIMENT_NAME`; empty if it is not set
+    tags: dict[str, str]  # `MLFLOW_TAGS`
 
 
 def read_mlflow(environ: Mapping[str, str]) -> MlflowVariables:

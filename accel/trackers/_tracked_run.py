@@ -162,19 +162,13 @@ _SILENT_S = 2.0  # of the wait for trackers at the end
 
 
 class SavedRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The part of a run that a checkpoint holds.
+    """The part of a run that a checkpoint holds."""
 
-    Attributes:
-        project, id, name: identity of the run.
-        step: last step that was logged; None before the first.
-        lines: calls of `log` at that step.
-    """
-
-    project: str
-    id: str
+    project: str  # project of the run
+    id: str  # its identity in the project
     name: str
-    step: int | None
-    lines: int
+    step: int | None  # last step that was logged; None before the first
+    lines: int  # calls of `log` at that step
 
 
 class TrackedRun:

@@ -24,21 +24,13 @@ _TRIES = 2  # after which a checkpoint, or the end of the run, waits no longer
 
 
 class LostRecords(msgspec.Struct, frozen=True):
-    """Records that a tracker did not get.
+    """Records that a tracker did not get."""
 
-    Attributes:
-        tracker: its name.
-        dropped: the oldest ones of a full queue.
-        failed: those at which the tracker raised.
-        unfinished: those that still waited at the end.
-        error: first error of the tracker; or the call that it did not come back from.
-    """
-
-    tracker: str
-    dropped: int = 0
-    failed: int = 0
-    unfinished: int = 0
-    error: str = ""
+    tracker: str  # its name
+    dropped: int = 0  # the oldest ones of a full queue
+    failed: int = 0  # those at which the tracker raised
+    unfinished: int = 0  # those that still waited at the end
+    error: str = ""  # first error of the tracker; or the call that it did not come back from
 
     def __bool__(self) -> bool:
         return bool(self.dropped or self.failed or self.unfinished or self.error)

@@ -42,17 +42,11 @@ _WHERE = "optimizer_step, closure="
 
 
 class _Evaluation(NamedTuple):
-    """An evaluation of a closure.
+    """An evaluation of a closure."""
 
-    Attributes:
-        loss: mean loss over the units of all ranks, detached.
-        window: its window.
-        norm: norm of its gradient; None if gradients are not checked.
-    """
-
-    loss: torch.Tensor
+    loss: torch.Tensor  # mean loss over the units of all ranks, detached
     window: Accumulation
-    norm: float | torch.Tensor | None
+    norm: float | torch.Tensor | None  # norm of its gradient; None if gradients are not checked
 
 
 def _evaluated(

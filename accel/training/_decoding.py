@@ -40,21 +40,13 @@ def takes_cache(model: nn.Module) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WholeSequences:
-    """Runs whole sequences for each token, filled up to one length, so that shapes stay as they are.
-
-    Attributes:
-        ctx: the context.
-        model: causal.
-        length: of the longest sequence to come.
-        inputs_of: maps ids of shape [rows, length] to the inputs of the model.
-        select: maps the model's output to logits, [rows, length, classes].
-    """
+    """Runs whole sequences for each token, filled up to one length, so that shapes stay as they are."""
 
     ctx: DistContext
-    model: nn.Module
-    length: int
-    inputs_of: Callable[[Tensor], Any]
-    select: Callable[[Any], Tensor]
+    model: nn.Module  # causal
+    length: int  # of the longest sequence to come
+    inputs_of: Callable[[Tensor], Any]  # maps ids of shape [rows, length] to the inputs of the model
+    select: Callable[[Any], Tensor]  # maps the model's output to logits, [rows, length, classes]
 
     def logits(self, ids: Tensor) -> Tensor | None:
         """Return the logits behind sequences, [rows, classes]; None without the last stage. A collective along pp.
@@ -294,17 +286,11 @@ def share_tokens(ctx: DistContext, model: nn.Module, tokens: Tensor) -> None:
 
 
 class DecodedTokens(NamedTuple):
-    """Tokens that were added to sequences.
+    """Tokens that were added to sequences."""
 
-    Attributes:
-        tokens: new tokens, int64 of shape [rows, new], filled up by the first of those that end a sequence.
-        counts: number of tokens of each row up to the one that ends it, int64 of shape [rows].
-        logprobs: log-probabilities of the tokens, float64 of the shape of `tokens`; None without `scores`.
-    """
-
-    tokens: Tensor
-    counts: Tensor
-    logprobs: Tensor | None
+    tokens: Tensor  # new tokens, int64 of shape [rows, new], filled up by the first of those that end a sequence
+    counts: Tensor  # number of tokens of each row up to the one that ends it, int64 of shape [rows]
+    logprobs: Tensor | None  # log-probabilities of the tokens, float64 of the shape of `tokens`; None without `scores`
 
 
 def decode(

@@ -61,17 +61,11 @@ def _figures(counts: Tensor) -> dict[str, Tensor]:
 
 
 class _Counted(NamedTuple):
-    """A counted module.
+    """A counted module."""
 
-    Attributes:
-        counts: tokens of each expert on this rank in the window so far.
-        holder: module with the bias; None without one.
-        is_sorted: whether the module is called with every token for each expert, as in Llama 4.
-    """
-
-    counts: Tensor
-    holder: nn.Module | None
-    is_sorted: bool
+    counts: Tensor  # tokens of each expert on this rank in the window so far
+    holder: nn.Module | None  # module with the bias; None without one
+    is_sorted: bool  # whether the module is called with every token for each expert, as in Llama 4
 
 
 class ExpertLoad:

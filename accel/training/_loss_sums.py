@@ -229,21 +229,13 @@ def _is_filled(cell: Any) -> bool:
 
 @dataclasses.dataclass(eq=False)
 class LossSums:
-    """Sums of losses, one for each micro-batch.
-
-    Attributes:
-        ctx: the context.
-        loss_fn: the user's.
-        factor: factor of their gradients.
-        probe: looks at the function.
-        found: the sums so far, detached.
-    """
+    """Sums of losses, one for each micro-batch."""
 
     ctx: DistContext
-    loss_fn: LossFn
-    factor: float | torch.Tensor
-    probe: LossProbe
-    found: list[torch.Tensor] = dataclasses.field(default_factory=list[torch.Tensor])
+    loss_fn: LossFn  # the user's
+    factor: float | torch.Tensor  # factor of their gradients
+    probe: LossProbe  # looks at the function
+    found: list[torch.Tensor] = dataclasses.field(default_factory=list[torch.Tensor])  # the sums so far, detached
 
     def of(self, output: Any, batch: MicroBatch) -> torch.Tensor:
         """Return the sum of a micro-batch's losses; rows that fill it up are left out."""

@@ -134,15 +134,10 @@ _STYLE = (
 
 
 class _Plot(NamedTuple):
-    """The area of a figure.
+    """The area of a figure."""
 
-    Attributes:
-        rates: logarithms of the first and the last rate.
-        losses: lowest and highest loss.
-    """
-
-    rates: tuple[float, float]
-    losses: tuple[float, float]
+    rates: tuple[float, float]  # logarithms of the first and the last rate
+    losses: tuple[float, float]  # lowest and highest loss
 
     def x(self, rate: float) -> float:
         """Return the place of the logarithm of a rate."""

@@ -45,31 +45,19 @@ _MOST_BITS = 1024  # of what a float holds
 
 
 class StepWindow(NamedTuple):
-    """A window, as the functions of the step take it.
+    """A window, as the functions of the step take it."""
 
-    Attributes:
-        accum: its micro-batches and their weights.
-        scaler: its loss scale.
-        record: the record that the caller passed, which holds `accum` or is it.
-    """
-
-    accum: Accumulation
-    scaler: LossScale
-    record: object
+    accum: Accumulation  # its micro-batches and their weights
+    scaler: LossScale  # its loss scale
+    record: object  # the record that the caller passed, which holds `accum` or is it
 
 
 class Policy(NamedTuple):
-    """A policy for gradients with inf or NaN, as what a step needs for it.
+    """A policy for gradients with inf or NaN, as what a step needs for it."""
 
-    Attributes:
-        reads: whether the host waits for norm and weight before the step.
-        raises: whether such gradients are an error; else the step is left out, where that is known in time.
-        defers: whether the optimizers leave the step out on the device, and a later call raises.
-    """
-
-    reads: bool
-    raises: bool
-    defers: bool = False
+    reads: bool  # whether the host waits for norm and weight before the step
+    raises: bool  # whether such gradients are an error; else the step is left out, where that is known in time
+    defers: bool = False  # whether the optimizers leave the step out on the device, and a later call raises
 
 
 POLICIES = {
@@ -363,19 +351,12 @@ Figures = Sequence[float | torch.Tensor]
 
 
 class StepReading(NamedTuple):
-    """Figures of a step on the host.
+    """Figures of a step on the host."""
 
-    Attributes:
-        finite: whether the gradients are.
-        empty: whether the window has no weight.
-        norms: norms of the gradients.
-        weight: weight of the window.
-    """
-
-    finite: bool
-    empty: bool
-    norms: list[float]
-    weight: float
+    finite: bool  # whether the gradients are
+    empty: bool  # whether the window has no weight
+    norms: list[float]  # norms of the gradients
+    weight: float  # weight of the window
 
 
 def read_outcome(norms: Figures, weight: float | torch.Tensor) -> StepReading:

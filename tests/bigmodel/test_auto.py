@@ -87,5 +87,5 @@ def test_all_accelerators_of_the_machine_are_used(monkeypatch: pytest.MonkeyPatc
 
 def test_other_words_are_refused(folder: Path) -> None:
     for wrong in ("balanced", None, {"": 0}):
-        with pytest.raises(accel.errors.ConfigError, match="the device map is not valid"):
+        with assert_raises(accel.errors.ConfigError, problem="the device map is not valid"):
             accel.load_checkpoint_and_dispatch(accel.single("cpu"), make_net(), folder, wrong)  # type: ignore[arg-type]

@@ -135,7 +135,7 @@ def test_all_problems_are_in_one_error_and_nothing_changes(
         assert line in text
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name])
-    with pytest.raises(CheckpointError, match="missing") as caught:
+    with assert_raises(CheckpointError, problem="missing") as caught:
         load_checkpoint_in_model(ctx, nn.Linear(3, 3), tmp_path, allow_unexpected="*")
     assert "unexpected '" not in str(caught.value)
 
@@ -180,7 +180,7 @@ def test_a_file_that_ends_early_leaves_the_model_as_it_was(
 
     model.state_dict = cut  # type: ignore[method-assign]
     before = {name: tensor.clone() for name, tensor in state().items()}
-    with pytest.raises(CheckpointError, match=r"too short.*model\.safetensors"):
+    with assert_raises(CheckpointError, problem="too short", where=r"model\.safetensors"):
         load_checkpoint_in_model(ctx, model, path)
     assert all(torch.equal(tensor, before[name]) for name, tensor in state().items())
 
@@ -214,7 +214,7 @@ def test_files_of_torch_save_run_no_code(tmp_path: Path, ctx: accel.DistContext)
         ("d", r"before torch 1\.6"),
         ("e", "cannot be read as weights"),
     ]:
-        with pytest.raises(CheckpointError, match=problem):
+        with assert_raises(CheckpointError, problem=problem):
             open_weights(tmp_path / f"{name}.bin")
     base = torch.arange(24.0).view(4, 6)
     torch.save({"a": base.t(), "b": base[1:, 2:4], "c": base, "d": torch.tensor(True)}, tmp_path / "f.bin")

@@ -96,7 +96,7 @@ def test_a_store_that_fails_one_rank_fails_all_before_a_model_changes(
         def fail(nbytes: int) -> None:
             raise CheckpointError(f"the store is gone after {nbytes} bytes")
 
-        with pytest.raises(CheckpointError, match="the store is gone") as caught:
+        with assert_raises(CheckpointError, problem="the store is gone") as caught:
             accel.bigmodel.load_checkpoint_in_model(ctx, model, URL, allow_unexpected="unused", advance=fail)
         return str(caught.value), model.weight.is_meta and model.bias.is_meta
 

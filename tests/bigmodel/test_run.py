@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from catching import assert_raises
 from safetensors.torch import save_file
 from streamed import Net, make_net, streamed_map, token_ids
 from torch import nn
@@ -221,7 +222,7 @@ def test_outputs_without_a_storage(dispatch: Dispatch, kind: str) -> None:
 @pytest.mark.parametrize("copied", ["deepcopy", "torch.save"])
 def test_copies_are_refused_with_the_way_out(dispatch: Dispatch, copied: str) -> None:
     run = dispatch()
-    with pytest.raises(accel.errors.StreamError, match=r"blocks\.0.*(save_model|dispatch_model)"):
+    with assert_raises(accel.errors.StreamError, where=r"blocks\.0", fix="(save_model|dispatch_model)"):
         copy.deepcopy(run.model) if copied == "deepcopy" else torch.save(run.model.state_dict(), io.BytesIO())
 
 
@@ -240,7 +241,7 @@ def test_a_state_dict_for_absent_weights_is_refused_before_any_is_loaded(
 ) -> None:
     run = dispatch()
     other = make_net(1).state_dict()
-    with pytest.raises(accel.errors.StreamError, match=r"load_state_dict, .*blocks\.0.*run\.close\(\)"):
+    with assert_raises(accel.errors.StreamError, where=r"load_state_dict, .*blocks\.0", fix=r"run\.close\(\)"):
         run.model.load_state_dict(other, **options)
     with torch.no_grad():
         assert torch.equal(run.model(token_ids()), expected())
@@ -253,7 +254,7 @@ def test_a_state_dict_for_absent_weights_is_refused_before_any_is_loaded(
 
 def test_changes_in_place_are_refused(dispatch: Dispatch) -> None:
     run = dispatch()
-    with torch.no_grad(), pytest.raises(accel.errors.StreamError, match="in place"):
+    with torch.no_grad(), assert_raises(accel.errors.StreamError, problem="in place"):
         run.model.blocks[0].scale.add_(1)
 
 
@@ -261,7 +262,9 @@ def test_other_data_is_refused_and_the_same_is_not(dispatch: Dispatch) -> None:
     run = dispatch()
     weight = run.model.blocks[0].up.weight
     for values in (torch.zeros(weight.shape), weight.data * 2, run.model.blocks[1].up.weight):
-        with pytest.raises(accel.errors.StreamError, match=r"in place.*got an assignment to \.data.*blocks\.0\.up"):
+        with assert_raises(
+            accel.errors.StreamError, problem="in place", got=r"an assignment to \.data", where=r"blocks\.0\.up"
+        ):
             weight.data = values
     weight.data = weight.data
     with torch.no_grad():
@@ -273,7 +276,7 @@ def test_a_block_that_changes_its_weights_is_an_error_once(dispatch: Dispatch) -
     block = run.model.blocks[0]
     handle = block.up.register_forward_pre_hook(lambda module, args: (module.bias.add_(1), None)[1])
     with torch.no_grad():
-        with pytest.raises(accel.errors.StreamError, match="changed its own weights"):
+        with assert_raises(accel.errors.StreamError, problem="changed its own weights"):
             block(torch.ones(1, 16))
         handle.remove()
         assert torch.equal(run.model(token_ids()), expected())
@@ -283,11 +286,11 @@ def test_a_weight_that_was_replaced_is_an_error(dispatch: Dispatch) -> None:
     run = dispatch()
     run.model.blocks[1].to(torch.float32)  # as it is
     for change in (lambda: run.model.blocks[1].to(torch.float64), lambda: run.model.to_empty(device="cpu")):
-        with pytest.raises(accel.errors.StreamError, match="cannot be moved or cast"):
+        with assert_raises(accel.errors.StreamError, problem="cannot be moved or cast"):
             change()
     assert run.model.blocks[1].scale.double().dtype == torch.float64
     run.model.blocks[1].load_state_dict(make_net(1).blocks[1].state_dict(), assign=True)
-    with torch.no_grad(), pytest.raises(accel.errors.StreamError, match="replaced"):
+    with torch.no_grad(), assert_raises(accel.errors.StreamError, problem="replaced"):
         run.model(token_ids())
 
 

@@ -91,7 +91,7 @@ def test_a_file_that_changes_after_it_was_opened(weights: Path, change: str) -> 
             return
         with weights.open("r+b") as file:
             file.truncate(2000) if change == "truncated" else file.write(b"x")
-        with pytest.raises(accel.errors.CheckpointError, match=r"too short|changed"):
+        with assert_raises(accel.errors.CheckpointError, problem="too short|changed"):
             run.model(token_ids())
 
 
@@ -102,9 +102,7 @@ def test_a_source_that_does_not_fit_changes_nothing(weights: Path) -> None:
     wrong = {name: tensor for name, tensor in state.items() if "blocks.1.up" not in name} | {
         "blocks.2.scale": torch.ones(3)
     }
-    with pytest.raises(
-        accel.errors.CheckpointError, match=r"3 weights.*missing 'blocks.1.up.weight'.*expected \(16,\)"
-    ):
+    with assert_raises(accel.errors.CheckpointError, problem="3 weights", got=r"missing 'blocks.1.up.weight'.*\(16,\)"):
         dispatch_model(net, streamed_map(net, "disk"), source=wrong)
     with assert_raises(accel.errors.ConfigError, problem="22 weights have their home on a disk"):
         dispatch_model(net, streamed_map(net, "disk"))
@@ -114,7 +112,7 @@ def test_a_source_that_does_not_fit_changes_nothing(weights: Path) -> None:
         accel.errors.ConfigError, problem="as quantizers have", got="Quantized", where="'blocks.1.scale'"
     ):
         dispatch_model(quantized, streamed_map(quantized, "cpu"))
-    with pytest.raises(accel.errors.ConfigError, match="another model"):
+    with assert_raises(accel.errors.ConfigError, problem="another model"):
         dispatch_model(torch.nn.Linear(2, 2), streamed_map(net, "cpu"))
     with pytest.raises(accel.errors.CheckpointError):
         dispatch_model(net, streamed_map(net, "disk"), source=weights.with_name("none.safetensors"))
@@ -142,7 +140,7 @@ def test_a_model_made_on_meta_is_sent_to_what_computes_its_buffers(tmp_path: Pat
     with torch.device("meta"):
         empty = Rotary()
     device_map = accel.infer_device_map(accel.bigmodel.describe(empty), {"cpu": "1MB"})
-    with pytest.raises(accel.errors.ConfigError, match=r"'frequencies'.*by accel.init_empty_weights"):
+    with assert_raises(accel.errors.ConfigError, got="'frequencies'", fix="by accel.init_empty_weights"):
         accel.load_checkpoint_and_dispatch(ctx, empty, tmp_path, device_map)
     built = accel.init_empty_weights(Rotary)
     with torch.no_grad(), accel.load_checkpoint_and_dispatch(ctx, built, tmp_path, device_map) as run:
@@ -151,9 +149,9 @@ def test_a_model_made_on_meta_is_sent_to_what_computes_its_buffers(tmp_path: Pat
 
 def test_a_device_that_is_not_there_is_refused() -> None:
     net = make_net()
-    with pytest.raises(accel.errors.DeviceError, match="'cuda:0'"):
+    with assert_raises(accel.errors.DeviceError, got="'cuda:0'"):
         cpu_offload(net, 0)
-    with pytest.raises(accel.errors.DeviceError, match="'cuda:0'"):
+    with assert_raises(accel.errors.DeviceError, got="'cuda:0'"):
         swap_models("cuda:0", net, make_net())
 
 
@@ -200,7 +198,7 @@ def test_offloads_by_one_call(weights: Path) -> None:
         with disk_offload(net, weights, "cpu", slots=1) as run:
             assert torch.equal(run.model(token_ids()), expected)
             assert run.stats().moved_bytes > 0
-    with pytest.raises(accel.errors.ConfigError, match="host computes"):
+    with assert_raises(accel.errors.ConfigError, problem="host computes"):
         cpu_offload(make_net(), "cpu")
 
 
@@ -252,7 +250,7 @@ def test_models_take_turns() -> None:
         with swap.use(first):
             first.embed.weight[0] = 7.0
             first(token_ids())
-            with pytest.raises(accel.errors.StreamError, match="two models at a time"):
+            with assert_raises(accel.errors.StreamError, problem="two models at a time"):
                 second(token_ids())
         first.blocks[0].error = KeyboardInterrupt()
         with pytest.raises(KeyboardInterrupt):
@@ -260,7 +258,7 @@ def test_models_take_turns() -> None:
         second(token_ids())
         assert first.embed.weight.data_ptr() == memory
         assert bool((first.embed.weight[0] == 7.0).all())
-        with pytest.raises(accel.errors.ConfigError, match="not swapped"), swap.use(make_net()):
+        with assert_raises(accel.errors.ConfigError, problem="not swapped"), swap.use(make_net()):
             pass
     assert not first._forward_pre_hooks
 
@@ -407,7 +405,7 @@ def test_a_full_disk_of_scratch_files_leaves_the_model_and_the_folder_as_they_we
 
     monkeypatch.setattr("accel.bigmodel.run._sources.write_tensors", full)
     for folder, text in ((tmp_path, "No space left"), (tmp_path / "none", "No such file")):
-        with pytest.raises(accel.errors.CheckpointError, match=text) as caught:
+        with assert_raises(accel.errors.CheckpointError, got=text) as caught:
             dispatch_model(net, streamed_map(net, "disk"), scratch=folder)
         assert "scratch=" in str(caught.value)
     assert list(tmp_path.iterdir()) == []

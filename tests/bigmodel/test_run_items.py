@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from catching import assert_raises
 from safetensors.torch import load_file, save_file
 from streamed import make_net, streamed_map, token_ids
 from torch import nn
@@ -45,7 +46,7 @@ def test_whole_and_as_a_checkpoint(tmp_path: Path, home: str) -> None:
             weight.detach().numpy,
             weight.tolist,
         ):
-            with pytest.raises(accel.errors.StreamError, match="has no address") as caught:
+            with assert_raises(accel.errors.StreamError, problem="has no address") as caught:
                 ask()
             assert "accel.save_model(ctx, model, folder)" in caught.value.fix
             assert caught.value.fix.startswith("weight.detach().clone() has memory")
@@ -54,7 +55,7 @@ def test_whole_and_as_a_checkpoint(tmp_path: Path, home: str) -> None:
         fresh = make_net(1)
         accel.load_state(ctx, tmp_path / "run", {"model": fresh})
         assert all(torch.equal(tensor, twin[name]) for name, tensor in fresh.state_dict().items())
-        with pytest.raises(accel.errors.CheckpointError, match="not in memory"):
+        with assert_raises(accel.errors.CheckpointError, problem="not in memory"):
             accel.load_state(ctx, tmp_path / "run", {"model": run.model})
 
 
@@ -99,7 +100,7 @@ def test_what_cannot_train_is_refused(tmp_path: Path) -> None:
         net = make_net().requires_grad_(False)
         with (
             dispatch_model(net, streamed_map(net, "cpu")) as run,
-            pytest.raises(accel.errors.PrepareError, match="spread over ranks"),
+            assert_raises(accel.errors.PrepareError, problem="spread over ranks"),
         ):
             accel.prepare(ctx, run.model)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from small_llamas import llama, sizes_of
 from torch import nn
 
@@ -143,7 +144,7 @@ def test_a_model_that_ranks_replicate_gets_memory(ranks: Simulator, mesh: str, s
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
         model = accel.init_empty_weights(_llama)
-        with pytest.raises(PrepareError, match="run each replica separately") as caught:
+        with assert_raises(PrepareError, fix="run each replica separately") as caught:
             accel.prepare_model(ctx, model, allocate=False)
         assert caught.value.got == "dp=2"
         assert all(each.is_meta for each in model.parameters())

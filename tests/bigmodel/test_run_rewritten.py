@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from catching import assert_raises
 from safetensors.torch import save_file
 from streamed import make_net, token_ids
 from torch import nn
@@ -60,7 +61,9 @@ def test_files_that_are_rewritten_in_place(weights: Path, home: str, runs: str, 
             assert torch.equal(net(token_ids()), make_net()(token_ids()))
         rewrite(weights, 1, set_back=set_back)
         for call in (lambda: net(token_ids()), lambda: net.blocks[1](torch.ones(1, 16)), lambda: net(token_ids())):
-            with pytest.raises(accel.errors.CheckpointError, match=r"changed while it was read.*renaming a new file"):
+            with assert_raises(
+                accel.errors.CheckpointError, problem="changed while it was read", fix="renaming a new file"
+            ):
                 call()
 
 
@@ -70,7 +73,7 @@ def test_weights_used_outside_of_their_blocks_are_checked(weights: Path) -> None
         assert torch.equal(net.blocks[0].up.weight + 0, make_net().blocks[0].up.weight)
         rewrite(weights, 1)
         for use in (lambda: net.blocks[0].up.weight + 0, lambda: dict(run.tensors())):
-            with pytest.raises(accel.errors.CheckpointError, match="changed while it was read"):
+            with assert_raises(accel.errors.CheckpointError, problem="changed while it was read"):
                 use()
 
 
@@ -91,7 +94,7 @@ def test_rows_of_a_table_are_checked(tmp_path: Path) -> None:
         with path.open("r+b") as file:
             file.write(other.read_bytes())
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-        with pytest.raises(accel.errors.CheckpointError, match="changed while it was read"):
+        with assert_raises(accel.errors.CheckpointError, problem="changed while it was read"):
             net(ids)
 
 

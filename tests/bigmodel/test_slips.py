@@ -100,7 +100,7 @@ def test_builders_that_return_no_model_or_name_no_device() -> None:
 
 
 def test_models_take_no_turns_on_a_device_without_memory() -> None:
-    with pytest.raises(accel.errors.DeviceError, match="a device without memory"):
+    with assert_raises(accel.errors.DeviceError, problem="a device without memory"):
         accel.bigmodel.swap_models("meta", make(), make())
 
 
@@ -187,7 +187,7 @@ def test_an_index_without_metadata(tmp_path: Path) -> None:
 
 def test_a_state_dict_inside_of_a_file_of_torch(tmp_path: Path) -> None:
     torch.save({"state_dict": make().state_dict(), "epoch": 3}, tmp_path / "last.pt")
-    with pytest.raises(accel.errors.CheckpointError, match=r"under 'state_dict'.*weights_only=True\)\[name\]"):
+    with assert_raises(accel.errors.CheckpointError, got="under 'state_dict'", fix=r"weights_only=True\)\[name\]"):
         accel.bigmodel.load_checkpoint_in_model(
             accel.single("cpu"), accel.init_empty_weights(make), tmp_path / "last.pt"
         )

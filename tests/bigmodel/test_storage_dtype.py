@@ -194,9 +194,9 @@ def test_norms_biases_embeddings_buffers_and_named_weights_keep_their_dtype() ->
     patterns = accel.bigmodel.describe(model, storage_dtype=FP8, storage_skip="*.router.*")
     assert patterns.memory == accel.bigmodel.describe(model, storage_dtype=FP8, storage_skip=["*.router.weight"]).memory
     assert not any(each.is_cast for each in patterns.weights() if "router" in each.name)
-    with pytest.raises(accel.errors.ConfigError, match="without storage_dtype"):
+    with assert_raises(accel.errors.ConfigError, problem="without storage_dtype"):
         accel.bigmodel.describe(model, storage_skip="*.router.*")
-    with pytest.raises(accel.errors.ConfigError, match="storage_skip") as caught:
+    with assert_raises(accel.errors.ConfigError, where="storage_skip") as caught:
         accel.bigmodel.describe(model, storage_dtype=FP8, storage_skip=["1.0.rooter.weight"])
     assert "1.0.router.weight" in caught.value.fix
 
@@ -211,7 +211,7 @@ def test_norms_biases_embeddings_buffers_and_named_weights_keep_their_dtype() ->
 )
 def test_storage_dtypes_that_mean_nothing_are_refused(changes: dict[str, object], problem: str) -> None:
     plain = accel.bigmodel.Weight(name="a", shape=(4, 4), dtype="BF16")
-    with pytest.raises(accel.errors.ConfigError, match=problem):
+    with assert_raises(accel.errors.ConfigError, problem=problem):
         msgspec.structs.replace(plain, **changes)
 
 
@@ -230,7 +230,7 @@ def test_a_map_holds_more_blocks_by_casting_them() -> None:
     text = accel.bigmodel.explain(found)
     assert "262 kB" in text
     assert "1.0 MB to cast" in text
-    with pytest.raises(accel.errors.PlacementError, match=f"at least {2 * whole} bytes"):
+    with assert_raises(accel.errors.PlacementError, expected=f"at least {2 * whole} bytes"):
         accel.infer_device_map(stored, {"cuda:0": whole, "disk": None}, slots=2)
     away = accel.infer_device_map(stored, {"cuda:0": 2 * whole, "disk": None}, slots=2)
     assert len(away.order) == 8

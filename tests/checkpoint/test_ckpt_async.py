@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from catching import assert_raises
 from ckpt_helpers import CPU, Run, equal
 from processes import free_port, run_ranks
 
@@ -112,7 +113,7 @@ def test_the_next_save_waits_and_retention_goes_on(tmp_path: Path) -> None:
 def test_other_writers_are_refused_until_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     saving = save_state(single(), tmp_path, {"x": 1}, step=1, mode="async")
-    with pytest.raises(CheckpointError, match="another writer"):
+    with assert_raises(CheckpointError, problem="another writer"):
         save_state(single(), tmp_path, {"x": 2}, step=2)
     gate.open.set()
     saving.result()
@@ -170,7 +171,7 @@ def test_ranks_that_write_nothing_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"abandoned: .* got none of rank 1"):
         collect_notes(stage, [1], timeout_s=100, given_up=given_up)
     (tmp_path / "share-00001.json").write_text("[")
-    with pytest.raises(CheckpointError, match="note is not valid"):
+    with assert_raises(CheckpointError, problem="note is not valid"):
         collect_notes(stage, [1], timeout_s=100, given_up=given_up)
     leave_note(stage, 1, ShareReport(share=WrittenFile("y", None)))
     assert collect_notes(stage, [1, 2], timeout_s=100, given_up=given_up).keys() == {1, 2}
@@ -229,7 +230,7 @@ def test_ranks_that_disagree_about_the_mode_all_raise(tmp_path: Path) -> None:
 
     results = simulate(body, 2)
     assert all(text.startswith(CollectiveMismatch.__name__) for text in results)
-    with pytest.raises(ConfigError, match="one of sync, async"):
+    with assert_raises(ConfigError, expected="one of sync, async"):
         save_state(CPU, tmp_path, {"x": 1}, step=1, mode="asinc")  # type: ignore[call-overload]
     assert os.listdir(tmp_path) == []
 
@@ -248,7 +249,7 @@ def test_the_end_of_a_session_waits_and_raises_what_went_wrong(tmp_path: Path, m
             save_state(ctx, tmp_path, {"x": 1}, step=2, mode="async")
 
     monkeypatch.setattr(os, "rename", full)
-    with pytest.raises(CheckpointError, match="ENOSPC"):
+    with assert_raises(CheckpointError, problem="ENOSPC"):
         leave_unasked()
     assert os.listdir(tmp_path) == ["step-00000001"]
 

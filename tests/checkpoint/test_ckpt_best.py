@@ -72,7 +72,7 @@ def test_with_verify_one_with_changed_bytes_is_skipped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [{"by": ""}, {"by": None}, {"by": "loss", "mode": "least"}])
 def test_a_wrong_word_is_refused(wrong: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="best_checkpoint"):
+    with assert_raises(ConfigError, where="best_checkpoint"):
         best_checkpoint(tmp_path, **wrong)
 
 
@@ -114,7 +114,7 @@ def test_a_part_is_verified_as_a_whole_load_is(tmp_path: Path) -> None:
     data[data.index(model.weight.detach().numpy().tobytes())] ^= 1
     file.write_bytes(data)
     own = model.weight.detach().clone()
-    with pytest.raises(CheckpointError, match="digest"):
+    with assert_raises(CheckpointError, problem="digest"):
         accel.load_state(CPU, path, {"model": model, "table": table}, only=("model",))
     assert torch.equal(model.weight, own)
 

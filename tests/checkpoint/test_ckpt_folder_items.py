@@ -91,7 +91,7 @@ def test_damage_is_found_before_load_runs(tmp_path: Path) -> None:
     path = accel.save_state(CPU, tmp_path, {"adapter": accel.items.Folder(writer({"a": b"precious"}))}, step=1)
     (file,) = path.glob("*.safetensors")
     file.write_bytes(file.read_bytes().replace(b"precious", b"precioux"))
-    with pytest.raises(CheckpointError, match="digest"):
+    with assert_raises(CheckpointError, problem="digest"):
         accel.load_state(CPU, path, {"adapter": accel.items.Folder(load=calls.append)})
     assert not calls
 
@@ -128,11 +128,11 @@ def test_nothing_is_written_when_save_raises_or_leaves_what_is_no_file(tmp_path:
     ):
         with pytest.raises(error, match=text):
             accel.save_state(CPU, tmp_path / "run", {"adapter": accel.items.Folder(save)}, step=1)
-    with pytest.raises(ConfigError, match="the Folder has no save function"):
+    with assert_raises(ConfigError, problem="the Folder has no save function"):
         accel.save_state(CPU, tmp_path / "run", {"adapter": accel.items.Folder()}, step=1)
     assert accel.latest_checkpoint(tmp_path / "run") is None
     path = accel.save_state(CPU, tmp_path / "run", {"adapter": accel.items.Folder(writer({"a": b""}))}, step=1)
-    with pytest.raises(ConfigError, match="the Folder has no load function"):
+    with assert_raises(ConfigError, problem="the Folder has no load function"):
         accel.load_state(CPU, path, {"adapter": accel.items.Folder()})
-    with pytest.raises(CheckpointError, match="value Folder"):
+    with assert_raises(CheckpointError, problem="value Folder"):
         accel.load_state(CPU, path, {"adapter": {"a": 1}})

@@ -90,7 +90,7 @@ def test_all_ranks_load_or_all_raise(tmp_path: Path, ranks: Simulator) -> None:
         mine = Run(seed=1)
         before = mine.state()
         wrong: dict[str, object] = {"counter": Counter()} if ctx.rank == 1 else {}
-        with pytest.raises(CheckpointError, match=r"custom_checkpoint_0\.pkl: missing"):
+        with assert_raises(CheckpointError, problem=r"custom_checkpoint_0\.pkl: missing"):
             accel.items.load_accelerate_state(ctx, folder, items(mine, **wrong))
         assert equal(mine.state(), before)
         accel.items.load_accelerate_state(ctx, folder, items(mine))
@@ -104,8 +104,8 @@ def test_what_does_not_fit_is_listed_and_nothing_changes(tmp_path: Path) -> None
     run.step(1)
     folder = accelerate_folder(tmp_path / "old", run)
     before = wide.state()
-    with pytest.raises(
-        CheckpointError, match=r"(?s)model\.0\.weight: expected \[7, 4\], got \[6, 4\].*exp_avg of param"
+    with assert_raises(
+        CheckpointError, problem=r"(?s)model\.0\.weight: expected \[7, 4\], got \[6, 4\].*exp_avg of param"
     ):
         accel.items.load_accelerate_state(CPU, folder, items(wide))
     assert equal(wide.state(), before)
@@ -120,7 +120,7 @@ def test_pickles_with_code_and_damaged_ones_are_refused_by_name(tmp_path: Path, 
         path.write_bytes(path.read_bytes()[:100])
     else:
         torch.save(Payload(tmp_path / "never") if damage == "payload" else [1], path)
-    with pytest.raises(CheckpointError, match=r"custom_checkpoint_0\.pkl: "):
+    with assert_raises(CheckpointError, problem=r"custom_checkpoint_0\.pkl: "):
         accel.items.load_accelerate_state(CPU, folder, items(run, counter=Counter()))
     assert not (tmp_path / "never").exists()
 
@@ -185,7 +185,7 @@ def test_the_command_imports_all_but_optimizers(
 
 
 def test_the_command_refuses_folders_of_neither_and_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+    with assert_raises(CheckpointError, problem=r"no model\.safetensors"):
         import_accelerate(tmp_path, tmp_path / "run", step=3)
     old = accelerate_folder(tmp_path / "old", Run())
     torch.save({"a": Payload(tmp_path / "never")}, old / "custom_checkpoint_0.pkl")

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from catching import assert_raises
 from ckpt_helpers import CPU, Wrapper, equal
 from hypothesis import given, strategies as st
 from torch import nn
@@ -40,7 +41,7 @@ def test_values_that_shared_memory_cannot_hold_are_refused_before_anything_chang
     saved = with_buffers(1.0, torch.arange(12.0).view(4, 3))
     live = with_buffers(2.0, torch.zeros(1, 3).expand(4, 3))
     path = accel.save_state(CPU, tmp_path, {"model": saved}, step=1)
-    with pytest.raises(CheckpointError, match=r"model\.mask: expected one value for elements that share memory"):
+    with assert_raises(CheckpointError, problem=r"model\.mask: expected one value for elements that share memory"):
         accel.load_state(CPU, path, {"model": live})
     assert torch.equal(live.weight, torch.full((2, 2), 2.0))
     assert torch.equal(live.mask, torch.zeros(4, 3))
@@ -50,7 +51,7 @@ def test_tensors_of_inference_mode_are_refused_by_name_and_load_within_it(tmp_pa
     path = accel.save_state(CPU, tmp_path, {"model": nn.Linear(2, 2)}, step=1)
     with torch.inference_mode():
         live = nn.Linear(2, 2)
-    with pytest.raises(CheckpointError, match=r"model\.weight: expected a tensor that can be written to"):
+    with assert_raises(CheckpointError, problem=r"model\.weight: expected a tensor that can be written to"):
         accel.load_state(CPU, path, {"model": live})
     with torch.inference_mode():
         accel.load_state(CPU, path, {"model": live})
@@ -125,7 +126,7 @@ def test_an_object_that_refuses_its_state_is_named_and_wrapped_optimizers_are_as
     saved, live = trained(wrap, 3), trained(wrap, 1)
     path = accel.save_state(CPU, tmp_path, saved | {"sampler": Refusing()}, step=1)
     before = [{key: value.clone() for key, value in held.items()} for held in slots(live)]
-    with pytest.raises(CheckpointError, match="refused its state: KeyError") as caught:
+    with assert_raises(CheckpointError, problem="refused its state: KeyError") as caught:
         accel.load_state(CPU, path, live | {"sampler": Refusing()})
     assert caught.value.where == "item sampler"
     assert equal(slots(live), before)

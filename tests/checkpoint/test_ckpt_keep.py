@@ -99,7 +99,7 @@ def test_wishes_that_make_no_sense_are_refused(keep: Any, words: str) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "0.5", True, 10**400])
 def test_metrics_that_cannot_be_compared_are_refused_by_name(value: Any) -> None:
-    with pytest.raises(ConfigError, match="'loss'"):
+    with assert_raises(ConfigError, problem="'loss'"):
         check_metrics({"accuracy": 1.0, "loss": value}, None)
 
 

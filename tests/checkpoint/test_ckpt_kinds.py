@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from catching import assert_raises
 from torch import nn
 
 import accel
@@ -64,7 +65,7 @@ def test_a_handler_in_the_table_is_all_that_a_kind_takes(tmp_path: Path, monkeyp
     def load(ctx: accel.DistContext, tally: Tally | None, *, strict: bool = True) -> accel.items.Loaded:
         return accel.load_state(ctx, tmp_path, {"tally": tally, "model": nn.Linear(2, 1)}, strict=strict)
 
-    with pytest.raises(accel.errors.CheckpointError, match="Tally"):
+    with assert_raises(accel.errors.CheckpointError, problem="Tally"):
         _ = simulate(save, 2)
     monkeypatch.setattr(_kinds, "HANDLERS", (TALLY, *_kinds.HANDLERS))
     _ = simulate(save, 2)
@@ -73,7 +74,7 @@ def test_a_handler_in_the_table_is_all_that_a_kind_takes(tmp_path: Path, monkeyp
         assert loaded["tally"] is live[rank]
         assert live[rank].counts == [3, 4]
     assert simulate(lambda ctx: load(ctx, None)["tally"], 1) == [None]  # which leaves it in the file
-    with pytest.raises(accel.errors.CheckpointError, match="expected 1 counts, got 2"):
+    with assert_raises(accel.errors.CheckpointError, problem="expected 1 counts, got 2"):
         _ = simulate(lambda ctx: load(ctx, Tally(0)), 1)
     other = Tally(5)
     assert simulate(lambda ctx: load(ctx, other, strict=False).skipped, 1)[0]

@@ -66,18 +66,18 @@ def test_a_folder_without_checkpoints_is_an_error_and_none_to_who_asks_for_the_n
     (tmp_path / "killed" / "step-00000001").mkdir(parents=True)
     for out in ("missing", "empty", "killed"):
         assert newest(CPU, tmp_path / out) is None
-        with pytest.raises(CheckpointError, match="the folder holds no checkpoint") as caught:
+        with assert_raises(CheckpointError, problem="the folder holds no checkpoint") as caught:
             load_state(CPU, tmp_path / out, {"x": 0})
         assert caught.value.where == str(tmp_path / out)
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="ENOTDIR"):
+    with assert_raises(CheckpointError, problem="ENOTDIR"):
         load_state(CPU, tmp_path / "file", {"x": 0})
 
 
 def test_a_step_that_retention_has_deleted_is_an_error_that_says_so(tmp_path: Path) -> None:
     first = save_state(CPU, tmp_path, {"x": 1}, step=1)
     save_state(CPU, tmp_path, {"x": 2}, step=2, keep=1)
-    with pytest.raises(CheckpointError, match="deleted") as caught:
+    with assert_raises(CheckpointError, problem="deleted") as caught:
         load_state(CPU, first, {"x": 0})
     assert caught.value.where == str(first)
     assert "step-00000002" in caught.value.got
@@ -108,7 +108,7 @@ def test_damage_that_one_rank_finds_makes_all_take_the_next_older(
         "digest",
         "wrong size",
     ]
-    with pytest.raises(CheckpointError, match="damaged"):  # the one that was asked for, or none
+    with assert_raises(CheckpointError, problem="damaged"):  # the one that was asked for, or none
         load_state(CPU, tmp_path / "step-00000003", {"x": torch.zeros(99), "model": nn.Linear(9, 9)})
 
 
@@ -129,7 +129,7 @@ def test_a_run_of_damaged_checkpoints_is_an_error_that_lists_them_and_changes_no
 def test_a_newest_checkpoint_that_does_not_fit_is_an_error_and_not_skipped(tmp_path: Path) -> None:
     save_state(CPU, tmp_path, {"x": torch.zeros(2)}, step=1)
     save_state(CPU, tmp_path, {"y": torch.zeros(2)}, step=2)
-    with pytest.raises(CheckpointError, match="item x"):
+    with assert_raises(CheckpointError, problem="item x"):
         load_state(CPU, tmp_path, {"x": torch.zeros(2)})
 
 

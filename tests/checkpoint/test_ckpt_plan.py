@@ -113,7 +113,7 @@ def test_a_manifest_that_no_reader_takes_is_not_written(monkeypatch: pytest.Monk
 def test_any_flipped_bit_of_a_manifest_is_blamed_on_it(position: int, bit: int) -> None:
     data = bytearray(encode_manifest(manifest()))
     data[position % len(data)] ^= 1 << bit
-    with pytest.raises(CheckpointError, match=r"manifest\.json: damaged"):
+    with assert_raises(CheckpointError, problem=r"manifest\.json: damaged"):
         decode_manifest(bytes(data), "here")
 
 

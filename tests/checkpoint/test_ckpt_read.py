@@ -14,14 +14,13 @@ from hypothesis import given, settings, strategies as st
 
 import accel
 from accel.checkpoint._boxes import Box
-from accel.checkpoint._manifest import FORMAT
 from accel.checkpoint._read import open_checkpoint
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.storage import OpenDirectory, as_place
 from accel.testing import simulate
 
-GOLDEN = HERE / f"format-{FORMAT}"
+GOLDEN = max(HERE.glob("format-?"))
 DIRECT, PIECE = "accel.checkpoint._read._DIRECT_BYTES", "accel.checkpoint._read._PIECE_BYTES"
 
 

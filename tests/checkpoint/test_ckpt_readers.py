@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 
@@ -46,7 +47,7 @@ def test_a_large_group_checks_every_byte_and_loads(ranks, tmp_path, damaged):
         accel.wait_for_everyone(ctx)
         torch.nn.init.zeros_(model.weight)
         if damaged:
-            with pytest.raises(CheckpointError, match="digest"):
+            with assert_raises(CheckpointError, problem="digest"):
                 accel.load_state(ctx, saved, items)
             return not model.weight.any()
         accel.load_state(ctx, saved, items)

@@ -99,7 +99,7 @@ def test_classes_of_users_are_found_by_annotations_and_among_other_records(tmp_p
 
 def test_a_record_whose_class_is_not_among_what_is_passed_is_refused_by_its_path(tmp_path: Path) -> None:
     path = accel.save_state(CPU, tmp_path, {"item": {"a": [0, Best(1.0)]}, "other": 1}, step=1)
-    with pytest.raises(CheckpointError, match=r"item\.a\[1\]: expected a live Best in its place"):
+    with assert_raises(CheckpointError, problem=r"item\.a\[1\]: expected a live Best in its place"):
         accel.load_state(CPU, path, {"item": {}, "other": 0})
     loaded = accel.load_state(CPU, path, {"item": {}, "other": 0}, strict=False)
     assert loaded == {"item": {}, "other": 1}
@@ -110,13 +110,13 @@ def test_two_classes_of_one_name_are_told_apart_by_path_and_else_refused(tmp_pat
     other = msgspec.defstruct("Best", [("score", float, 0.0)], frozen=True)
     saved = [Best(1.0), other(2.0)]
     assert there_and_back(saved, [Best(), other()], tmp_path) == saved
-    with pytest.raises(CheckpointError, match=r"item\[2\]: expected one class Best .* 2 such classes"):
+    with assert_raises(CheckpointError, problem=r"item\[2\]: expected one class Best .* 2 such classes"):
         there_and_back([*saved, Best(3.0)], [Best(), other()], tmp_path)
 
 
 def test_a_nested_record_with_other_fields_is_refused_by_its_path(tmp_path: Path) -> None:
     newer = msgspec.defstruct("Best", [("score", float, 0.0), ("loss", float, 0.0)], frozen=True)
-    with pytest.raises(CheckpointError, match=r"item\.x: expected Best of score, loss, got no loss"):
+    with assert_raises(CheckpointError, problem=r"item\.x: expected Best of score, loss, got no loss"):
         there_and_back({"x": Best(1.0)}, {"x": newer()}, tmp_path)
 
 
@@ -132,7 +132,7 @@ def test_a_train_state_is_saved_after_a_step_at_any_depth(tmp_path: Path) -> Non
     loader = accel.prepare_loader(CPU, torch.utils.data.DataLoader([torch.ones(2)] * 4, batch_size=2))
     for batch in accel.batches(CPU, loader, state):
         state = state.next(batch)
-        with pytest.raises(ConfigError, match=r"item item\[0\]"):
+        with assert_raises(ConfigError, where=r"item item\[0\]"):
             accel.save_state(CPU, tmp_path, {"item": [state]}, step=1)
         with accel.accumulate(CPU, state, model):
             state = accel.backward(CPU, model(batch.data).mean(), state)
@@ -159,7 +159,7 @@ def test_a_record_of_users_with_attributes_beside_its_fields_is_refused_by_its_p
     kind = msgspec.defstruct("Cached", [("at", int, 0)], dict=True)
     record = kind()
     record.more = 3
-    with pytest.raises(CheckpointError, match="also more") as caught:
+    with assert_raises(CheckpointError, got="also more") as caught:
         accel.save_state(CPU, tmp_path, {"item": [record]}, step=1)
     assert caught.value.where == "item[0]"
 
@@ -175,7 +175,7 @@ def test_a_record_of_users_with_attributes_beside_its_fields_is_refused_by_its_p
     ],
 )
 def test_the_guard_of_a_record_is_asked_at_any_depth(place: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="unfinished window") as caught:
+    with assert_raises(ConfigError, problem="unfinished window") as caught:
         accel.save_state(CPU, tmp_path, {"item": place(accel.Accumulation(4).next())}, step=1)
     assert caught.value.where.startswith("item item")
     assert not list(tmp_path.glob("step-*"))

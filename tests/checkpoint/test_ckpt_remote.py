@@ -275,7 +275,7 @@ def test_a_lock_of_another_host_holds_for_a_minute(age: float) -> None:
     lease = {"holder": holder, "token": "x", "renewed": time.time() - age}
     Store.objects[f"runs/demo/{LOCK}"] = msgspec.json.encode(lease), 0.0
     if age < 60:
-        with pytest.raises(CheckpointError, match="process 7 on host elsewhere"):
+        with assert_raises(CheckpointError, got="process 7 on host elsewhere"):
             accel.save_state(CPU, URL, {"x": 1}, step=1)
         assert LOCK in names()
     else:
@@ -290,7 +290,7 @@ def test_the_store_s_clock_decides_where_those_of_two_hosts_are_apart(age: float
     lease = {"holder": holder, "token": "x", "renewed": time.time() - age + ahead}
     Store.objects[f"runs/demo/{LOCK}"] = msgspec.json.encode(lease), time.time() - age
     if age < 60:
-        with pytest.raises(CheckpointError, match="process 7 on host elsewhere"):
+        with assert_raises(CheckpointError, got="process 7 on host elsewhere"):
             accel.save_state(CPU, URL, {"x": 1}, step=1)
         assert names() == [LOCK]
     else:
@@ -352,9 +352,9 @@ def test_a_save_under_way_is_no_damaged_checkpoint(caplog: pytest.LogCaptureFixt
     Store.fault = None
     assert found == [(RemotePath(f"{URL}/step-00000001"), 1)]
     assert not [each for each in caplog.records if each.levelname == "WARNING"]
-    with pytest.raises(CheckpointError, match=r"objects only some time after"):
+    with assert_raises(CheckpointError, fix="objects only some time after"):
         accel.load_state(CPU, f"{URL}/step-00000009", held(0))
-    with pytest.raises(CheckpointError, match=r"objects only some time after"):
+    with assert_raises(CheckpointError, fix="objects only some time after"):
         accel.load_state(CPU, f"{URL}-other", held(0))
 
 
@@ -496,12 +496,12 @@ def test_urls_of_files_are_paths(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_reached_is_told(url: str, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
+    with assert_raises(error, problem=words):
         accel.load_state(CPU, url, {"x": 0})
 
 
 @pytest.mark.parametrize(("url", "extra"), [("memory://x/y", "remote"), ("s3://x/y", "s3")])
 def test_a_missing_package_is_told_with_its_extra(url: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(MissingExtraError, match=rf"pip install 'accel-torch\[{extra}\]'"):
+    with assert_raises(MissingExtraError, fix=rf"pip install 'accel-torch\[{extra}\]'"):
         accel.save_state(CPU, url, {"x": 0}, step=0)

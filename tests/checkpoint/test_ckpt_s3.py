@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from ckpt_helpers import CPU
 
 import accel
@@ -141,5 +142,5 @@ def test_of_many_writers_at_once_one_gets_the_lock(bucket: RemotePath) -> None:
 
 def test_a_bucket_that_is_not_there_is_an_error_with_its_url(bucket: RemotePath) -> None:
     place = RemotePath("s3://nowhere/run", bucket.options)
-    with pytest.raises(CheckpointError, match="s3://nowhere/run"):
+    with assert_raises(CheckpointError, where="s3://nowhere/run"):
         accel.save_state(CPU, place, {"x": 1}, step=0)

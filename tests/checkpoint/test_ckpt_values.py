@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import numpy
-import pytest
 from catching import assert_raises
 from ckpt_helpers import CPU, equal
 from hypothesis import given, settings, strategies as st
@@ -89,7 +88,7 @@ def test_a_best_score_may_begin_as_a_number_of_python_or_as_none(tmp_path: Path)
     for start in (None, 0.0, float("-inf"), 0, numpy.float32(1)):
         assert equal(there_and_back(best, start, tmp_path), best)
     assert equal(there_and_back(0.5, best, tmp_path), 0.5)
-    with pytest.raises(CheckpointError, match="expected value str, got value float64"):
+    with assert_raises(CheckpointError, problem="expected value str, got value float64"):
         there_and_back(best, "", tmp_path)
 
 
@@ -117,7 +116,7 @@ def test_a_value_that_its_own_record_would_refuse_is_refused_before_the_save(tmp
 
 def test_an_enum_without_the_member_is_refused_by_its_path(tmp_path: Path) -> None:
     smaller = enum.Enum("Phase", {"WARM": "warm"})
-    with pytest.raises(CheckpointError, match=r"item\[0\]: expected a member of Phase, got DONE"):
+    with assert_raises(CheckpointError, problem=r"item\[0\]: expected a member of Phase, got DONE"):
         there_and_back([Phase.DONE], [smaller.WARM], tmp_path)
 
 

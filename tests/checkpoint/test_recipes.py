@@ -90,7 +90,7 @@ def test_recipes_that_do_not_fit_are_refused(recipe: Recipe, problem: str) -> No
     if not problem:
         assert len(apply_recipes(stored(tensors), [recipe], "here")) == 4
         return
-    with pytest.raises(CheckpointError, match=f"a recipe does not fit: .*{problem}"):
+    with assert_raises(CheckpointError, problem=f"a recipe does not fit: .*{problem}"):
         apply_recipes(stored(tensors), [recipe], "here")
 
 

@@ -12,7 +12,7 @@ from accel.cli._checkpoint import _VERBS
 from accel.cli._config import SUBCOMMANDS
 from accel.cli._launch import parser
 from accel.cli._main import COMMANDS
-from accel.config._settings import FIELDS
+from accel.config import LaunchConfig
 
 HELPS = [
     [],
@@ -37,4 +37,4 @@ def test_the_help_of_a_command_fits_a_terminal(
 def test_each_setting_has_a_group_of_flags() -> None:
     groups = [group for group in parser()._action_groups if group.title not in ("options", "positional arguments")]
     grouped = [action.dest for group in groups for action in group._group_actions]
-    assert {field.name for field in FIELDS} <= set(grouped)
+    assert set(LaunchConfig.__struct_fields__) <= set(grouped)

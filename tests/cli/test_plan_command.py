@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from model_configs import transformer_of
 from processes import patience
 
 from accel.cli import main
@@ -18,7 +19,6 @@ from accel.cli._estimate_tables import with_recorded_calls
 from accel.cli._plan import show_choices
 from accel.estimate import EstimatedStep, Job, Transformer, rank_memory, read_efficiencies, step_time
 from accel.estimate._choices import Choice, Choices
-from accel.estimate._configs import transformer_from
 from accel.estimate._efficiencies import H100, MessageSpeed
 from accel.topology import Axes, Balance, Plan
 
@@ -134,7 +134,7 @@ def test_the_stages_are_those_of_a_record(folder: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize("balance", ["blocks", "memory"])
 def test_stages_that_prepare_does_not_make_are_named(balance: Balance) -> None:
     """A choice whose balance is not that of prepare says the line that makes its stages."""
-    model = transformer_from(LLAMA_8B, where="")
+    model = transformer_of(LLAMA_8B)
     step = EstimatedStep(tokens=64, micro_batches=8, balance=balance)
     job = Job(ranks=2, memory=1 << 40, tokens=64)
     axes = Axes(pp=2)

@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from catching import assert_raises
 from hypothesis import given, settings, strategies as st
+from leaves import form_of, tensors_of
 from profiles import share
 
 import accel
 from accel.errors import CollectiveMismatch, ConfigError
 from accel.testing.strategies import tensors as any_tensor, trees
 from accel.tree import map_tensors
-from accel.tree._walk import tensors
 
 relaxed = settings(deadline=None, max_examples=share(1.2))
 
@@ -27,12 +26,12 @@ def test_all_get_the_tensors_of_the_source(ranks, size, tree, big, data):
     before = map_tensors(torch.clone, inputs)
     for result in ranks.run(lambda ctx: accel.broadcast(ctx, inputs[ctx.rank], src=src), size):
         assert type(result) is list
-        for (path, one), (other_path, other) in zip(tensors(result), tensors(tree), strict=True):
-            assert path == other_path
+        assert form_of(result) == form_of(tree)
+        for one, other in zip(tensors_of(result), tensors_of(tree), strict=True):
             assert not one.requires_grad
             assert one.data_ptr() != other.data_ptr() or not one.numel()
             torch.testing.assert_close(one, other.detach(), rtol=0, atol=0, equal_nan=True)
-    for (_, one), (_, other) in zip(tensors(inputs), tensors(before), strict=True):
+    for one, other in zip(tensors_of(inputs), tensors_of(before), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
@@ -56,7 +55,9 @@ def test_a_source_without_a_rank_is_refused_on_every_rank(ranks):
 
 def test_ranks_without_the_structure_are_told_of(ranks):
     def rank(ctx):
-        with pytest.raises(CollectiveMismatch, match=r"rank 0: broadcast.*\(\$: dict\).*rank 1: .*\(\$: NoneType\)"):
+        with assert_raises(
+            CollectiveMismatch, expected=r"rank 0: broadcast.*\(\$: dict\)", got=r"rank 1: .*\(\$: NoneType\)"
+        ):
             accel.broadcast(ctx, None if ctx.rank else {"a": torch.ones(1)})
         return True
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 
@@ -47,7 +48,7 @@ def test_every_rank_gets_the_holders_tree(tree: Any, world_size: int, data: st.D
 @pytest.mark.parametrize("holders", [(), (0, 1)])
 def test_none_or_several_holders_are_refused_on_every_rank(holders: tuple[int, ...]) -> None:
     def run(ctx: accel.DistContext) -> bool:
-        with pytest.raises(ConfigError, match="one rank must pass"):
+        with assert_raises(ConfigError, problem="one rank must pass"):
             accel.broadcast_from_holder(ctx, torch.ones(2) if ctx.rank in holders else None)
         return True
 
@@ -56,7 +57,7 @@ def test_none_or_several_holders_are_refused_on_every_rank(holders: tuple[int, .
 
 def test_what_cannot_be_described_is_named_on_every_rank() -> None:
     def run(ctx: accel.DistContext) -> bool:
-        with pytest.raises(TreeError, match=r"tree\['a'\]\[1\]"):
+        with assert_raises(TreeError, where=r"tree\['a'\]\[1\]"):
             accel.broadcast_from_holder(ctx, {"a": [None, {1, 2}]} if ctx.rank == 1 else None)
         return True
 

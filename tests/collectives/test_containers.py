@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import UserDict, deque
 
-import pytest
 import torch
 from catching import assert_raises
 from hypothesis import given, settings, strategies as st
@@ -56,7 +55,7 @@ def test_known_containers_come_back_as_they_were(ranks, size, rows):
 
 def test_unknown_ones_are_refused_with_path_and_way_out(ranks):
     def rank(ctx):
-        with pytest.raises(TreeError, match=r"deque - at \$\[1\].*containers=\[accel\.tree\.Container\(deque"):
+        with assert_raises(TreeError, got="deque", where=r"\$\[1\]", fix=r"containers=\[accel\.tree\.Container\(deque"):
             accel.gather(ctx, [torch.ones(1), deque([torch.ones(1)])])
         return True
 
@@ -71,7 +70,7 @@ def test_a_failing_container_on_one_rank_is_an_error_on_all(ranks):
 
     def rank(ctx):
         ctx = accel.replace(ctx, containers=[torn] if ctx.rank == 1 else KNOWN)
-        with pytest.raises(accel.errors.PeerError, match="rank 1: KeyError: 'torn'"):
+        with assert_raises(accel.errors.PeerError, problem="rank 1: KeyError: 'torn'"):
             accel.gather(ctx, UserDict(a=torch.ones(1)))
         return True
 
@@ -92,5 +91,5 @@ def test_containers_are_part_of_the_context_and_of_its_copies():
     assert ctx != accel.single()
     assert hash(ctx) != hash(accel.single())
     assert accel.replace(ctx, containers=()) == accel.single()
-    with pytest.raises(ConfigError, match=r"the value does not describe a container.*UserDict"):
+    with assert_raises(ConfigError, problem="the value does not describe a container", got="UserDict"):
         accel.replace(ctx, containers=[UserDict])

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 
 import accel
 from accel.errors import CollectiveMismatch, ConfigError, TreeError
-from accel.tree._walk import tensors
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
@@ -154,7 +154,7 @@ def test_an_unknown_operation_on_one_rank_is_refused_on_all(ranks, op, hint):
 
 def test_a_container_that_cannot_be_taken_apart_is_refused_on_every_rank(ranks):
     def rank(ctx):
-        with pytest.raises(TreeError, match=r"rank 2: a container.*\$\.a"):
+        with assert_raises(TreeError, problem="rank 2: a container", where=r"\$\.a"):
             accel.reduce(ctx, {"a": {X} if ctx.rank == 2 else X})
         return True
 
@@ -166,6 +166,6 @@ def test_reductions_of_a_tree_are_those_of_its_leaves(ranks):
         tree = {"a": torch.full((2,), float(ctx.rank)), "b": torch.full((1500,), ctx.rank, dtype=torch.int64)}
         together = accel.reduce(ctx, tree, "max")
         apart = {key: accel.reduce(ctx, leaf, "max") for key, leaf in tree.items()}
-        return all(torch.equal(one, apart[path[2:]]) for path, one in tensors(together))
+        return together.keys() == apart.keys() and all(torch.equal(together[key], apart[key]) for key in apart)
 
     assert ranks.run(rank, 4) == [True] * 4

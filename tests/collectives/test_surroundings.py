@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 import torch
+from leaves import form_of, tensors_of
 
 import accel
-from accel.tree._walk import structure, tensors
 
 SURROUNDINGS = {
     "bf16": partial(torch.autocast, "cpu", torch.bfloat16),
@@ -46,8 +46,8 @@ def test_results_are_those_of_a_call_outside(ranks, surroundings, call, rows):
         outside = CALLS[call](ctx, each)
         with SURROUNDINGS[surroundings]():
             inside = CALLS[call](ctx, each)
-        assert structure(inside) == structure(outside)
-        for (_, one), (_, other) in zip(tensors(inside), tensors(outside), strict=True):
+        assert form_of(inside) == form_of(outside)
+        for one, other in zip(tensors_of(inside), tensors_of(outside), strict=True):
             assert one.dtype == other.dtype
             assert torch.equal(one.cpu(), other)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from torch.utils.data import DataLoader
@@ -55,7 +56,7 @@ def test_rows_of_any_width_go_the_way_that_the_error_names(ranks, widths, dim):
 )
 def test_what_padding_cannot_mend_is_not_sent_to_it(ranks, other, way):
     def rank(ctx: accel.DistContext) -> None:
-        with pytest.raises(CollectiveMismatch, match=way):
+        with assert_raises(CollectiveMismatch, fix=way):
             accel.gather(ctx, other if ctx.rank else torch.ones(2, 3, 3))
 
     ranks.run(rank, 2)
@@ -73,7 +74,7 @@ def test_what_padding_cannot_mend_is_not_sent_to_it(ranks, other, way):
 )
 def test_a_value_that_is_no_tensor_has_a_way(ranks, call, value, way):
     def rank(ctx: accel.DistContext) -> None:
-        with pytest.raises(TreeError, match=way):
+        with assert_raises(TreeError, fix=way):
             call(ctx, [value])
 
     ranks.run(rank, 2)

@@ -21,7 +21,6 @@ from processes import patience
 from accel.cli import main
 from accel.cli._questions import describe_machine, interview, suggest
 from accel.config import LaunchConfig, decode, read_config
-from accel.config._settings import FIELDS
 from accel.launching.local._machine import Gpu, Machine
 from accel.topology import Plan
 
@@ -199,7 +198,7 @@ def test_no_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_default_writes_a_template_and_replaces_no_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "default"]) == 0
-    assert all(field.name in Path("accel.toml").read_text() for field in FIELDS)
+    assert all(name in Path("accel.toml").read_text() for name in LaunchConfig.__struct_fields__)
     Path("accel.toml").write_text("quiet = true")
     assert main(["config", "default"]) == 2
     assert "Pass --force to replace it." in capsys.readouterr().err
@@ -216,7 +215,7 @@ def test_show_tells_every_field_its_value_and_its_source(
     monkeypatch.setenv("ACCEL_PRECISION", "bf16")
     assert main(["config", "show", "--quiet=false", "--cpu"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [line[0] for line in lines] == [field.name for field in FIELDS]
+    assert [line[0] for line in lines] == list(LaunchConfig.__struct_fields__)
     assert ["nproc_per_node", "2", "file", "mine.toml"] in lines
     assert ["precision", "bf16", "environment", "ACCEL_PRECISION"] in lines
     assert ["quiet", "false", "flag", "--quiet"] in lines

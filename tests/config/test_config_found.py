@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from processes import patience
 
-from accel.cli._main import main
-from accel.config import _files
-from accel.config._settings import FIELDS
+from accel.cli import main
+from accel.config import LaunchConfig, _files
 from accel.errors import ConfigError
 
 ME, ROOT, OTHER = 1000, 0, 1001
@@ -88,7 +88,7 @@ def test_four_keys_count_only_in_a_file_that_nobody_else_can_write(
 
 def test_other_keys_count_in_any_file(owned: Owns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    values = {field.name: field.default for field in FIELDS if field.name not in HELD}
+    values = {name: value for name, value in msgspec.structs.asdict(LaunchConfig()).items() if name not in HELD}
     lines = [f"{name} = {_files.toml_value(value)}" for name, value in values.items() if not isinstance(value, dict)]
     Path("accel.toml").write_text("\n".join(["format = 1", *lines]) + "\n")
     owned(owner=OTHER, mode=0o666)

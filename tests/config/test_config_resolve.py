@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from catching import assert_raises
 from configs import VALUES, by_name, configs, some_values
 from hypothesis import assume, given, strategies as st
 
@@ -67,9 +68,9 @@ def test_text_and_value_are_the_same_value(data: st.DataObject, name: str) -> No
 
 def test_a_record_made_in_python_is_checked_too() -> None:
     assert LaunchConfig(gpu_ids=[0, 1], timeout_s=5) == LaunchConfig(gpu_ids=(0, 1), timeout_s=5.0)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"LaunchConfig\.nproc_per_node"):
+    with assert_raises(ConfigError, where=r"LaunchConfig\.nproc_per_node"):
         LaunchConfig(nproc_per_node="two")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"LaunchConfig\.gpu_ids and LaunchConfig\.device"):
+    with assert_raises(ConfigError, where=r"LaunchConfig\.gpu_ids and LaunchConfig\.device"):
         LaunchConfig(gpu_ids=(0,), device="cpu")
 
 

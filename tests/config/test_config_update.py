@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from catching import assert_raises
 from configs import configs
 from hypothesis import given, strategies as st
 
@@ -56,23 +57,23 @@ def test_all_that_cannot_be_mapped_is_told_at_once() -> None:
     assert "'ranks' and its new name 'nproc' are both set" in told
     assert "'precison' is no key: Did you mean `precision`?" in told
     assert "invalid timeout_s: expected a number above 0" in told
-    with pytest.raises(ConfigError, match=r"accel config import a\.json"):
+    with assert_raises(ConfigError, fix=r"accel config import a\.json"):
         update_values({"mixed_precision": "no", "num_processes": 2}, "a.json")
 
 
 @pytest.mark.parametrize("given", [len(CHANGES) + 1, -1, "1", True, None])
 def test_formats_that_do_not_exist_are_refused(given: object) -> None:
     Path("a.json").write_text(json.dumps({"format": given, "quiet": True}))
-    with pytest.raises(ConfigError, match=r"newer release|format of the file is not known"):
+    with assert_raises(ConfigError, problem="newer release|format of the file is not known"):
         read_config("a.json")
-    with pytest.raises(ConfigError, match=r"newer release|format of the file is not known"):
+    with assert_raises(ConfigError, problem="newer release|format of the file is not known"):
         decode(Path("a.json").read_text(), "a.json")
 
 
 def test_an_old_key_is_refused_with_the_command_that_updates_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_resolve, "CHANGES", LATER)
     assert [is_old(key) for key in ("ranks", "color", "nproc_per_node")] == [True, True, False]
-    with pytest.raises(ConfigError, match=r"Run `accel config update a\.toml`"):
+    with assert_raises(ConfigError, fix=r"Run `accel config update a\.toml`"):
         decode("ranks = 2\n", "a.toml")
 
 

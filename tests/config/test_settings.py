@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from catching import assert_raises
 from processes import patience
 
 import accel
@@ -105,5 +106,5 @@ def test_ranks_know_where_the_user_wrote_a_setting(
 
 
 def test_sources_that_no_launcher_wrote_are_refused() -> None:
-    with pytest.raises(accel.errors.EnvError, match="ACCEL_SOURCES"):
+    with assert_raises(accel.errors.EnvError, where="ACCEL_SOURCES"):
         _ = accel.read_env({"ACCEL_SOURCES": "--accumulation"})

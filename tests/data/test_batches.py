@@ -309,7 +309,7 @@ def test_the_global_batch_is_the_loaders_batch_on_every_rank_unless_it_is_given(
 def test_iterating_what_is_not_meant_to_be_is_refused_with_the_way_out():
     ctx = _context()
     loader = accel.prepare_loader(ctx, DataLoader(DATA))
-    with pytest.raises(DataError, match=r"accel.batches"):
+    with assert_raises(DataError, problem="accel.batches"):
         iter(loader)
     with assert_raises(DataError, got="DataLoader", fix="prepare_loader"):
         next(accel.batches(ctx, DataLoader(DATA), Cursor()))
@@ -319,7 +319,7 @@ def test_iterating_what_is_not_meant_to_be_is_refused_with_the_way_out():
         DataError, problem="the cursor is not valid", expected=r"accel.Cursor\(seed=, epoch=\)", got="3"
     ):
         next(accel.batches(ctx, loader, 3))
-    with pytest.raises(DataError, match="10 consumed"):
+    with assert_raises(DataError, got="10 consumed"):
         next(accel.batches(ctx, loader, Cursor(consumed=10)))
 
 
@@ -332,7 +332,7 @@ def test_ranks_that_disagree_about_the_data_are_told_so(ranks, odd):
         dataset = list(range(21 if here and odd == "length" else 20))
         loader = DataLoader(dataset, batch_size=3 if here and odd == "batch size" else 2, shuffle=True)
         cursor = accel.Cursor(seed=int(here and odd == "seed"), consumed=4 * (here and odd == "position"))
-        with pytest.raises(accel.errors.CollectiveMismatch, match="batches"):
+        with assert_raises(accel.errors.CollectiveMismatch, expected="batches"):
             next(accel.batches(ctx, accel.prepare_loader(ctx, loader), cursor))
         return True
 

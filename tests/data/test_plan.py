@@ -8,6 +8,7 @@ import pickle
 
 import msgspec
 import pytest
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 
@@ -111,7 +112,7 @@ def test_a_count_is_an_integer_that_remembers_the_world(here, world, copies):
 @pytest.mark.parametrize("value", [-1, 1.5, "0", None, True, 2**63])
 @pytest.mark.parametrize("name", ["seed", "epoch", "consumed"])
 def test_a_cursor_holds_counts(name, value):
-    with pytest.raises(ConfigError, match=rf"Cursor\.{name}"):
+    with assert_raises(ConfigError, where=rf"Cursor\.{name}"):
         Cursor(**{name: value})
 
 

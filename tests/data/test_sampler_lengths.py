@@ -146,7 +146,7 @@ def test_a_length_that_depends_on_the_seed_is_known_to_the_epoch_alone():
     lengths = {loader.steps(Cursor(seed=seed)) for seed in range(5)}
     assert len(lengths) > 2
     assert loader.steps(Cursor(seed=3)) == len(list(accel.batches(accel.single(), loader, Cursor(seed=3))))
-    with pytest.raises(DataError, match="steps="):
+    with assert_raises(DataError, expected="steps="):
         accel.total_steps(loader)
 
 

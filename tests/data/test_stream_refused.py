@@ -68,7 +68,7 @@ def test_a_reader_that_raises_in_the_middle(ranks, mode, steps):
 
 def test_alone_the_readers_own_error_is_the_cause():
     ctx = accel.single()
-    with pytest.raises(DataError, match="the disk is gone") as caught:
+    with assert_raises(DataError, problem="the disk is gone") as caught:
         list(accel.batches(ctx, make_loader(ctx, Broken(3), "own", 2), Cursor()))
     assert isinstance(caught.value.__cause__, OSError)
 
@@ -84,7 +84,7 @@ def test_a_loop_that_is_left_leaves_no_worker_behind(how):
     if how == "a break":
         batches.close()
     else:
-        with pytest.raises(DataError, match="the disk is gone") as caught:
+        with assert_raises(DataError, problem="the disk is gone") as caught:
             list(batches)
         assert caught.value.__cause__ is not None
     assert set(multiprocessing.active_children()) <= set(before)
@@ -152,7 +152,7 @@ def test_ranks_that_read_in_different_ways(ranks, odd):
         mode = "own" if here and odd == "mode" else "dispatch"
         tail = "pad" if here and odd == "tail" else "ragged"
         loader = make_loader(ctx, Stream(9), mode, 3 if here and odd == "size" else 2, tail=tail)
-        with pytest.raises(accel.errors.CollectiveMismatch, match=r"batches at test_stream_refused\.py"):
+        with assert_raises(accel.errors.CollectiveMismatch, expected=r"batches at test_stream_refused\.py"):
             next(accel.batches(ctx, loader, Cursor(seed=int(here and odd == "cursor"))))
         return True
 
@@ -163,7 +163,7 @@ def test_a_rank_that_calls_something_else_meanwhile(ranks):
     def rank(ctx):
         batches = accel.batches(ctx, make_loader(ctx, Stream(9), "dispatch", 2), Cursor())
         batch = next(batches)
-        with pytest.raises(accel.errors.CollectiveMismatch, match=r"batches, next steps at test_stream_refused\.py"):
+        with assert_raises(accel.errors.CollectiveMismatch, got=r"batches, next steps at test_stream_refused\.py"):
             _ = next(batches) if ctx.rank else accel.gather(ctx, batch.data[0])
         return True
 
@@ -340,16 +340,16 @@ def test_prepared_streams_go_through_prepare_and_torchs_loaders_of_streams_do_no
     ctx = accel.single()
     loader = make_loader(ctx, Stream(9), "own", 2)
     assert accel.prepare(ctx, loader) is loader
-    with pytest.raises(DataError, match='stream="dispatch"'):
+    with assert_raises(DataError, fix='stream="dispatch"'):
         accel.prepare(ctx, DataLoader(Stream(9)))
-    with pytest.raises(PrepareError, match="cannot prepare this"):
+    with assert_raises(PrepareError, problem="cannot prepare this"):
         accel.prepare(ctx, Stream(9))
 
 
 def test_iterating_what_is_not_meant_to_be():
     ctx = accel.single()
-    with pytest.raises(DataError, match=r"accel.batches"):
+    with assert_raises(DataError, problem="accel.batches"):
         iter(make_loader(ctx, Stream(9), "own", 2))
     elsewhere = make_loader(dataclasses.replace(ctx, rank=1, world_size=2), Stream(9), "own", 2)
-    with pytest.raises(DataError, match=r"rank 0 of 1.*rank 1 of 2"):
+    with assert_raises(DataError, expected="rank 0 of 1", got="rank 1 of 2"):
         next(accel.batches(ctx, elsewhere, Cursor()))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
+from catching import assert_raises
 
 from accel.comm._streams import DeviceStreams, streams_of
 from accel.data._transfer import moved, one_ahead, pin, to_device
@@ -81,7 +82,7 @@ def test_on_the_cpu_a_batch_is_the_very_one_that_was_read():
 
 
 def test_what_cannot_be_taken_apart_nor_moves_itself_is_named():
-    with pytest.raises(TreeError, match=r"deque.*\$\.x"):
+    with assert_raises(TreeError, got="deque", where=r"\$\.x"):
         to_device({"x": deque()}, META)
 
 

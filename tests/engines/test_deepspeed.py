@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from processes import patience, same_path
 from safetensors.torch import load_file
 from torch import nn
@@ -164,9 +165,9 @@ def test_what_deepspeed_alone_finds_is_quoted(monkeypatch: pytest.MonkeyPatch) -
         raise arguments["model"]
 
     monkeypatch.setattr(_package, "connected", lambda: SimpleNamespace(initialize=initialize))
-    with pytest.raises(accel.errors.PrepareError, match=r"DeepSpeed refuses .*ValueError: no such stage"):
+    with assert_raises(accel.errors.PrepareError, problem="DeepSpeed refuses ", got="ValueError: no such stage"):
         _ = _package.initialized(ValueError("no such stage"))
-    with pytest.raises(accel.errors.ConfigError, match="LOCAL_RANK"):
+    with assert_raises(accel.errors.ConfigError, expected="LOCAL_RANK"):
         _ = _package.initialized(AssertionError("LOCAL_RANK is not set"))
     with pytest.raises(torch.OutOfMemoryError):
         _ = _package.initialized(torch.OutOfMemoryError("CUDA out of memory"))
@@ -199,22 +200,24 @@ def test_what_deepspeed_cannot_is_refused_before_it_is_needed() -> None:
     def refused(ctx: accel.DistContext) -> None:
         net = nn.Linear(2, 2)
         adam = torch.optim.AdamW(net.parameters())
-        with pytest.raises(accel.errors.ConfigError, match="data-parallel ranks only"):
+        with assert_raises(accel.errors.ConfigError, problem="data-parallel ranks only"):
             _prepared(ctx, net, adam, mesh="tp=2")
-        with pytest.raises(accel.errors.PrepareError, match="a model together with its optimizer"):
+        with assert_raises(accel.errors.PrepareError, problem="a model together with its optimizer"):
             _prepared(ctx, adam)
-        with pytest.raises(accel.errors.ConfigError, match=r"stage 0 shards nothing.*strategy='ddp'"):
+        with assert_raises(accel.errors.ConfigError, problem="stage 0 shards nothing", fix="strategy='ddp'"):
             _prepared(ctx, net, adam, deepspeed=accel.engines.deepspeed.DeepSpeed(stage=0))
-        with pytest.raises(accel.errors.ConfigError, match="no fp16 on a CPU"):
+        with assert_raises(accel.errors.ConfigError, problem="no fp16 on a CPU"):
             _prepared(ctx, net, adam, precision="fp16")
         net.scale = nn.Parameter(torch.tensor(1.0))
-        with pytest.raises(accel.errors.PrepareError, match=r"without a dimension.*scale of shape \[\].*shape \[1\]"):
+        with assert_raises(
+            accel.errors.PrepareError, problem="without a dimension", got=r"scale of shape \[\]", fix=r"shape \[1\]"
+        ):
             _prepared(ctx, net, torch.optim.AdamW(net.parameters()))
         frozen = nn.Linear(2, 2).requires_grad_(False)
-        with pytest.raises(accel.errors.PrepareError, match=r"no parameter that trains.*without an optimizer"):
+        with assert_raises(accel.errors.PrepareError, problem="no parameter that trains", fix="without an optimizer"):
             _prepared(ctx, frozen, torch.optim.AdamW(frozen.parameters()))
         empty = accel.init_empty_weights(lambda: nn.Linear(2, 2))
-        with pytest.raises(accel.errors.PrepareError, match=r"build_sharded\(ctx, make\)"):
+        with assert_raises(accel.errors.PrepareError, fix=r"build_sharded\(ctx, make\)"):
             _prepared(ctx, empty, torch.optim.AdamW(empty.parameters()))
 
     _ = simulate(refused, 2, default_group=True)

@@ -12,6 +12,7 @@ from typing import Any
 import deepspeed_keys
 import pytest
 import torch
+from catching import assert_raises
 from deepspeed_configs import COUNTS, FACTS, configs
 from hypothesis import given, settings, strategies as st
 from profiles import share
@@ -123,7 +124,7 @@ def test_all_contradictions_are_told_at_once(chosen: set[int]) -> None:
         optimizer="AdamW",
         optimizer_values={"lr": 0.1},
     )
-    with pytest.raises(ConfigError, match="contradicts the run") as caught:
+    with assert_raises(ConfigError, problem="contradicts the run") as caught:
         _ = resolve(read_deepspeed(asked), facts, imposed={"managed_gradient_accumulation": False})
     assert caught.value.got.count("\n- ") == len(chosen)
     assert all(ALONE[at][1] in caught.value.got for at in chosen)
@@ -173,7 +174,7 @@ def at_stage(stage: int, asked: dict[str, Any]) -> DeepSpeed:
 
 @pytest.mark.parametrize(("stage", "asked", "said"), AT_STAGES)
 def test_what_only_a_stage_gets_wrong_is_refused_there(stage: int, asked: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match="contradicts the run") as caught:
+    with assert_raises(ConfigError, problem="contradicts the run") as caught:
         _ = resolve(at_stage(stage, asked), RunFacts(ranks=2, precision=precision("bf16")))
     assert said in caught.value.got
 
@@ -206,16 +207,16 @@ def test_an_optimizer_of_the_file_may_be_the_one_passed() -> None:
     resolved = resolve(read_deepspeed({"optimizer": section}), facts)
     assert "optimizer" not in resolved.settings
     assert resolved.settings["zero_allow_untested_optimizer"] is True
-    with pytest.raises(ConfigError, match=r"AdamW, but prepare got SGD"):
+    with assert_raises(ConfigError, got="AdamW, but prepare got SGD"):
         _ = resolve(read_deepspeed({"optimizer": section}), RunFacts(optimizer="SGD"))
-    with pytest.raises(ConfigError, match=r"torch.optim.AdamW\(model.parameters"):
+    with assert_raises(ConfigError, got=r"torch.optim.AdamW\(model.parameters"):
         _ = resolve(read_deepspeed({"optimizer": section}), RunFacts())
 
 
 def test_a_step_is_compared_with_what_the_file_says() -> None:
     resolved = resolve(read_deepspeed({"gradient_clipping": 1, "gradient_accumulation_steps": 2}), RunFacts())
     resolved.check_step(max_norm=1.0, accumulation=2)
-    with pytest.raises(ConfigError, match=r"(?s)max_norm=None here.*the state has 4"):
+    with assert_raises(ConfigError, got="(?s)max_norm=None here.*the state has 4"):
         resolved.check_step(max_norm=None, accumulation=4)
     resolve(DeepSpeed(), RunFacts()).check_step(max_norm=3.0, accumulation=7)  # which say nothing
 
@@ -226,26 +227,26 @@ def test_files_and_sections_name_themselves_in_errors(tmp_path: Path) -> None:
     read = read_deepspeed(path)
     assert (read.stage, read.reduce_bucket, read.source) == (3, 500_000_000, str(path))
     assert resolve(read, RunFacts()).rows["gradient_clipping",].source == str(path)
-    with pytest.raises(ConfigError, match=r"ds\.json"):
+    with assert_raises(ConfigError, where=r"ds\.json"):
         _ = resolve(read, RunFacts(max_norm=1.0))
     _ = path.write_text('{"zero_optimization": {"stage": 5}}')
-    with pytest.raises(ConfigError, match=r"invalid enum value 5 - at `\$.stage` - at .*ds\.json"):
+    with assert_raises(ConfigError, got=r"invalid enum value 5.*`\$.stage`", where=r"ds\.json"):
         _ = read_deepspeed(path)
     _ = path.write_text("{")
-    with pytest.raises(ConfigError, match=r"malformed JSON"):
+    with assert_raises(ConfigError, problem="malformed JSON"):
         _ = read_deepspeed(path)
-    with pytest.raises(ConfigError, match=r"cannot be read"):
+    with assert_raises(ConfigError, problem="cannot be read"):
         _ = read_deepspeed(tmp_path / "none.json")
     section = from_section({"stage": 3, "offload_optimizer": {"device": "cpu"}}, source="accel.toml")
     assert section == DeepSpeed(stage=3, offload_optimizer=Offload("cpu"), source="accel.toml")
-    with pytest.raises(ConfigError, match=r"'stages' - at accel.toml\. Keys of .* Did you mean `stage`?"):
+    with assert_raises(ConfigError, got="'stages'", where="accel.toml", fix="Keys of .* Did you mean `stage`?"):
         _ = from_section({"stages": 3}, source="accel.toml")
 
 
 def test_a_field_and_a_setting_do_not_say_one_thing_twice() -> None:
-    with pytest.raises(ConfigError, match=r"Write it as stage= only"):
+    with assert_raises(ConfigError, fix="Write it as stage= only"):
         _ = resolve(DeepSpeed(settings={"zero_optimization": {"stage": 2}}), RunFacts())
-    with pytest.raises(ConfigError, match=r"options are not valid"):
+    with assert_raises(ConfigError, problem="options are not valid"):
         _ = DeepSpeed(stage=4)  # pyright: ignore[reportArgumentType]
 
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from catching import assert_raises
 
 import accel
 from accel.engines.megatron import RankMesh, from_megatron, megatron_items, megatron_mesh, mesh_of_groups
@@ -84,7 +85,7 @@ def test_experts_across_other_ranks_leave_the_dense_mesh() -> None:
 
 @pytest.mark.parametrize("tp", [(0,), (0, 2), (0, 1, 2)])
 def test_groups_that_are_no_mesh_are_named(tp: tuple[int, ...]) -> None:
-    with pytest.raises(accel.errors.ConfigError, match="do not form one mesh") as caught:
+    with assert_raises(accel.errors.ConfigError, problem="do not form one mesh") as caught:
         mesh_of_groups({"tp": tp, "cp": (0,), "dp": (0, 2), "pp": (0,)}, 0, 4)
     assert f"tp={len(tp)} {list(tp)}" in caught.value.got
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import HealthCheck, given, settings, strategies as st
 from msgspec.structs import replace
 from profiles import share
@@ -101,8 +102,8 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
         (accel.engines.quantized.Torchao(), "torchao.quantization"),
     ):
         monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
-        with pytest.raises(
-            accel.errors.MissingExtraError, match=rf"pip install 'accel-torch\[{name.partition('.')[0]}\]'"
+        with assert_raises(
+            accel.errors.MissingExtraError, fix=rf"pip install 'accel-torch\[{name.partition('.')[0]}\]'"
         ):
             accel.engines.quantized.describe_quantized(empty(), config)
 

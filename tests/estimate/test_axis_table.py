@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from accel.estimate import Job, Transformer, choose_meshes
-from accel.estimate._choices import Choice
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "plan.md"
 LLAMA = {
@@ -21,9 +20,9 @@ LLAMA = {
 TOKENS = 8192
 
 
-def speed(choice: Choice) -> str:
+def speed(seconds: float) -> str:
     """Tokens a second of a GPU; a batch has one sequence for each."""
-    return f"{TOKENS / choice.time.total:.0f}"
+    return f"{TOKENS / seconds:.0f}"
 
 
 def row(name: str, ranks: int) -> str:
@@ -35,7 +34,7 @@ def row(name: str, ranks: int) -> str:
         others = {"tp", "cp", "pp"} - {axis}
         found = [each for each in fitting if all(getattr(each.axes, other) == 1 for other in others)]
         found = [each for each in found if axis == "dp" or getattr(each.axes, axis) > 1]
-        return speed(min(found, key=lambda each: each.time.total)) if found else "-"
+        return speed(min(each.time.total for each in found)) if found else "-"
 
     first = f"`{fitting[0].axes}` | {fitting[0].memory.total / 1e9:.0f} GB" if fitting else "none fits | -"
     return f"| {name} | {ranks} | {first} | " + " | ".join(map(best_along, ("dp", "cp", "tp", "pp"))) + " |"

@@ -117,9 +117,9 @@ def test_what_is_no_table_is_refused(tmp_path: Path, change: dict[str, Any], tol
 def test_any_bytes_are_refused(tmp_path: Path, data: bytes) -> None:
     file = tmp_path / "table.json"
     _ = file.write_bytes(data)
-    with pytest.raises(ConfigError, match="table of speeds"):
+    with assert_raises(ConfigError, problem="table of speeds"):
         _ = read_efficiencies(file)
-    with pytest.raises(ConfigError, match="table of speeds"):
+    with assert_raises(ConfigError, problem="table of speeds"):
         _ = read_efficiencies(tmp_path)
 
 

@@ -13,8 +13,8 @@ from steps import begin_batch
 from torch import nn
 
 import accel
-from accel.estimate import EstimatedStep, measure, strategy_memory
-from accel.estimate._build import Input, kept_by_forward
+from accel.estimate import EstimatedStep, Input, measure, strategy_memory
+from accel.estimate._build import kept_by_forward
 from accel.estimate._memory import PARTS, STRATEGIES, Moment, RankMemory, fewest_ranks, memory_by_moment
 from accel.estimate._model import Activations, Model, Parameter, units_of
 from accel.estimate._step import OPTIMIZERS, shard_count

@@ -12,6 +12,7 @@ import pytest
 import torch
 from fake_ranks import Live
 from live_bytes import _key
+from model_configs import transformer_of
 from small_llamas import attend_as_on_gpus, llama, sizes_of
 from steps import begin_batch
 from torch.nn import functional
@@ -19,11 +20,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import accel
 from accel.comm._streams import DeviceStreams
-from accel.estimate import EstimatedStep, Transformer, _memory, step_traffic
-from accel.estimate._configs import transformer_from
+from accel.estimate import EstimatedStep, Latent, Transformer, _memory, step_traffic
 from accel.estimate._cost import Traffic
 from accel.estimate._memory import memory_by_moment
-from accel.estimate._model import Latent
 from accel.optim import _streamed_state
 from accel.parallel._labels import has_state_on_host
 from accel.tensors import local_part
@@ -350,7 +349,7 @@ def test_stages_with_an_encoder_are_as_estimated(ranks: Simulator, sent: Counter
     axes, strategy, again = STAGES[name]
     size = axes.world_size
     peaks = ranks.run(lambda ctx: peak_with_images(ctx, axes, strategy, sent, again=again), size, default_group=True)
-    sizes = transformer_from({"model_type": "llava", **SEEN}, where="")
+    sizes = transformer_of({"model_type": "llava", **SEEN})
     step = EstimatedStep(tokens=512, micro_batches=4, strategy=strategy, recompute=again)
     plan = Plan(micro_batches=4)
     for stage in range(axes.pp):

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from fake_ranks import Counted, Live, fake_rank
+from model_configs import transformer_of
 from small_llamas import attend_as_on_gpus
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -28,7 +29,6 @@ from accel.estimate import (
     step_traffic,
 )
 from accel.estimate._build import as_on_gpus, kept_by_forward
-from accel.estimate._configs import transformer_from
 from accel.estimate._memory import memory_by_moment
 from accel.tensors import local_part
 from accel.topology import Axes, Plan
@@ -81,7 +81,7 @@ TOKENS = {"clip": 24}
 
 
 def sizes_of(kind: str) -> Transformer:
-    return transformer_from({"model_type": kind, **CONFIGS[kind][1]}, where="")
+    return transformer_of({"model_type": kind, **CONFIGS[kind][1]})
 
 
 def made(kind: str, attention: str = "eager") -> Any:
@@ -175,7 +175,7 @@ def test_a_step_of_a_spread_llava_is_as_estimated(plan: Plan, recompute: bool, m
         "text_config": {"model_type": "llama", **words},
         "vision_config": {"model_type": "clip_vision_model", **vision},
     }
-    sizes = transformer_from({"model_type": "llava", **fields}, where="")
+    sizes = transformer_of({"model_type": "llava", **fields})
     step = EstimatedStep(tokens=256, rows=4, recompute=recompute)
     with fake_rank(monkeypatch, Axes(dp=64), strategy="fsdp") as ctx:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -253,7 +253,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_those_published(name: str) -> None:
     fields, count = PUBLISHED[name]
-    assert transformer_from(fields, where="").count == pytest.approx(count, rel=0.002)
+    assert transformer_of(fields).count == pytest.approx(count, rel=0.002)
 
 
 @pytest.mark.parametrize(
@@ -316,4 +316,4 @@ def test_images_that_do_not_fit_are_refused(kind: str, changes: dict[str, int], 
 )
 def test_what_is_no_known_encoder_is_refused(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        _ = transformer_from({"model_type": "llava", **CONFIGS["llava"][1], **changes}, where="config.json")
+        _ = transformer_of({"model_type": "llava", **CONFIGS["llava"][1], **changes})

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, strategies as st
+from model_configs import transformer_of
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import accel
 from accel.estimate import EstimatedStep, Hosts, Input, Transformer, measure, read_transformer, step_time
 from accel.estimate._build import kept_by_forward, read_config
-from accel.estimate._configs import transformer_from
 from accel.estimate._memory import memory_by_moment
 from accel.topology import Axes, Plan
 
@@ -52,7 +53,7 @@ def test_parameters_are_those_of_the_model_of_transformers(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     fields = CONFIGS[name]
     model = getattr(transformers, name)(transformers.AutoConfig.for_model(**fields))
-    sizes = transformer_from(fields, where="")
+    sizes = transformer_of(fields)
     listed = sizes.parameters
 
     def by_size(counts: list[int]) -> Counter[int]:
@@ -101,7 +102,7 @@ def test_operations_are_those_of_the_model_of_transformers(name: str) -> None:
     with FlopCounterMode(display=False) as counted:
         model(input_ids=ids, labels=ids).loss.backward()
     operations = counted.get_flop_counts()["Global"]
-    sizes = transformer_from(fields, where="")
+    sizes = transformer_of(fields)
     step = EstimatedStep(tokens=tokens, rows=2, precision="fp32")
     time = step_time(sizes, Axes(), step, Plan(), Hosts(flops=1.0))
     assert sum(operations.values()) == time.products + operations[torch.ops.aten.bmm]
@@ -116,8 +117,8 @@ def whole_attention(sizes: Transformer, tokens: int) -> int:
 
 
 def test_a_token_meets_only_its_own_experts() -> None:
-    sizes = transformer_from(CONFIGS["MixtralForCausalLM"], where="")
-    dense = transformer_from(CONFIGS["LlamaForCausalLM"], where="")
+    sizes = transformer_of(CONFIGS["MixtralForCausalLM"])
+    dense = transformer_of(CONFIGS["LlamaForCausalLM"])
     gates = sizes.layers * sizes.experts * sizes.width
     experts = (sizes.experts_per_token - 1) * sizes.layers * 3 * sizes.width * sizes.inner
     assert sizes.active_count == dense.active_count + gates + experts
@@ -140,7 +141,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_parameters_are_those_published(kind: str) -> None:
     fields, count, active = PUBLISHED[kind]
-    sizes = transformer_from({"model_type": kind, **fields}, where="")
+    sizes = transformer_of({"model_type": kind, **fields})
     assert sizes.count == pytest.approx(count, rel=0.005)
     assert sizes.active_count == pytest.approx(active, rel=0.03)
 
@@ -167,14 +168,14 @@ def test_parameters_are_those_published(kind: str) -> None:
 def test_fields_that_say_no_sizes_are_refused(changes: dict[str, Any], told: str) -> None:
     fields = {**CONFIGS["LlamaForCausalLM"], **changes}
     with pytest.raises(accel.errors.ConfigError, match=told):
-        _ = transformer_from(fields, where="config.json")
+        _ = transformer_of(fields)
 
 
 def test_what_is_left_out_is_as_transformers_has_it() -> None:
-    sizes = transformer_from({"model_type": "gpt2", **CONFIGS["GPT2LMHeadModel"]}, where="")
+    sizes = transformer_of({"model_type": "gpt2", **CONFIGS["GPT2LMHeadModel"]})
     assert (sizes.inner, sizes.positions, sizes.tied, sizes.kv_heads) == (128, 1024, True, 4)
     fields = {name: size for name, size in SIZES.items() if name not in ("head_dim", "num_key_value_heads")}
-    llama = transformer_from({"model_type": "llama", **fields}, where="")
+    llama = transformer_of({"model_type": "llama", **fields})
     assert llama == Transformer(layers=2, width=32, heads=4, kv_heads=4, head_width=8, inner=48, vocabulary=100)
 
 
@@ -196,7 +197,7 @@ WINDOWS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
 @pytest.mark.parametrize("name", WINDOWS)
 def test_windows_are_those_of_the_configuration(name: str) -> None:
     fields, expected = WINDOWS[name]
-    sizes = transformer_from(SIZES | fields, where="")
+    sizes = transformer_of(SIZES | fields)
     assert (sizes.window, sizes.windowed) == expected
 
 
@@ -206,20 +207,20 @@ def test_windows_are_those_of_transformers() -> None:
     for kind in ("mistral", "qwen2", "qwen3"):
         more = {} if kind == "mistral" else {"use_sliding_window": True, "max_window_layers": 3}
         config = transformers.AutoConfig.for_model(kind, num_hidden_layers=5, **more)
-        sizes = transformer_from(config.to_dict(), where="")
+        sizes = transformer_of(config.to_dict())
         layers = config.to_dict().get("layer_types") or ["sliding_attention"] * 5
         assert (sizes.window, sizes.windowed) == (config.sliding_window, layers.count("sliding_attention"))
 
 
 def test_a_window_that_is_no_size_is_refused() -> None:
-    with pytest.raises(accel.errors.ConfigError, match="sliding_window"):
-        _ = transformer_from(SIZES | {"model_type": "mistral", "sliding_window": "wide"}, where="")
+    with assert_raises(accel.errors.ConfigError, where="sliding_window"):
+        _ = transformer_of(SIZES | {"model_type": "mistral", "sliding_window": "wide"})
 
 
 def test_experts_have_either_name() -> None:
     fields = CONFIGS["Qwen3MoeForCausalLM"]
     renamed = {"num_local_experts" if name == "num_experts" else name: value for name, value in fields.items()}
-    assert transformer_from(renamed, where="") == transformer_from(fields, where="")
+    assert transformer_of(renamed) == transformer_of(fields)
 
 
 @given(st.integers(1, 60), st.integers(0, 70), st.integers(0, 4))

@@ -9,8 +9,7 @@ from torch import nn
 
 import accel
 from accel.cli import main
-from accel.estimate import EstimatedStep, measure, strategy_memory
-from accel.estimate._build import Input
+from accel.estimate import EstimatedStep, Input, measure, strategy_memory
 from accel.formats import PrecisionName
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -66,6 +66,15 @@ NESTED = (
     "own = accel.parallel.split_sequence(ctx, {'x': torch.ones(2, 8, 4)})['x'].requires_grad_()\n"
     "prepared = lambda inner: accel.prepare_model(ctx, Net(inner))\n"
 )
+RECOMPUTED = (
+    "import warnings; warnings.simplefilter('ignore')  # of torch, about the proof's inputs and about views\n"
+    + NESTED.partition("class Net")[0]
+    + "class Net(nn.Module):\n    def __init__(self, call):\n        super().__init__()\n"
+    "        self.block, self.call = Block(), call\n"
+    "    def forward(self, x): return self.call(self.block, x)\n"
+    "own = accel.parallel.split_sequence(ctx, {'x': torch.ones(2, 8, 4)})['x'].requires_grad_()\n"
+    "prepared = lambda call: accel.prepare_model(ctx, Net(call))\n"
+)
 STAGED = CHAIN + (
     "Plan = accel.parallel.Plan; state = accel.train_state(ctx).next()\n"
     "train = lambda model: accel.forward_backward(ctx, model, state, (x,), loss_fn=lambda out: out.sum(), weight=4)\n"
@@ -226,6 +235,17 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
         "method = {line}.context; assert attend(q, k, v, attn_mask=mask, causal=False, method=method).shape == q.shape",
         ranks=2,
         mesh="cp=2",
+    ),
+    Program(
+        "parallel/axes/context/_checks.py",
+        "a reentrant checkpoint does not keep the positions",
+        RECOMPUTED,
+        "prepared(lambda block, x: checkpoint(block, x, use_reentrant=True))(own)",
+        "checkpoint(block, x, use_reentrant=False)",
+        "prepared(lambda block, x: {line})(own).sum().backward()",
+        ranks=4,
+        mesh="dp=2,cp=2",
+        strategy="fsdp",
     ),
     Program(
         "parallel/axes/context/_forward.py",

@@ -56,8 +56,7 @@ def fake_rank(
 def _agree(
     comm: Any, call: Any, message: bytearray | None = None, payload_bytes: int = 0, *_: Any, **_named: Any
 ) -> Any:
-    from accel.comm._header import Answers
-    from accel.comm._message import blank
+    from accel.comm import Answers, blank
 
     sent = blank(comm) if message is None else message
     return lambda: Answers(True, payload_bytes, [payload_bytes] * comm.size, sent * comm.size)

@@ -17,11 +17,11 @@ from accel.parallel._micro_batches import MicroBatch, example_batch
 from accel.parallel._record import ForwardRecord
 from accel.parallel._recorder import record_forward
 from accel.parallel._spread import ModelView
+from accel.parallel.axes.pipeline import ReplayedModule, Work
 from accel.parallel.axes.pipeline._cut import Cut, call_costs, cut_record
 from accel.parallel.axes.pipeline._held import drop_others
 from accel.parallel.axes.pipeline._planned import planned
-from accel.parallel.axes.pipeline._replayed import Calls, Replay, ReplayedModule, running
-from accel.parallel.axes.pipeline._work import Work
+from accel.parallel.axes.pipeline._replayed import Calls, Replay, running
 from accel.random import Key
 from accel.topology import begins_of
 

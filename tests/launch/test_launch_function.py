@@ -196,7 +196,7 @@ def test_without_the_extra_what_has_a_module_is_sent_and_the_rest_names_it(monke
     )
     monkeypatch.setattr(RefusedError, "__module__", "__main__")
     for sent in (lambda ctx: ctx, RefusedError("", 1)):
-        with pytest.raises(accel.errors.MissingExtraError, match=r"accel-torch\[notebook\]"):
+        with assert_raises(accel.errors.MissingExtraError, fix=r"accel-torch\[notebook\]"):
             _function_rank.pack(sent, "here")
 
 

@@ -51,7 +51,7 @@ def test_what_is_included_and_what_is_excluded_are_all_there_is(named: dict[str,
     assert slots(chosen) == {(name, slot) for name, slot in everything if slot in wanted.get(name, ())}
     assert [host.whole for host in chosen] == [host.slots == (0, 1, 2, 3) for host in chosen]
     if slots(chosen) == everything:
-        with pytest.raises(LaunchError, match="the filter leaves no host"):
+        with assert_raises(LaunchError, problem="the filter leaves no host"):
             choose_hosts(HOSTS, exclude=spelled(named))
     else:
         assert slots(choose_hosts(HOSTS, exclude=spelled(named))) == everything - slots(chosen)
@@ -121,7 +121,7 @@ def test_what_the_file_says_is_not_said_again(config: LaunchConfig, told: str, p
 
 
 def test_hosts_start_equally_many_processes() -> None:
-    with pytest.raises(LaunchError, match="node0 has 2, node1 has 4"):
+    with assert_raises(LaunchError, got="node0 has 2, node1 has 4"):
         commands(choose_hosts(HOSTS, exclude="node0:0,1"), LaunchConfig())
 
 

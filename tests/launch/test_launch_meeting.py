@@ -33,7 +33,7 @@ def test_every_host_gets_a_place_of_its_own_and_the_one_it_asks_for(order: list[
 
 @given(st.permutations([note("h0", 1), note("h1", 1), note("h2", 0)]))
 def test_two_hosts_that_want_one_place_are_named_whatever_the_order(notes: list[HostTerms]) -> None:
-    with pytest.raises(LaunchError, match=r"node_rank=1 on h[01] and h[01]"):
+    with assert_raises(LaunchError, got="node_rank=1 on h[01] and h[01]"):
         assign_node_ranks(notes)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 import pytest
+from catching import assert_raises
 from hypothesis import given, strategies as st
 
 from accel import launching
@@ -134,7 +135,7 @@ def test_a_mesh_fits_the_processes_of_all_hosts_or_nothing_starts(hosts: int, n:
 
 
 def test_a_misspelt_setting_is_refused_before_anything_starts() -> None:
-    with pytest.raises(EnvError, match="ACCEL_PRECISION"):
+    with assert_raises(EnvError, fix="ACCEL_PRECISION"):
         plan(environ={"ACCEL_PRECISON": "bf16"})
 
 

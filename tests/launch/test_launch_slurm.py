@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 
@@ -108,7 +109,7 @@ def test_a_submission_waits_for_the_jobs_end_if_it_is_asked_to(
     text = script(LaunchConfig(slurm_options=f"--time=5 {option}"))
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     if limited:
-        with pytest.raises(LaunchError, match="squeue --me"):
+        with assert_raises(LaunchError, fix="squeue --me"):
             _slurm.submit(text, environ)
     else:
         assert _slurm.submit(text, environ) == "Submitted batch job 1\n"

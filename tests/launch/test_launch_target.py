@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 
 import pytest
+from catching import assert_raises
 
 from accel.errors import LaunchError
 from accel.launching._target import LaunchTarget, check_target
@@ -21,9 +22,9 @@ class Elsewhere:
 
 
 def test_every_finder_is_asked_for_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(LaunchError, match="no such module"):
+    with assert_raises(LaunchError, problem="no such module"):
         check_target(LaunchTarget(kind="module", name="lies_elsewhere"), {})
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Elsewhere()])
     check_target(LaunchTarget(kind="module", name="lies_elsewhere"), {})
-    with pytest.raises(LaunchError, match="no such module"):
+    with assert_raises(LaunchError, problem="no such module"):
         check_target(LaunchTarget(kind="module", name="lies_elsewhere.train"), {})

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from catching import assert_raises
 
 from accel.cli import main
 from accel.config import LaunchConfig, resolve
@@ -58,7 +59,7 @@ def test_hosts_are_taken_from_a_slice_only_where_nobody_says_otherwise(
 
 
 def test_a_host_without_a_number_is_refused() -> None:
-    with pytest.raises(EnvError, match="TPU_WORKER_ID"):
+    with assert_raises(EnvError, expected="TPU_WORKER_ID"):
         on_pod(resolve({"device": "xla"}, {}), {"TPU_WORKER_HOSTNAMES": "a,b"})
 
 
@@ -70,7 +71,7 @@ def test_a_process_for_each_chip_or_one_alone() -> None:
     assert processes(LaunchConfig(device="cpu", nproc_per_node=3), 4) == 3
     several = LaunchConfig(device="xla", nproc_per_node=1, nnodes=2, rdzv_endpoint="node0:29400")
     for config in (LaunchConfig(device="xla", nproc_per_node=3), several):
-        with pytest.raises(LaunchError, match="nproc_per_node=4 for 4 chips"):
+        with assert_raises(LaunchError, expected="nproc_per_node=4 for 4 chips"):
             processes(config, 4)
 
 

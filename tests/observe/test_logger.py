@@ -151,5 +151,5 @@ def test_rich_shows_messages_and_is_an_extra(kept, monkeypatch):
     assert "hello you" in shown.getvalue()
     assert "test_logger.py" in shown.getvalue()
     monkeypatch.setitem(sys.modules, "rich.logging", None)
-    with pytest.raises(accel.errors.MissingExtraError, match=r"accel-torch\[rich\]"):
+    with assert_raises(accel.errors.MissingExtraError, fix=r"accel-torch\[rich\]"):
         accel.trackers.rich_handler(accel.single())

@@ -22,8 +22,8 @@ import accel
 from accel.migrate._signatures import is_tracker
 from accel.run_folder import MediaKind, MediaName, parse_media
 from accel.testing import Simulator
-from accel.trackers import jsonl, log_histogram, log_text
-from accel.trackers._media import Figure, Histogram, Images, Media, Table, TextRecord, png_of
+from accel.trackers import Figure, Histogram, Images, Table, TextRecord, jsonl, log_histogram, log_text
+from accel.trackers._media import Media, png_of
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]
 VALUES = st.lists(st.sampled_from([0.0, 1.0, -3.0, 0.5, 1e6, math.nan, math.inf, -math.inf]), max_size=40)

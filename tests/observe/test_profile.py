@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from processes import job, patience, script_ranks
 from torch.profiler import schedule
 
@@ -86,7 +87,7 @@ def test_the_block_yields_sums_of_operators_and_calls_back_after_each_trace(tmp_
         on_trace_ready=lambda ended: ready.append(len(ended.key_averages())),
         **options,
     ) as profile:
-        with pytest.raises(accel.errors.StepError, match="no trace yet"):
+        with assert_raises(accel.errors.StepError, problem="no trace yet"):
             profile.key_averages()
         for step, batch in enumerate(profile.data(batches(7))):
             _ = batch @ batch
@@ -147,7 +148,7 @@ def test_an_error_of_the_loop_comes_through(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_profiled_is_refused_on_every_rank(tmp_path: Path, options: dict[str, Any], told: str) -> None:
     def refused(ctx: accel.DistContext) -> None:
-        with pytest.raises(ConfigError, match=told), accel.profile(ctx, **({"out": tmp_path} | options)):
+        with assert_raises(ConfigError, problem=told), accel.profile(ctx, **({"out": tmp_path} | options)):
             pass
 
     _ = simulate(refused, 2)

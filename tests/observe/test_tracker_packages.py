@@ -23,7 +23,7 @@ from catching import assert_raises
 from processes import patience, same_path
 
 import accel
-from accel.trackers._media import Artifact, Figure, Histogram, Images, Table, TextRecord
+from accel.trackers import Artifact, Figure, Histogram, Images, Table, TextRecord
 
 Steps = list[int]
 Reader = Callable[[Path, accel.trackers.Run], list[Steps]]
@@ -375,7 +375,7 @@ def test_a_package_that_is_missing_is_an_error_with_its_extra(
 ) -> None:
     for found in (None, importlib.machinery.ModuleSpec(name, None)):  # nothing, or a folder of that name
         monkeypatch.setattr(importlib.util, "find_spec", lambda module, found=found: found)
-        with pytest.raises(accel.errors.MissingExtraError, match=rf"pip install 'accel-torch\[{name}\]'"):
+        with assert_raises(accel.errors.MissingExtraError, fix=rf"pip install 'accel-torch\[{name}\]'"):
             _ = accel.init_trackers(accel.single(), "demo", to=[getattr(accel.trackers, name)()], dir=tmp_path)
 
 

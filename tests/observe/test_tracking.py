@@ -500,7 +500,7 @@ def test_the_console_prints_rates_for_people(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("specification", ["d", "s", "%%", 3])
 def test_the_console_refuses_a_format_that_no_float_has(specification: Any) -> None:
-    with pytest.raises(accel.errors.ConfigError, match="the format of a float is not valid") as caught:
+    with assert_raises(accel.errors.ConfigError, problem="the format of a float is not valid") as caught:
         accel.trackers.console(formats={"loss": specification})
     made = eval(f"accel.trackers.console({caught.value.fix})", {"accel": accel})
     assert made.name == "console"
@@ -534,5 +534,5 @@ def test_each_tracker_has_its_name_and_another_name_is_an_error() -> None:
     names = [name for name, each in public.items() if getattr(each, "__annotations__", {}).get("return") == "Tracker"]
     assert len(names) >= 12
     assert [tracker.name for tracker in accel.trackers.by_name(names)] == names
-    with pytest.raises(accel.errors.ConfigError, match="tensorboard"):
+    with assert_raises(accel.errors.ConfigError, expected="tensorboard"):
         _ = accel.trackers.by_name("tensorbord")

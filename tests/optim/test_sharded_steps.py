@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer, Rprop
 
@@ -57,7 +58,7 @@ def test_state_from_before_the_first_step_follows_the_shards(ranks: Simulator, n
 
 @pytest.mark.parametrize("make", [*ADAGRADS.values(), lambda net: AdamW(net.parameters())])
 def test_state_of_a_step_is_refused(ranks: Simulator, make: Make) -> None:
-    with pytest.raises(PrepareError, match="does not fit the shards"):
+    with assert_raises(PrepareError, problem="does not fit the shards"):
         ranks.run(lambda ctx: _train(accel.replace(ctx, strategy="fsdp"), make, before=1), 2, default_group=True)
 
 

@@ -42,8 +42,8 @@ OFFLOADED: list[Callable[[Any, Path], object]] = [
 def test_models_that_accelerate_offloaded_are_refused(tmp_path: Path, offload: Callable[[Any, Path], object]) -> None:
     model = make()
     offload(model, tmp_path)
-    refused = pytest.raises(
-        accel.errors.PrepareError, match=r"Accelerate has dispatched.*load_checkpoint_and_dispatch\("
+    refused = assert_raises(
+        accel.errors.PrepareError, problem="Accelerate has dispatched", fix=r"load_checkpoint_and_dispatch\("
     )
     with refused as caught:
         accel.prepare_model(accel.single("cpu"), model)

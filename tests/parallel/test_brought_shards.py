@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from catching import assert_raises
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -140,7 +141,7 @@ def test_the_errors_line_makes_training_equal_one_process(ranks: Simulator, case
         ctx = accel.replace(ctx, strategy=strategy)
         model = make()
         before = list(model.parameters())
-        with pytest.raises(PrepareError, match="would get different samples") as caught:
+        with assert_raises(PrepareError, problem="would get different samples") as caught:
             _ = accel.prepare(ctx, model, torch.optim.SGD(model.parameters(), lr=0.1))
         assert all(each is old for each, old in zip(model.parameters(), before, strict=True))
         line = caught.value.fix.partition("ctx = ")[2]
@@ -236,7 +237,7 @@ def test_ranks_outside_of_the_context_are_not_judged(ranks: Simulator) -> None:
         net = fully_shard(_divide(_net(), mesh["tp"]), mesh=mesh["dp"])
         own = accel.from_mesh(mesh["dp"], strategy="fsdp")
         check_divided(own, net)
-        with pytest.raises(PrepareError, match=r"init_device_mesh|device_mesh\)"):
+        with assert_raises(PrepareError, fix=r"init_device_mesh|device_mesh\)"):
             check_divided(ctx, net)
         return own.data_parallel
 
@@ -247,7 +248,7 @@ def test_a_mesh_that_is_no_part_of_one_of_all_ranks_is_told(ranks: Simulator) ->
     def rank(ctx: accel.DistContext) -> None:
         mesh = DeviceMesh("cpu", [0, 1] if ctx.rank < 2 else [2, 3], mesh_dim_names=("tp",))
         told = r'divide the model along a part of one mesh of all ranks.*\("dp", "tp"\)'
-        with pytest.raises(PrepareError, match=told):
+        with assert_raises(PrepareError, fix=told):
             check_divided(ctx, _divide(_net(), mesh))
 
     _ = ranks.run(rank, 4, default_group=True)
@@ -257,7 +258,7 @@ def test_a_dimension_of_one_rank_needs_a_meaning_too(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> tuple[int, int]:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("mine", "tp"))
         model = fully_shard(_divide(_net(), mesh["tp"]), mesh=mesh["mine"])
-        with pytest.raises(PrepareError, match="different samples") as caught:
+        with assert_raises(PrepareError, problem="different samples") as caught:
             check_divided(ctx, model)
         line = caught.value.fix.partition("ctx = ")[2]
         found: accel.DistContext = eval(line, {"accel": accel, "model": model, "ctx": ctx})
@@ -338,7 +339,7 @@ def test_a_parametrization_that_gathers_nothing_is_right_by_the_line(ranks: Simu
     def rank(ctx: accel.DistContext) -> list[float]:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         model = doubled(_divide(_net(), mesh))
-        with pytest.raises(PrepareError, match="a parametrization computes") as caught:
+        with assert_raises(PrepareError, problem="a parametrization computes") as caught:
             check_divided(ctx, model)
         line = caught.value.fix.partition("ctx = ")[2]
         return _train(eval(line, {"accel": accel, "model": model, "ctx": ctx}), model)[1]

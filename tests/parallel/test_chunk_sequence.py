@@ -163,7 +163,7 @@ def test_what_is_no_map_of_positions_is_refused() -> None:
     for arguments, got in (((), "got tuple"), ((rows(),), "got 2 tensors"), ((3,), r"got \[3, 1, 16\] for a part")):
         with pytest.raises(ConfigError, match=got):
             _ = model(rows(), *arguments)
-    with pytest.raises(ConfigError, match="at least 1"):
+    with assert_raises(ConfigError, expected="at least 1"):
         _ = accel.chunk_sequence(make(), Mlp, parts=0)
 
 

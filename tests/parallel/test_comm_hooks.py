@@ -246,7 +246,7 @@ def test_options_that_come_too_late_are_refused(ranks: Simulator) -> None:
 )
 def test_ranks_with_other_options_are_told(ranks: Simulator, mine: Callable[[int], dict[str, Any]], said: str) -> None:
     def rank(ctx: accel.DistContext) -> None:
-        with pytest.raises(CollectiveMismatch, match=rf"rank 1: prepare_model.*{said}"):
+        with assert_raises(CollectiveMismatch, got=rf"rank 1: prepare_model.*{said}"):
             accel.prepare_model(ctx, make(), **mine(ctx.rank))
 
     ranks.run(rank, 2)

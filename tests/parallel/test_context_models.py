@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from handwritten import MODELS, Handwritten, tensors_of
 from handwritten_runs import called
 from torch import Tensor, nn
@@ -150,9 +151,9 @@ def test_a_part_of_the_model_that_attends_is_refused_alone(ranks: Simulator, is_
         if not is_before:
             _ = model(own)
             _ = model[0].head(own)  # works on positions one by one
-            with pytest.raises(ConfigError, match="a part of the model was called alone"):
+            with assert_raises(ConfigError, problem="a part of the model was called alone"):
                 model[0].attention(own)
-        with pytest.raises(ConfigError, match=r"called alone.*Call the prepared model"):
+        with assert_raises(ConfigError, problem="called alone", fix="Call the prepared model"):
             model[0](own)
         _ = model[0](torch.randn(2, 3, 4))  # not of a sequence that was cut
         return model(own).shape == (2, LENGTH // 2, 2)
@@ -352,7 +353,7 @@ def test_checkpoints_in_checkpoints_pass_tensors_by_keyword(ranks: Simulator, al
     def rank(ctx: accel.DistContext) -> float:
         ctx = accel.replace(ctx, mesh="cp=2")
         own = cut(ctx, {"x": whole.detach()})["x"].requires_grad_()
-        with pytest.raises(ConfigError, match=r"checkpoint\(block, x=x, use_reentrant=False\)"):
+        with assert_raises(ConfigError, fix=r"checkpoint\(block, x=x, use_reentrant=False\)"):
             accel.prepare_model(ctx, Nested(by_keyword=False, always=always))(own).sum().backward()
         model = accel.prepare_model(ctx, copy.deepcopy(plain))
         model.zero_grad()

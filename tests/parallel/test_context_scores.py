@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from torch import Tensor
@@ -238,7 +239,7 @@ def test_queries_of_another_sequence_see_the_keys_of_all_ranks(ranks: Simulator,
         out = accel.parallel.context_attention(ctx, q, k, v, **facts)
         out.backward(cut("grad", given["grad"]))
         got = {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad}
-        with pytest.raises(ConfigError, match="a window of two sequences"):
+        with assert_raises(ConfigError, problem="a window of two sequences"):
             accel.parallel.context_attention(ctx, q, k, v, window=3, **facts)
         differences = [each - cut(name, expected[name]) for name, each in got.items() if each is not None]
         return max(each.abs().max().item() for each in differences)

@@ -178,7 +178,7 @@ class Total(torch.autograd.Function):
 def test_a_gradient_never_gets_lost() -> None:
     """An autograd.Function hides its inputs from torch's classes; the error's line makes the logits."""
     model = accel.defer_logits(Words())
-    with pytest.raises(PrepareError, match=r"logits \+ 0"):
+    with assert_raises(PrepareError, fix=r"logits \+ 0"):
         Total.apply(model(IDS)).backward()  # pyright: ignore
     logits = model(IDS)
     Total.apply(logits + 0).backward()  # pyright: ignore
@@ -207,7 +207,7 @@ def test_users_hooks_on_the_head_get_logits() -> None:
 
 
 def test_a_model_without_one_linear_head_is_refused() -> None:
-    with pytest.raises(PrepareError, match="defer_logits\\(model"):
+    with assert_raises(PrepareError, fix=r"defer_logits\(model"):
         _ = accel.defer_logits(nn.Sequential(nn.Linear(3, 3)))
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
     assert accel.defer_logits(model, "1") is model

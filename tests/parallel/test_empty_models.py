@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from language_models import forward_backward, make_objects, plan_of, rows
 from steps import begin_batch
 from torch import nn
@@ -145,8 +146,8 @@ def test_weights_for_others_are_not_written_before_the_values_came(
         accel.save_model(ctx, full, folder)
         said: list[str] = []
         for write in (lambda: accel.save_model(ctx, empty, folder), lambda: accel.get_state_dict(ctx, empty)):
-            with pytest.raises(
-                accel.AccelError, match=r"no values yet.*(save_model|get_state_dict)\. Load them"
+            with assert_raises(
+                accel.AccelError, problem="no values yet", where="(save_model|get_state_dict)", fix="Load them"
             ) as caught:
                 write()
             said.append(type(caught.value).__name__)

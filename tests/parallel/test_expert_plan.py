@@ -94,7 +94,7 @@ def test_shared_parameters_are_refused():
 def test_a_buffer_of_all_experts_is_refused_where_a_forward_counts_its_own():
     model = model_of(Stacked())
     model.layers[0]["experts"].register_buffer("scale", torch.ones(4))
-    with pytest.raises(PrepareError, match=re.escape("layers.0.experts: has all experts in the buffer scale")):
+    with assert_raises(PrepareError, got=re.escape("layers.0.experts: has all experts in the buffer scale")):
         _ = resolve_experts(model, {"layers.*.experts": "dispatch"}, 2)
     assert resolve_experts(model, {"layers.*.experts": "local"}, 2) == {"layers.0.experts": "local"}
 
@@ -108,8 +108,8 @@ def test_all_problems_are_told_at_once():
 
 
 def test_a_model_without_named_experts_is_refused_with_the_line_to_write():
-    with pytest.raises(
-        PrepareError, match=re.escape('plan=accel.parallel.Plan(experts={"layers.*.experts": "dispatch"}).')
+    with assert_raises(
+        PrepareError, fix=re.escape('plan=accel.parallel.Plan(experts={"layers.*.experts": "dispatch"}).')
     ):
         _ = resolve_experts(BOTH, "model", 2)
     with assert_raises(PrepareError, fix="Leave ep out of the mesh"):
@@ -121,7 +121,7 @@ def test_every_rank_refuses_before_anything_changes():
         ctx = accel.replace(ctx, mesh="dp=2,ep=2")
         model = model_of(Stacked())
         before = dict(model.named_parameters())
-        with pytest.raises(PrepareError, match="a model that names none"):
+        with assert_raises(PrepareError, got="a model that names none"):
             _ = accel.prepare_model(ctx, model)
         assert all(each is before[name] for name, each in model.named_parameters())
 

@@ -127,7 +127,7 @@ def test_weights_of_a_token_sum_to_1_or_are_its_probabilities():
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(call, told):
-    with pytest.raises(ConfigError, match=told):
+    with assert_raises(ConfigError, got=told):
         call()
 
 

@@ -13,7 +13,8 @@ from torch import nn
 
 import accel
 from accel.parallel import Plan
-from accel.parallel.axes.pipeline._pipeline import Tie, sum_tied_gradients
+from accel.parallel.axes.pipeline import sum_tied_gradients
+from accel.parallel.axes.pipeline._pipeline import Tie
 from accel.testing import Simulator
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from language_models import LENGTH, WORDS, make_objects, plan_of
 from profiles import share
@@ -148,7 +149,7 @@ def test_what_cannot_generate_is_refused(options: dict[str, Any], said: str) -> 
 
 def test_a_mesh_with_cp_is_refused(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
-        with pytest.raises(accel.errors.ConfigError, match="mesh without cp"):
+        with assert_raises(accel.errors.ConfigError, fix="mesh without cp"):
             _generate(ctx, Axes(cp=2))
 
     ranks.run(rank, 2, default_group=True)

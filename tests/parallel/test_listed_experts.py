@@ -11,6 +11,7 @@ from typing import Any
 import families
 import pytest
 import torch
+from catching import assert_raises
 from families import TOLERANCE, Family, Mesh, cell
 from processes import job, run_ranks
 from steps import begin_batch
@@ -258,7 +259,7 @@ def test_each_expert_counts_its_rows():
         state = accel.optimizer_step(ctx, optimizer, state)
         counts = load.update_(ctx, state).layers
         with (
-            pytest.raises(ConfigError, match="do not show their tokens"),
+            assert_raises(ConfigError, problem="do not show their tokens"),
             load.counting(begin_batch(ctx, state), mask=tokens),
         ):
             _ = model(tokens)
@@ -342,7 +343,7 @@ def test_a_loop_that_cannot_run_twice_is_refused(block, told):
 def test_an_expert_that_is_called_from_elsewhere_is_refused():
     def run(ctx: accel.DistContext) -> None:
         model = accel.prepare_model(accel.replace(ctx, mesh="dp=2,ep=2"), net(), plan=PLAN)
-        with pytest.raises(PrepareError, match="a call of expert 1 from elsewhere"):
+        with assert_raises(PrepareError, got="a call of expert 1 from elsewhere"):
             _ = model.layers[0].experts[1](torch.ones(5, WIDTH))
 
     _ = simulate(run, 2, default_group=True)
@@ -390,7 +391,7 @@ def _in_a_dict() -> Net:
 )
 def test_a_list_that_cannot_be_divided_is_refused(make, told):
     def run(ctx: accel.DistContext) -> None:
-        with pytest.raises(PrepareError, match=re.escape(told)):
+        with assert_raises(PrepareError, got=re.escape(told)):
             _ = accel.prepare_model(accel.replace(ctx, mesh="dp=2,ep=2"), make(), plan=PLAN)
 
     _ = simulate(run, 2, default_group=True)
@@ -398,7 +399,7 @@ def test_a_list_that_cannot_be_divided_is_refused(make, told):
 
 def test_a_model_with_an_unnamed_list_is_refused_with_the_line_to_write():
     def run(ctx: accel.DistContext) -> None:
-        with pytest.raises(PrepareError, match=re.escape('Plan(experts={"layers.*.experts": "dispatch"}).')):
+        with assert_raises(PrepareError, fix=re.escape('Plan(experts={"layers.*.experts": "dispatch"}).')):
             _ = accel.prepare_model(accel.replace(ctx, mesh="dp=2,ep=2"), net())
 
     _ = simulate(run, 2, default_group=True)

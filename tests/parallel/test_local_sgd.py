@@ -170,11 +170,11 @@ def test_ranks_that_average_at_other_steps_are_told(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
         model = accel.parallel.prepare_local_model(ctx, make())
         local = accel.parallel.local_sgd_step(ctx, model, accel.parallel.LocalSgd(every=2), last=ctx.rank == 0)
-        with pytest.raises(CollectiveMismatch, match="wait_for_everyone"):
+        with assert_raises(CollectiveMismatch, got="wait_for_everyone"):
             accel.wait_for_everyone(ctx)
         assert local.taken == 1
 
-    with pytest.raises(CollectiveMismatch, match="rank 0: reduce at test_local_sgd"):
+    with assert_raises(CollectiveMismatch, expected="rank 0: reduce at test_local_sgd"):
         ranks.run(rank, 2)
 
 
@@ -227,7 +227,7 @@ def test_with_its_optimizer_averaged_a_run_resumes_exactly(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("every", [0, -1, 2.0, True])
 def test_numbers_of_steps_that_are_none(every: Any) -> None:
-    with pytest.raises(ConfigError, match="an integer from 1"):
+    with assert_raises(ConfigError, expected="an integer from 1"):
         accel.parallel.LocalSgd(every)
 
 
@@ -253,9 +253,9 @@ def test_a_model_that_ddp_keeps_equal_is_refused(ranks: Simulator) -> None:
 
 def test_ranks_that_share_experts_and_empty_models_are_refused(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
-        with pytest.raises(PrepareError, match="ep out of the mesh"):
+        with assert_raises(PrepareError, fix="ep out of the mesh"):
             accel.parallel.prepare_local_model(accel.replace(ctx, mesh="dp=2,ep=2"), nn.Linear(2, 2))
-        with pytest.raises(accel.errors.DeviceError, match="no values"):
+        with assert_raises(accel.errors.DeviceError, problem="no values"):
             accel.parallel.prepare_local_model(ctx, nn.Linear(2, 2, device="meta"))
 
     ranks.run(rank, 2, default_group=True)

@@ -35,11 +35,11 @@ def test_experts_that_no_plan_names_keep_their_values(ranks: Simulator, mesh: st
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
         model = _stage(ctx)
-        with pytest.raises(PrepareError, match="a model that names none"):
+        with assert_raises(PrepareError, got="a model that names none"):
             _ = accel.prepare(ctx, model, SGD(model.parameters(), lr=0.1))
-        with pytest.raises(PrepareError, match="a model that names none"):
+        with assert_raises(PrepareError, got="a model that names none"):
             _ = accel.prepare_model(ctx, model)
-        with pytest.raises(PrepareError, match="rank 0's experts"):
+        with assert_raises(PrepareError, problem="rank 0's experts"):
             _ = accel.parallel.prepare_local_model(ctx, model)
         assert model.weight.eq(ctx.rank).all()
 
@@ -130,7 +130,7 @@ def test_all_refusals_of_a_dimension_are_in_one_error(ranks: Simulator, mesh: st
     size, make, plan, problems = SEVERAL[mesh]
 
     def rank(ctx: accel.DistContext) -> str:
-        with pytest.raises(PrepareError, match="the model is refused for several reasons") as caught:
+        with assert_raises(PrepareError, problem="the model is refused for several reasons") as caught:
             accel.prepare_model(accel.replace(ctx, mesh=mesh), make(), plan=plan)
         return caught.value.got
 

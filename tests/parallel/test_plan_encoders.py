@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from torch.utils.data import DataLoader
 
 import accel
@@ -157,7 +158,7 @@ def test_the_named_call_works_on_several_ranks(ranks: Simulator, strategy: Any) 
     def run(ctx: accel.DistContext) -> Any:
         model = accel.prepare_model(accel.replace(ctx, strategy=strategy), _made("bart"))
         mask = torch.ones_like(IDS)
-        with pytest.raises(accel.errors.ConfigError, match="encoder-decoder") as raised:
+        with assert_raises(accel.errors.ConfigError, problem="encoder-decoder") as raised:
             _ = accel.training.generate(ctx, model, IDS, attention_mask=mask, max_new_tokens=4)
         names = {"accel": accel, "model": model, "ids": IDS, "attention_mask": mask}
         with torch.no_grad():
@@ -194,7 +195,7 @@ def _bert(*, is_decoder: bool) -> Any:
 
 def test_models_without_a_language_head_are_refused() -> None:
     net = _without_head()
-    with pytest.raises(accel.errors.ConfigError, match=r"can_generate\(\) is False"):
+    with assert_raises(accel.errors.ConfigError, got=r"can_generate\(\) is False"):
         _ = accel.training.generate(accel.single(), net, IDS, max_new_tokens=2)
     table = torch.randn(8, 64)
     select = lambda output: output.last_hidden_state @ table  # noqa: E731 - a head of the caller's own
@@ -202,7 +203,7 @@ def test_models_without_a_language_head_are_refused() -> None:
 
 
 def test_a_model_that_attends_to_later_tokens_is_refused() -> None:
-    with pytest.raises(accel.errors.ConfigError, match="later tokens"):
+    with assert_raises(accel.errors.ConfigError, problem="later tokens"):
         _ = accel.training.generate(accel.single(), _bert(is_decoder=False), IDS, max_new_tokens=2)
     assert_same_as_its_own(_bert(is_decoder=True))
     sizes = {"vocab_size": 64, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}

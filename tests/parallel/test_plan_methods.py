@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -212,7 +213,7 @@ def test_a_part_called_alone_names_the_line_that_makes_it_work(
 ) -> None:
     plan = Plan()
     for at in range(len(named)):
-        with pytest.raises(PrepareError, match="called outside the model") as raised:
+        with assert_raises(PrepareError, problem="called outside the model") as raised:
             ranks.run(partial(_evaluated, call=call, plan=plan), 2, default_group=True)
         line = raised.value.fix.partition(": ")[2]
         found: dict[str, Plan] = {}
@@ -248,13 +249,13 @@ def test_a_replica_names_the_option_where_its_forward_was_left_out(ranks: Simula
     def call(net: Any) -> torch.Tensor:
         return net.decode(net.encode(IDS[:2]))
 
-    with pytest.raises(accel.errors.StepError, match=r"Plan\(methods=\(\"encode\",\)\)"):
+    with assert_raises(accel.errors.StepError, fix=r"Plan\(methods=\(\"encode\",\)\)"):
         ranks.run(_first_step("ddp", call, Plan()), 2, default_group=True)
     ranks.run(_first_step("ddp", call, Plan(methods=("encode", "decode"))), 2, default_group=True)
 
 
 def test_forward_called_by_hand_names_the_call(ranks: Simulator) -> None:
-    with pytest.raises(PrepareError, match=r"Call the model itself"):
+    with assert_raises(PrepareError, fix="Call the model itself"):
         ranks.run(lambda ctx: _evaluated(ctx, lambda net: net.forward(IDS[:2]), Plan()), 2, default_group=True)
 
 
@@ -284,7 +285,7 @@ def test_what_is_no_entry_is_refused(ranks: Simulator, name: str, world: int, st
     def run(ctx: accel.DistContext) -> None:
         _ = accel.prepare_model(accel.replace(ctx, strategy=strategy), Net(), plan=Plan(methods=(name,)))
 
-    with pytest.raises(PrepareError, match=r"Plan\.methods") as raised:
+    with assert_raises(PrepareError, where=r"Plan\.methods") as raised:
         ranks.run(run, world, default_group=True)
     assert name in raised.value.got
     if name == "encoed":
@@ -292,7 +293,7 @@ def test_what_is_no_entry_is_refused(ranks: Simulator, name: str, world: int, st
 
 
 def test_a_text_is_no_tuple_of_methods() -> None:
-    with pytest.raises(ConfigError, match=r"plan\.methods"):
+    with assert_raises(ConfigError, where=r"plan\.methods"):
         Plan(methods="encode")  # pyright: ignore[reportArgumentType]
 
 
@@ -301,7 +302,7 @@ def test_axes_that_divide_forwards_refuse_methods(ranks: Simulator, mesh: str) -
     def run(ctx: accel.DistContext) -> None:
         _ = accel.prepare_model(accel.replace(ctx, mesh=mesh), Net(), plan=Plan(methods=("encode",)))
 
-    with pytest.raises(PrepareError, match=r"Plan\.methods"):
+    with assert_raises(PrepareError, where=r"Plan\.methods"):
         ranks.run(run, 2, default_group=True)
 
 

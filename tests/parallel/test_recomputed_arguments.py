@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from torch import nn
 
 import accel
@@ -110,7 +111,7 @@ def test_an_emptied_cache_says_so_where_it_would_be_missed() -> None:
     own = transformers.DynamicCache(config=model.config)
     for cache in (model(input_ids=IDS).past_key_values, own):
         _ = model(input_ids=IDS, past_key_values=own) if cache is own else None
-        with pytest.raises(ConfigError, match="keep no keys and values") as raised:
+        with assert_raises(ConfigError, problem="keep no keys and values") as raised:
             _ = model(input_ids=IDS, past_key_values=cache)
         names: dict[str, Any] = {"torch": torch, "model": model, "ids": IDS}
         exec(raised.value.fix.partition(": ")[2], names)
@@ -198,7 +199,7 @@ def test_an_argument_that_a_block_changes_is_named(change: str, named: bool) -> 
     make, act, path = CHANGES[change]
     block = accel.checkpoint_activations(Block(act), Block)
     hidden = torch.randn(3, 4)
-    with pytest.raises(ConfigError, match="changes one of its arguments") as raised:
+    with assert_raises(ConfigError, problem="changes one of its arguments") as raised:
         _ = block(hidden, more=make()) if named else block(hidden, make())
     assert raised.value.got.startswith(f"{'more' if named else 'extra'}{path}, ")
     line = raised.value.fix.partition("parts of it: ")[2].rstrip(".")

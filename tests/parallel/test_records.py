@@ -22,8 +22,8 @@ from accel.parallel._copies import copied_model
 from accel.parallel._fakes import without_memory
 from accel.parallel._record import ForwardRecord, Label
 from accel.parallel._recorder import record_forward
+from accel.parallel.axes.pipeline import pipeline_of
 from accel.parallel.axes.pipeline._cut import MOST_TWICE, Cut, cut_record, share_twice
-from accel.parallel.axes.pipeline._pipeline import pipeline_of
 from accel.parallel.axes.pipeline._stages import recorded_calls
 from accel.random import Key
 from accel.tensors import is_fake

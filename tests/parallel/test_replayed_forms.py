@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy
 import pytest
 import torch
+from catching import assert_raises
 from handwritten import Batch, Handwritten, tensors_of
 from handwritten.manners import Block, Words
 from handwritten_runs import compare, piped, plain
@@ -569,7 +570,7 @@ def test_an_error_of_a_models_own_names_module_and_line(ranks: Simulator, kind: 
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(fails(self, input))
 
-    with pytest.raises(StageError, match=f"{told}: ValueError: no such thing") as caught:
+    with assert_raises(StageError, problem=f"{told}: ValueError: no such thing") as caught:
         _ = _run(ranks, Fails)
     where = caught.value.where
     assert where.startswith("blocks.0.mix at" if kind != "function" else "blocks.0 at"), where

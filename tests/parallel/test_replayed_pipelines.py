@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
 from accel.errors import PrepareError
-from accel.parallel.axes.pipeline._pipeline import pipeline_of
+from accel.parallel.axes.pipeline import pipeline_of
 from accel.tensors import is_dtensor, is_fake
 from accel.testing import Simulator
 

@@ -23,9 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import accel
 from accel.errors import StageError
 from accel.parallel import Plan
-from accel.parallel.axes.pipeline._pipeline import pipeline_of
-from accel.parallel.axes.pipeline._replayed import Calls, ReplayedModule
-from accel.parallel.axes.pipeline._work import Work
+from accel.parallel.axes.pipeline import ReplayedModule, Work, pipeline_of
+from accel.parallel.axes.pipeline._replayed import Calls
 from accel.testing import Simulator
 
 

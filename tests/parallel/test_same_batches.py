@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from pipelines import Words, loss_sum
 from steps import begin_batch
 from torch import Tensor, nn
@@ -129,7 +130,7 @@ def test_a_leaf_among_many_is_noticed(ranks: Simulator, at: int):
         _ = model(X, [torch.tensor([float(k)]) + (k == at) * other * ctx.rank for k in range(41)])
 
     _ = ranks.run(lambda ctx: rank(ctx, 0), 2, default_group=True)
-    with pytest.raises(accel.errors.DataError, match="float32"):
+    with assert_raises(accel.errors.DataError, got="float32"):
         _ = ranks.run(lambda ctx: rank(ctx, 1), 2, default_group=True)
 
 
@@ -258,7 +259,7 @@ def test_a_model_for_local_sgd_is_compared_along_tp(ranks: Simulator):
         ctx = accel.replace(ctx, mesh="dp=2,tp=2")
         _ = accel.parallel.prepare_local_model(ctx, Net())(X + ctx.rank)
 
-    with pytest.raises(accel.errors.DataError, match=r"on the ranks [02], [13],"):
+    with assert_raises(accel.errors.DataError, expected="on the ranks [02], [13],"):
         _ = ranks.run(rank, 4, default_group=True)
 
 

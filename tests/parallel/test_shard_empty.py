@@ -129,7 +129,7 @@ def test_of_an_empty_offloaded_model_the_shards_alone_are_on_the_host(
 def test_a_forward_before_the_values_came_is_refused_on_every_rank(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> str:
         _, model, _ = _prepared(ctx, _empty_with_buffers())
-        with pytest.raises(PrepareError, match="no values yet") as caught:
+        with assert_raises(PrepareError, problem="no values yet") as caught:
             model(torch.ones(2, 4))
         return str(caught.value)
 

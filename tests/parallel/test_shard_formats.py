@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from catching import assert_raises
 from steps import begin_batch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -185,7 +186,7 @@ def test_a_forward_needs_no_autocast_of_its_own_and_none_may_turn_it_off(ranks: 
         with (
             torch.no_grad(),
             accel.autocast(ctx, "fp32"),
-            pytest.raises(PrepareError, match=r"turns it off.*fp32_modules.*gather_dtype"),
+            assert_raises(PrepareError, got="turns it off", fix="fp32_modules.*gather_dtype"),
         ):
             model(ids)
         return bare, within
@@ -285,7 +286,7 @@ REFUSED = [("fp32", "bf16"), ("tf32", "fp16"), ("bf16", "fp16"), ("fp16", "bf16"
 def test_a_format_that_the_context_does_not_compute_in_is_refused(ranks: Simulator, context: str, gather: Any) -> None:
     def rank(ctx: accel.DistContext) -> str:
         model = _net()
-        with pytest.raises(ConfigError, match="gathered in a format") as caught:
+        with assert_raises(ConfigError, problem="gathered in a format") as caught:
             accel.prepare_model(ctx, model, plan=Plan(gather_dtype=gather))
         assert not any(isinstance(each, DTensor) for each in model.parameters())
         return caught.value.got

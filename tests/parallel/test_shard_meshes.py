@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from catching import assert_raises
 from steps import ByState, begin_batch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -203,7 +204,7 @@ def test_ranks_that_were_left_out_are_noticed_on_any_mesh(ranks: Simulator) -> N
         ctx = accel.replace(ctx, mesh="dp=2,tp=2")
         assert ctx.mesh is not None
         model = parallelize_module(_pair(), ctx.mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        with pytest.raises(PrepareError, match="would not reach every rank") as caught:
+        with assert_raises(PrepareError, problem="would not reach every rank") as caught:
             accel.no_sync(ctx, model)
         return f"{caught.value.expected}; {caught.value.got}"
 
@@ -217,7 +218,7 @@ def test_axes_that_torch_cannot_combine_are_refused_before_the_model_changes(ran
         mesh = init_device_mesh("cpu", (1, 2, 2, 2), mesh_dim_names=("pp", "dp", "tp", "cp"))
         ctx = accel.replace(ctx, mesh=mesh, strategy="fsdp")
         model = _pair()
-        with pytest.raises(PrepareError, match="cannot combine") as caught:
+        with assert_raises(PrepareError, problem="cannot combine") as caught:
             accel.prepare_model(ctx, model, plan=Plan(tensor={"up": "colwise", "down": "rowwise"}))
         assert not any(isinstance(each, DTensor) for each in model.parameters())
         return caught.value.got

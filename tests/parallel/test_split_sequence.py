@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from torch import Tensor
@@ -135,7 +136,7 @@ def test_refused_with_the_way_out(ranks: Simulator, batch: Any, options: Any, er
 
 def test_positions_of_a_length_that_cannot_be_cut_are_refused(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
-        with pytest.raises(DataError, match="a multiple of 4"):
+        with assert_raises(DataError, expected="a multiple of 4"):
             accel.parallel.sequence_positions(accel.replace(ctx, mesh="cp=2"), 6)
 
     ranks.run(rank, 2, default_group=True)

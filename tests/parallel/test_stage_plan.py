@@ -22,9 +22,9 @@ from accel.errors import ConfigError, PrepareError
 from accel.parallel._fakes import without_memory
 from accel.parallel._micro_batches import plan_rows, split_batch
 from accel.parallel._modules import stage_modules
+from accel.parallel.axes.pipeline import ReplayedModule
 from accel.parallel.axes.pipeline._layout import make_layout
 from accel.parallel.axes.pipeline._planned import planned
-from accel.parallel.axes.pipeline._replayed import ReplayedModule
 from accel.testing import Simulator
 from accel.topology import Balance, divide
 
@@ -122,7 +122,7 @@ def test_models_of_fewer_modules_than_stages_are_refused(model: nn.Module, stage
 
 @pytest.mark.parametrize("stages", [0, -1, 1.5, True])
 def test_numbers_of_stages_are_integers_from_one(stages: int) -> None:
-    with pytest.raises(ConfigError, match="the number of stages is not valid"):
+    with assert_raises(ConfigError, problem="the number of stages is not valid"):
         accel.parallel.stage_plan(Gpt(), stages)
 
 
@@ -268,7 +268,7 @@ def test_stages_are_balanced_by_blocks_memory_or_time(balance: Any, first: int) 
 
 
 def test_an_unknown_balance_is_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown balance"):
+    with assert_raises(ConfigError, problem="unknown balance"):
         _ = accel.parallel.stage_plan(Uneven(), 2, balance="parameters")  # type: ignore[arg-type]
 
 

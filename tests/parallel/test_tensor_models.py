@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from steps import two_steps
@@ -358,5 +359,5 @@ def test_a_model_computes_the_loss_of_its_labels_from_logits_that_no_rank_gather
 
 
 def test_an_unknown_style_of_a_head_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"plan\.head"):
+    with assert_raises(ConfigError, where=r"plan\.head"):
         _ = accel.parallel.Plan(head="rowwise")  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, strategies as st
 from tensor_models import COPIES, made, plans
 from torch import nn
@@ -181,7 +182,7 @@ def test_a_module_with_parameters_that_see_the_whole_input_is_not_fused() -> Non
 
 
 def test_styles_that_are_unknown_here_are_named() -> None:
-    with pytest.raises(PrepareError, match=r"inner\.blocks\.\*\.mlp: strange; inner\.head: odd"):
+    with assert_raises(PrepareError, got=r"inner\.blocks\.\*\.mlp: strange; inner\.head: odd"):
         accel.parallel.tensor_plan(Declared({"inner.blocks.*.mlp": "strange", "inner.head": "odd"}))
 
 
@@ -192,7 +193,7 @@ def test_a_row_wise_layer_that_gives_every_rank_values_of_all_heads_is_named() -
     for block in model.inner.blocks:
         block.attention.step = nn.Linear(4, 2)
     model._plan = {**model._plan, "inner.blocks.*.attention.step": "rowwise"}
-    with pytest.raises(PrepareError, match=r"blocks\.0\.attention\.step: rowwise, for values of all heads"):
+    with assert_raises(PrepareError, got=r"blocks\.0\.attention\.step: rowwise, for values of all heads"):
         accel.parallel.tensor_plan(model)
 
 
@@ -347,7 +348,7 @@ ONE_WRONG: dict[str, tuple[Any, Any, int, str]] = {
 @pytest.mark.parametrize("name", ONE_WRONG)
 def test_what_cannot_be_divided_is_refused(name: str) -> None:
     make, plan, size, said = ONE_WRONG[name]
-    with pytest.raises(PrepareError, match=said):
+    with assert_raises(PrepareError, got=said):
         rules_of(make(), plan, size)
 
 
@@ -360,9 +361,9 @@ def test_nothing_has_changed_when_a_plan_is_refused(ranks: Any) -> None:
             with pytest.raises(PrepareError) as caught:
                 accel.prepare(ctx, model, torch.optim.SGD(model.parameters(), 0.1), plan=plan)
             told.append(str(caught.value))
-        with pytest.raises(ConfigError, match=r"plan\.sequence"):
+        with assert_raises(ConfigError, where=r"plan\.sequence"):
             accel.prepare(ctx, model, plan=accel.parallel.Plan(tensor={"head": "colwise"}, sequence=True))
-        with pytest.raises(ConfigError, match=r"plan\.head"):
+        with assert_raises(ConfigError, where=r"plan\.head"):
             accel.prepare(ctx, model, plan=accel.parallel.Plan(tensor={"head": "colwise"}, head="colwise"))
         assert not any(hasattr(each, "device_mesh") for each in model.parameters())
         assert type(model.head) is nn.Linear
@@ -381,7 +382,7 @@ def test_a_plan_says_nothing_of_an_axis_of_one_rank() -> None:
 
 def test_sequences_of_models_of_another_form_are_refused() -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 2, enable_nested_tensor=False)
-    with pytest.raises(PrepareError, match="the tokens of this model cannot be shared"):
+    with assert_raises(PrepareError, problem="the tokens of this model cannot be shared"):
         accel.parallel.tensor_plan(model, sequence=True)
 
 

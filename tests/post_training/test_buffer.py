@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 
@@ -101,7 +102,7 @@ def test_samples_are_grouped_by_prompt_in_any_order(order: list[int]) -> None:
     assert all(each.rewards is None for each in group_samples(Samples.of(rows)).values())
     assert group_samples(Samples.of(rows).rows([]), torch.zeros(0)) == {}  # a rank without prompts
     for wrong in (rewards[:3], rewards[:, None]):
-        with pytest.raises(DataError, match="one for each row"):
+        with assert_raises(DataError, expected="one for each row"):
             group_samples(Samples.of(rows), wrong)
 
 
@@ -116,7 +117,7 @@ def test_rewards_that_are_not_finite_are_refused_before_they_wait(bad: float, at
         lambda given: group_advantages(accel.single("cpu"), given, 2),
     )
     for call in calls:
-        with pytest.raises(DataError, match=f"in row {at}") as caught:
+        with assert_raises(DataError, got=f"in row {at}") as caught:
             call(rewards)
         fixed = {"torch": torch, "rewards": rewards}
         exec(str(caught.value.fix).split(", or correct")[0], fixed)
@@ -206,7 +207,7 @@ def test_slips_are_told_with_the_state_of_the_prompt() -> None:
         with pytest.raises(accel.errors.ConfigError, match="group_samples"):
             later.put(wrong)  # type: ignore[arg-type]
     assert later.put({1: group(1)}).is_ready(0)  # the line of the fix carries the record
-    with pytest.raises(accel.errors.ConfigError, match="start"):
+    with assert_raises(accel.errors.ConfigError, where="start"):
         buffer.start(0, -1)
     assert buffer.requeue(1, 1).start(0, 4)[1] == (1,)  # queued once
     for options in ({"batch": 0}, {"batch": 1, "max_staleness": -1}):

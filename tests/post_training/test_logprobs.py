@@ -138,13 +138,13 @@ def test_slips_are_errors() -> None:
         _ = post.token_logprobs(ONE, logits, ids[:, 1:])
     assert "token_logprobs(ctx, logits[:, :-1], ids[:, 1:])" in str(caught.value)
     assert post.token_logprobs(ONE, logits[:, :-1], ids[:, 1:]).shape == (1, 3)
-    with pytest.raises(ConfigError, match="temperature"):
+    with assert_raises(ConfigError, problem="temperature"):
         _ = post.token_logprobs(ONE, logits, ids, temperature=0.0)
     for wrong in (ids.float(), ids.bool()):
-        with pytest.raises(ConfigError, match="no classes"):
+        with assert_raises(ConfigError, problem="no classes"):
             _ = post.token_logprobs(ONE, logits, wrong)
     outputs = SimpleNamespace(logits=logits)
-    with pytest.raises(ConfigError, match=r"token_logprobs\(ctx, outputs.logits, targets\)"):
+    with assert_raises(ConfigError, fix=r"token_logprobs\(ctx, outputs.logits, targets\)"):
         _ = post.token_logprobs(ONE, outputs, ids)  # type: ignore[arg-type]
     assert torch.equal(post.token_logprobs(ONE, outputs.logits, ids.int()), post.token_logprobs(ONE, logits, ids))
 
@@ -163,7 +163,7 @@ def test_a_dtensor_is_refused_with_the_line_that_scores_its_part(ranks: Simulato
         calls = ["token_logprobs", *(["vocab_cross_entropy"] if placement.is_shard() else [])]
         found: list[tuple[Tensor, Tensor]] = []
         for call in calls:
-            with pytest.raises(ConfigError, match="logits are a DTensor") as caught:
+            with assert_raises(ConfigError, problem="logits are a DTensor") as caught:
                 names[call](ctx, names["logits"], labels)
             assert caught.value.fix is not None
             scores = eval(caught.value.fix, names)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
@@ -388,7 +389,7 @@ def test_slips_are_errors(call: Callable[[], object], problem: str) -> None:
     [(0.1, "(0.1, 0.1)"), *((each, "(0.2, 0.2)") for each in (-1.0, 3, (0.1,), (0.1, 0.2, 0.3), "0.1", None))],
 )
 def test_the_fix_of_a_clip_is_a_pair_that_passes(clip: Any, right: str) -> None:
-    with pytest.raises(ConfigError, match="clip is no pair") as caught:
+    with assert_raises(ConfigError, problem="clip is no pair") as caught:
         _ = post.policy_loss(ONE, NEW, OLD, GAINS, MASK, clip=clip)
     assert caught.value.fix == f"Pass clip={right}."
     assert post.policy_loss(ONE, NEW, OLD, GAINS, MASK, clip=ast.literal_eval(right)).sum.isfinite()

@@ -175,7 +175,7 @@ def read(ctx: accel.DistContext, packed: PackedRows, steps: int, state: Any = No
 @pytest.mark.parametrize("seed", [None, 7])
 def test_any_number_of_ranks_reads_and_resumes_the_same(ranks: Simulator, kind: Any, seed: Any) -> None:
     if seed is not None and kind is not list:
-        with pytest.raises(DataError, match="shuffled"):
+        with assert_raises(DataError, problem="shuffled"):
             _ = pack(kind([]), 8, seed=seed)
         return
     rows = rows_of([1 + at % 7 for at in range(60)])

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from processes import job, patience
 from profiles import share
@@ -403,5 +404,5 @@ def test_log_probabilities_are_compared_for_any_vocabulary(vocabulary: int) -> N
     assert published.mismatch == pytest.approx(0.0, abs=1e-6)
     with torch.no_grad():
         sampled.weight.zero_()
-    with pytest.raises(ServerError, match="other log-probabilities"):
+    with assert_raises(ServerError, problem="other log-probabilities"):
         publish(ctx, Loose(sampled, loses=True), trained, version=Version("a", 1))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from torch import Tensor, nn
 
 import accel
@@ -109,7 +110,7 @@ def test_the_block_leaves_everything_as_it_was_even_after_an_error() -> None:
 
 def test_a_model_that_trains_needs_a_frozen_copy() -> None:
     model, ctx = nn.Linear(2, 2), ONE
-    with pytest.raises(ConfigError, match="no reference of itself") as caught, post.reference(ctx, model):
+    with assert_raises(ConfigError, problem="no reference of itself") as caught, post.reference(ctx, model):
         pass
     line = "frozen = accel.prepare_model(ctx, copy.deepcopy(model).requires_grad_(False))"
     assert line in str(caught.value)

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from torch import Tensor, nn
@@ -422,7 +423,7 @@ def test_a_model_of_a_mesh_with_cp_is_refused_with_the_copy_that_draws(ranks: Si
     def rank(ctx: accel.DistContext) -> Any:
         ctx = accel.replace(ctx, mesh="cp=2")
         model, copy = accel.prepare_model(ctx, llama()), llama()
-        with pytest.raises(ConfigError, match=r"servers\.local\(copy\)"):
+        with assert_raises(ConfigError, fix=r"servers\.local\(copy\)"):
             _ = drawn(ctx, model, PROMPTS)
         for each in copy.parameters():
             _ = each.data.zero_()

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, strategies as st
 
 from accel.errors import AccelError, DataError
@@ -109,7 +110,7 @@ def test_whole_numbers_of_any_kind_are_tokens(form: str) -> None:
     "ids", [np.array([2**63], dtype=np.uint64), [2**70], torch.tensor([1j]), torch.tensor([1.5]).half(), np.array([-1])]
 )
 def test_other_numbers_are_no_tokens(ids: Any) -> None:
-    with pytest.raises(DataError, match="the tokens are not valid"):
+    with assert_raises(DataError, problem="the tokens are not valid"):
         token_ids(ids, "here")
 
 

@@ -26,8 +26,7 @@ from sample_runs import START_S, look_at, write_everything, write_launch, write_
 import accel
 from accel.alerts import Alert
 from accel.cli import main
-from accel.report import Curves, StoredCheckpoint, find_runs, name_runs, report_page, state_of, thin
-from accel.report._run_data import RunData
+from accel.report import Curves, RunData, StoredCheckpoint, find_runs, name_runs, report_page, state_of, thin
 from accel.report._series import better_of, charts_of, condense, encode_numbers, ranked_metrics
 from accel.report._tables import _launch_facts, element, settings as settings_of, table
 from accel.run_folder import (

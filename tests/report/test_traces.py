@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 
@@ -251,11 +252,11 @@ def test_names_of_operators_are_one_line_and_ranks_come_from_file_names(tmp_path
 def test_what_is_no_profile_is_refused(tmp_path: Path, files: dict[str, bytes], told: str) -> None:
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
-    with pytest.raises(ConfigError, match=told):
+    with assert_raises(ConfigError, problem=told):
         _ = read_traces(tmp_path)
 
 
 def test_a_torn_trace_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(cpu_trace(0, 0))[:-20])
-    with pytest.raises(ConfigError, match="a trace cannot be read"):
+    with assert_raises(ConfigError, problem="a trace cannot be read"):
         _ = read_traces(tmp_path)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from catching import assert_raises
 from sample_runs import write_launch, write_metrics, write_run
 
 from accel.cli import main
@@ -143,7 +144,7 @@ def test_the_rest_of_a_run_is_shown_and_the_file_named(tmp_path: Path, capsys: p
 def test_a_packed_trace_is_unpacked_within_a_limit(tmp_path: Path) -> None:
     (tmp_path / "rank-0.json.gz").write_bytes(gzip.compress(b'{"traceEvents": []}' + bytes(2**24)))
     tracemalloc.start()
-    with pytest.raises(ConfigError, match="too large"):
+    with assert_raises(ConfigError, problem="too large"):
         read_traces(tmp_path, most=1_000_000)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -219,9 +220,9 @@ def test_a_configuration_that_was_named_may_be_any_file(tmp_path: Path, monkeypa
     writer.start()
     assert read_config(str(pipe)).values == {"seed": 4}
     writer.join()
-    with pytest.raises(ConfigError, match="not a regular file"):
+    with assert_raises(ConfigError, got="not a regular file"):
         read_config(str(pipe), found=True)
-    with pytest.raises(ConfigError, match=r"larger than 16\.0 MB"):
+    with assert_raises(ConfigError, got=r"larger than 16\.0 MB"):
         read_config("/dev/zero")
     monkeypatch.chdir(tmp_path)
     link.unlink()

@@ -46,7 +46,7 @@ def rewrite(folder: Path, **changes: Any) -> None:
 
 def test_a_second_writer_is_refused_and_told_by_whom(tmp_path: Path) -> None:
     lock = take_lock(tmp_path)
-    with pytest.raises(CheckpointError, match=f"process {os.getpid()} on host .*this process") as caught:
+    with assert_raises(CheckpointError, got=f"process {os.getpid()} on host .*this process") as caught:
         take_lock(tmp_path)
     assert caught.value.where == str(tmp_path / LOCK)
     lock.release()
@@ -58,7 +58,7 @@ def test_a_second_writer_is_refused_and_told_by_whom(tmp_path: Path) -> None:
 def test_another_process_is_named_while_it_lives_and_leaves_nothing_that_counts(tmp_path: Path) -> None:
     process = holder_process(tmp_path)
     try:
-        with pytest.raises(CheckpointError, match=rf"process {process.pid} on host .*\(this host\), saving since"):
+        with assert_raises(CheckpointError, got=rf"process {process.pid} on host .*\(this host\), saving since"):
             take_lock(tmp_path)
     finally:
         end(process)
@@ -82,13 +82,13 @@ def test_without_flock_the_number_and_the_start_of_the_process_tell(
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
     process = holder_process(tmp_path)
-    with pytest.raises(CheckpointError, match=f"process {process.pid} "):
+    with assert_raises(CheckpointError, got=f"process {process.pid} "):
         take_lock(tmp_path)
     end(process)
     rewrite(tmp_path, pid=os.getpid(), started="1")  # the number has a new owner
     take_lock(tmp_path).release()
     (tmp_path / LOCK).write_text('{"host":"elsewhere","pid":1,"started":"","since":"Monday"}')
-    with pytest.raises(CheckpointError, match="process 1 on host elsewhere"):
+    with assert_raises(CheckpointError, got="process 1 on host elsewhere"):
         take_lock(tmp_path)
 
 
@@ -113,7 +113,7 @@ def test_no_release_removes_the_lock_of_another(tmp_path: Path) -> None:
     (tmp_path / LOCK).unlink()  # by somebody who took the first for dead
     second = take_lock(tmp_path)
     first.release()
-    with pytest.raises(CheckpointError, match="this process"):
+    with assert_raises(CheckpointError, got="this process"):
         take_lock(tmp_path)
     second.release()
 
@@ -121,7 +121,7 @@ def test_no_release_removes_the_lock_of_another(tmp_path: Path) -> None:
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"")
     (tmp_path / LOCK).symlink_to(tmp_path / "secret")
-    with pytest.raises(CheckpointError, match="ELOOP"):
+    with assert_raises(CheckpointError, problem="ELOOP"):
         take_lock(tmp_path)
     assert (tmp_path / LOCK).is_symlink()
 
@@ -138,7 +138,7 @@ def test_a_disk_that_fails_once_leaves_no_lock_that_counts(
         if name == "unlink":
             take_lock(tmp_path).release()
         else:
-            with pytest.raises(CheckpointError, match="ENOSPC"):
+            with assert_raises(CheckpointError, problem="ENOSPC"):
                 take_lock(tmp_path)
     take_lock(tmp_path).release()
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from hypothesis import given, settings, strategies as st
 from profiles import share
 
-from accel.storage._ranges import PAGE, WantedBytes, plan_requests
+from accel.storage import PAGE
+from accel.storage._ranges import WantedBytes, plan_requests
 
 CHUNK = 4 * PAGE
 

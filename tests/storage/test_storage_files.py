@@ -161,7 +161,7 @@ def test_a_file_is_never_overwritten_or_written_through_a_link(tmp_path: Path) -
     (tmp_path / "there").write_bytes(b"x")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     for name in ("there", "link"):
-        with pytest.raises(CheckpointError, match="EEXIST"):
+        with assert_raises(CheckpointError, problem="EEXIST"):
             write_file(tmp_path, name, [b"new"])
     assert (tmp_path / "there").read_bytes() == b"x"
     assert not (tmp_path / "elsewhere").exists()
@@ -181,11 +181,11 @@ def test_links_pipes_and_folders_are_refused_by_name(tmp_path: Path) -> None:
             "gone": "missing",
             "../real": "not a name",
         }.items():
-            with pytest.raises(CheckpointError, match=reason):
+            with assert_raises(CheckpointError, problem=reason):
                 folder.read(name)
         with assert_raises(CheckpointError, expected="2 bytes", got="1 bytes"):
             folder.read("real", size=2)
-        with pytest.raises(CheckpointError, match="too large"):
+        with assert_raises(CheckpointError, problem="too large"):
             folder.read("real", limit=0)
 
 
@@ -227,7 +227,7 @@ def test_commit_moves_the_former_holder_aside_and_gives_its_name_back_on_failure
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", fail)
-        with pytest.raises(CheckpointError, match="EIO"):
+        with assert_raises(CheckpointError, problem="EIO"):
             commit(second, target)
     assert (target / "f").read_bytes() == b"1"
     aside = commit(second, target)
@@ -257,7 +257,7 @@ def test_leftovers_are_dead_only_if_their_writer_ran_here_and_is_gone(tmp_path: 
 def test_a_folder_with_a_folder_inside_is_not_removed(tmp_path: Path) -> None:
     (tmp_path / "stage" / "mine").mkdir(parents=True)
     (tmp_path / "stage" / "file").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="mine"):
+    with assert_raises(CheckpointError, got="mine"):
         remove_flat(tmp_path / "stage")
     assert (tmp_path / "stage" / "file").exists()
 
@@ -267,7 +267,7 @@ def test_folders_are_made_with_their_parents_and_not_over_files(tmp_path: Path) 
     make_folder(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").is_dir()
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="there is a file instead"):
+    with assert_raises(CheckpointError, problem="there is a file instead"):
         make_folder(tmp_path / "file")
     with pytest.raises(CheckpointError):
         make_folder(tmp_path / "file" / "below")

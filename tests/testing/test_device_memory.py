@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from torch import Tensor
@@ -140,7 +141,7 @@ def test_the_host_sees_what_a_copy_wrote_once_it_knows_and_no_later_copy_before(
 @pytest.mark.parametrize("before", [True, False], ids=["before a copy to it", "before the host knows"])
 def test_a_write_by_the_host_that_no_operator_sees_is_a_race_with_a_copy_from_pinned_memory(before: bool) -> None:
     device = SimulatedDevice()
-    with pytest.raises(StreamRace, match="pinned memory was written to"), device.active():  # noqa: PT012
+    with assert_raises(StreamRace, problem="pinned memory was written to"), device.active():
         pinned = device.pinned((4,), torch.float32)
         pinned.fill_(1.0)
         there = device.to(pinned)

@@ -8,6 +8,7 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 
@@ -53,12 +54,12 @@ def test_a_fault_that_comes_after_the_end_is_an_error(ranks, action):
 
 
 def test_a_write_that_never_came_is_an_error(ranks):
-    with pytest.raises(FaultNotReached, match="to come to write #0, got 0 in all"):
+    with assert_raises(FaultNotReached, expected="to come to write #0", got="0 in all"):
         ranks.run_groups(three_barriers, 2, faults=[WriteFault(0, 0)])
 
 
 def test_only_what_came_is_told_when_a_run_fails_before_another_fault(ranks):
-    with pytest.raises(InjectedFault, match="rank 0 fails at its call #1"):
+    with assert_raises(InjectedFault, problem="rank 0 fails at its call #1"):
         ranks.run_groups(three_barriers, 2, faults=[Fault(0, 1), Fault(1, 7)])
 
 
@@ -114,7 +115,7 @@ def test_a_deadlock_is_found_though_a_rank_was_delayed(ranks):
         if group.rank() != 2:
             dist.barrier(group=group)
 
-    with pytest.raises(Deadlock, match="rank 2: returned"):
+    with assert_raises(Deadlock, got="rank 2: returned"):
         ranks.run_groups(rank, 3, faults=[Fault(0, 0, "delay"), Fault(1, 0, "delay")])
 
 

@@ -11,13 +11,13 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from leaves import tensors_of
 from torch.utils.data import DataLoader
 
 import accel
 from accel import collectives, process
 from accel.testing import Deadlock, Fault, FaultNotReached, InjectedFault, SimulationError, Simulator
 from accel.testing._faults import CallAction
-from accel.tree._walk import tensors
 
 SIZE, LARGE = 3, 20_000  # more than fits a first message, so that others follow
 ENDS = {"raise": InjectedFault, "vanish": SimulationError, "terminate": SimulationError}
@@ -106,7 +106,7 @@ def test_a_fault_at_any_call_of_any_rank(ranks: Simulator, name: str, action: st
 
 def _summary(found: object) -> object:
     """What comparing takes little time for."""
-    leaves = [leaf for _, leaf in tensors(found)] if isinstance(found, dict) else []
+    leaves = tensors_of(found) if isinstance(found, dict) else []
     return [(leaf.dtype, leaf.shape, leaf.sum().item()) for leaf in leaves] or found
 
 

@@ -12,6 +12,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from catching import assert_raises
 
 from accel.testing import Deadlock, Fault, SimulationError, simulate_groups
 
@@ -49,21 +50,21 @@ def test_a_stop_request_calls_the_rank_s_own_handler_on_its_thread(ranks, seed, 
 
 
 def test_a_loop_that_does_not_agree_on_stopping_is_caught(ranks):
-    with pytest.raises(Deadlock, match="rank 1: returned"):
+    with assert_raises(Deadlock, got="rank 1: returned"):
         ranks.run_groups(train_until_stopped, 2, faults=[Fault(1, 2, "terminate")])
     both = [Fault(rank, 2, "terminate") for rank in (0, 1)]
     assert ranks.run_groups(train_until_stopped, 2, faults=both) == [3, 3]
 
 
 def test_a_rank_without_a_handler_ends(ranks):
-    with pytest.raises(Deadlock, match="rank 1: was killed by SIGTERM"):
+    with assert_raises(Deadlock, got="rank 1: was killed by SIGTERM"):
         ranks.run_groups(lambda group: dist.barrier(group=group), 2, faults=[Fault(1, 0, "terminate")])
 
     def send(group):
         if group.rank() == 0:
             dist.isend(torch.zeros(1), group_dst=1, group=group)
 
-    with pytest.raises(SimulationError, match="rank 0 was killed by SIGUSR1"):
+    with assert_raises(SimulationError, problem="rank 0 was killed by SIGUSR1"):
         ranks.run_groups(send, 2, faults=[Fault(0, 0, "terminate", signal=signal.SIGUSR1)])
 
 
@@ -100,7 +101,7 @@ def test_a_rank_can_end_itself_by_the_signal_that_it_caught(ranks):
         signal.signal(signal.SIGTERM, handler)
         dist.barrier(group=group)
 
-    with pytest.raises(Deadlock, match="rank 0: was killed by SIGTERM"):
+    with assert_raises(Deadlock, got="rank 0: was killed by SIGTERM"):
         ranks.run_groups(rank, 2, faults=[Fault(0, 0, "terminate")])
 
 

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from torch import nn
@@ -128,7 +129,7 @@ def test_what_each_action_leaves(ranks, tmp_path, fault, left):
 
 
 def test_an_empty_file_cannot_be_corrupted(ranks, tmp_path):
-    with pytest.raises(FaultNotReached, match="an empty file has no byte to change"):
+    with assert_raises(FaultNotReached, problem="an empty file has no byte to change"):
         ranks.run(lambda ctx: write_file(tmp_path, "empty", []), 1, faults=[WriteFault(0, 0, "corrupt")])
 
 

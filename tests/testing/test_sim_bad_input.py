@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from catching import assert_raises
 
 import accel
 from accel.errors import ConfigError
@@ -96,7 +97,7 @@ def test_a_loop_that_asks_in_vain_names_its_line_at_the_time_out(ranks):
             while not work.is_completed():
                 time.sleep(0)
 
-    with pytest.raises(SimulationError, match=r"did not end within timeout_s=0.2") as caught:
+    with assert_raises(SimulationError, problem="did not end within timeout_s=0.2") as caught:
         ranks.run_groups(rank, 2, timeout_s=0.2)
     assert "rank 0: returned" in str(caught.value)
     shown = str(caught.value)

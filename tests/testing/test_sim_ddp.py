@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from catching import assert_raises
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -120,7 +121,7 @@ def test_a_deadlock_inside_of_the_reducer_unwinds_and_the_next_run_works():
             loss.backward()
 
     for _ in range(3):
-        with pytest.raises(Deadlock, match=r"rank 0: waiting in all_reduce\(SUM, float64\[\d+\]\) at test_sim_ddp.py"):
+        with assert_raises(Deadlock, got=r"rank 0: waiting in all_reduce\(SUM, float64\[\d+\]\) at test_sim_ddp.py"):
             simulate_groups(rank, 2)
     assert len(simulate_groups(_train, 2)) == 2
 

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from catching import assert_raises
 from hypothesis import Phase, find, settings, strategies as st
 from processes import patience
 
@@ -60,7 +61,7 @@ def test_two_blocking_sends_wait_for_each_other():
         dist.send(torch.zeros(1), group_dst=1 - group.rank(), group=group)
         dist.irecv(torch.zeros(1), group_src=1 - group.rank(), group=group).wait()
 
-    with pytest.raises(Deadlock, match="waiting in send"):
+    with assert_raises(Deadlock, got="waiting in send"):
         simulate_groups(rank, 2)
 
 
@@ -101,7 +102,7 @@ def test_calls_whose_tensors_do_not_fit(call):
 
 
 def test_a_message_of_another_length():
-    with pytest.raises(CollectiveMismatch, match=r"expected float32\[3\], got float32\[2\]"):
+    with assert_raises(CollectiveMismatch, expected=r"float32\[3\]", got=r"float32\[2\]"):
         simulate_groups(_send_three_receive_two, 2)
 
 
@@ -151,7 +152,7 @@ def test_cleaning_up_and_broad_handlers_do_not_hide_the_cause():
             if group.rank():
                 dist.barrier(group=group)
 
-    with pytest.raises(Deadlock, match="rank 0: returned"):
+    with assert_raises(Deadlock, got="rank 0: returned"):
         simulate_groups(rank, 3)
 
 
@@ -211,7 +212,7 @@ def test_a_run_that_only_is_too_long_ends_without_an_interrupt():
             dist.barrier(group=group)
 
     before = set(threading.enumerate())
-    with pytest.raises(SimulationError, match="did not end within"):
+    with assert_raises(SimulationError, problem="did not end within"):
         simulate_groups(rank, 2, timeout_s=0.02)
     assert set(threading.enumerate()) <= before
 
@@ -259,7 +260,7 @@ def test_a_collective_of_another_thread_is_refused():
 
 def test_a_group_of_another_rank_and_one_kept_after_the_end_are_refused():
     groups = simulate_groups(lambda group: group, 2)
-    with pytest.raises(SimulationError, match="not the simulated rank 1"):
+    with assert_raises(SimulationError, problem="not the simulated rank 1"):
         dist.barrier(group=groups[1])
 
     shared = []
@@ -268,7 +269,7 @@ def test_a_group_of_another_rank_and_one_kept_after_the_end_are_refused():
         shared.append(group)
         dist.barrier(group=shared[0])
 
-    with pytest.raises(SimulationError, match="not the simulated rank 0"):
+    with assert_raises(SimulationError, problem="not the simulated rank 0"):
         simulate_groups(rank, 2)
 
 
@@ -277,7 +278,7 @@ def test_calls_that_nobody_joined_or_waited_for():
         if group.rank() == 1:
             dist.all_reduce(torch.zeros(3), group=group, async_op=True)
 
-    with pytest.raises(Deadlock, match="never completed") as caught:
+    with assert_raises(Deadlock, problem="never completed") as caught:
         simulate_groups(collective, 2)
     assert f"rank 1: all_reduce(SUM, float32[3]) at {_line(collective, 'dist.all_reduce')}" in str(caught.value)
 
@@ -285,7 +286,7 @@ def test_calls_that_nobody_joined_or_waited_for():
         if group.rank() == 0:
             dist.isend(torch.zeros(3), group_dst=1, group=group)
 
-    with pytest.raises(Deadlock, match="rank 0: send"):
+    with assert_raises(Deadlock, got="rank 0: send"):
         simulate_groups(message, 2)
 
 
@@ -331,7 +332,7 @@ def test_a_fault_raises_in_its_rank_at_its_call(call):
             done += 1
         return done
 
-    with pytest.raises(InjectedFault, match=f"rank 1 fails at its call #{call}") as caught:
+    with assert_raises(InjectedFault, problem=f"rank 1 fails at its call #{call}") as caught:
         simulate_groups(rank, 2, faults=[Fault(rank=1, call=call)])
     assert (
         f"rank 0: waiting in barrier() at {_line(rank, 'dist.barrier')}: collective #{call}"
@@ -340,7 +341,7 @@ def test_a_fault_raises_in_its_rank_at_its_call(call):
 
 
 def test_a_rank_that_vanishes_leaves_the_others_waiting():
-    with pytest.raises(Deadlock, match="rank 1: vanished"):
+    with assert_raises(Deadlock, got="rank 1: vanished"):
         simulate_groups(_all_reduce, 2, faults=[Fault(rank=1, call=0, action="vanish")])
 
 
@@ -349,7 +350,7 @@ def test_a_rank_that_vanishes_unneeded_has_no_result():
         if group.rank() == 0:
             dist.isend(torch.zeros(1), group_dst=1, group=group)
 
-    with pytest.raises(SimulationError, match="rank 0 vanished"):
+    with assert_raises(SimulationError, problem="rank 0 vanished"):
         simulate_groups(rank, 2, faults=[Fault(rank=0, call=0, action="vanish")])
 
 

@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from catching import assert_raises
 from torch.distributed import device_mesh, distributed_c10d
 
 from accel.testing import SimulationError, simulate, simulate_groups
@@ -56,7 +57,7 @@ def test_state_of_torch_that_no_hook_leads_to_is_named(monkeypatch):
     monkeypatch.setattr(world, "news", property(lambda self: distributed_c10d._pg_map), raising=False)
     assert _world_sizes(default_group=True) == [2, 2]
     monkeypatch.setattr(world, "news", property(_reads_a_global), raising=False)
-    with pytest.raises(SimulationError, match=r"news in _SHARED.*in torch"):
+    with assert_raises(SimulationError, got="news in _SHARED.*in torch"):
         _world_sizes(default_group=True)
 
 

@@ -118,7 +118,7 @@ def test_subgroups_keep_the_limits_too():
     def rank(group):
         dist.all_reduce(torch.ones(2, dtype=torch.int16), group=dist.new_group([0, 1]))
 
-    with pytest.raises(SimulationError, match=r"int16 is refused by gloo"):
+    with assert_raises(SimulationError, problem="int16 is refused by gloo"):
         simulate_groups(rank, 2, network="gloo", default_group=True)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from simulated_reads import read
@@ -381,7 +382,7 @@ def test_a_save_in_the_background_holds_the_values_of_its_step(tmp_path: Path) -
 
 
 def test_a_seed_and_an_order_are_one_too_many() -> None:
-    with pytest.raises(ConfigError, match="an order given twice"):
+    with assert_raises(ConfigError, problem="an order given twice"):
         SimulatedDevice(3, order=STREAM_ORDERS[0])
-    with pytest.raises(ConfigError, match="the value is not a simulated device"):
+    with assert_raises(ConfigError, problem="the value is not a simulated device"):
         simulate(lambda ctx: None, 1, streams=7)  # pyright: ignore[reportArgumentType]

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from hypothesis import Phase, find, given, settings, strategies as st
+from leaves import form_of, tensors_of
 from processes import patience
 from profiles import share
 
@@ -16,20 +17,19 @@ import accel
 from accel.errors import ConfigError
 from accel.testing import Deadlock, Fault, Simulator, WriteFault, strategies as sim
 from accel.testing.strategies import Pair, Point, Record, World
-from accel.tree._walk import leaves, structure, tensors
 
 shrinking = settings(max_examples=share(50), deadline=None, database=None, phases=(Phase.generate, Phase.shrink))
 
 
 def shapes(trees: list[object]) -> list[list[tuple[torch.dtype, tuple[int, ...]]]]:
-    return [[(leaf.dtype, tuple(leaf.shape)) for _, leaf in tensors(tree)] for tree in trees]
+    return [[(leaf.dtype, tuple(leaf.shape)) for leaf in tensors_of(tree)] for tree in trees]
 
 
 @settings(deadline=None)
 @given(trees=sim.rank_trees(min_size=2, max_size=5, max_rows=4, max_depth=1))
 def test_trees_of_ranks_differ_in_rows_only(trees):
     assert 2 <= len(trees) <= 5
-    assert len({structure(tree) for tree in trees}) == 1
+    assert len({form_of(tree) for tree in trees}) == 1
     for column in zip(*shapes(trees), strict=True):
         assert len({(dtype, shape[1:], len(shape)) for dtype, shape in column}) == 1
         assert all(shape[0] <= 4 for _, shape in column if shape)
@@ -80,9 +80,9 @@ def test_special_elements_come_when_asked_for(wanted):
 
 @pytest.mark.parametrize("kind", [list, tuple, dict, Pair, Point, Record])
 def test_every_container_comes_and_shrinks_to_one(kind):
-    found = find(sim.trees(), lambda tree: type(tree) is kind and len(leaves(tree)) > 0, settings=shrinking)
-    assert len(leaves(found)) == 1 or kind in (Pair, Point, Record)
-    assert all(leaf.shape == () and leaf == 0 for _, leaf in leaves(found))
+    found = find(sim.trees(), lambda tree: type(tree) is kind and len(tensors_of(tree)) > 0, settings=shrinking)
+    assert len(tensors_of(found)) == 1 or kind in (Pair, Point, Record)
+    assert all(leaf.shape == () and leaf == 0 for leaf in tensors_of(found))
 
 
 def test_other_leaves_can_be_asked_for():
@@ -100,7 +100,7 @@ def test_what_everything_shrinks_to():
 
 def test_trees_of_ranks_shrink_to_the_ranks_that_matter():
     def one_has_rows_and_another_has_none(trees: list[object]) -> bool:
-        counts = [sum(leaf.shape[0] for _, leaf in tensors(tree) if leaf.ndim) for tree in trees]
+        counts = [sum(leaf.shape[0] for leaf in tensors_of(tree) if leaf.ndim) for tree in trees]
         return 0 in counts and max(counts) > 0
 
     found = find(sim.rank_trees(), one_has_rows_and_another_has_none, settings=shrinking)

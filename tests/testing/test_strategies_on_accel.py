@@ -9,12 +9,12 @@ from typing import Any, get_args
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from leaves import form_of, tensors_of
 from profiles import share
 
 import accel
 from accel.testing import Deadlock, Fault, FaultNotReached, InjectedFault, strategies as sim
 from accel.testing._faults import CallAction
-from accel.tree._walk import structure, tensors
 
 relaxed = settings(deadline=None, max_examples=share(2))
 
@@ -46,11 +46,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def columns(trees: list[Any]) -> list[list[torch.Tensor]]:
     """The tensors of all ranks at each place of the trees."""
-    return [list(column) for column in zip(*map(flat, trees), strict=True)]
-
-
-def flat(tree: object) -> list[torch.Tensor]:
-    return [leaf for _, leaf in tensors(tree)]
+    return [list(column) for column in zip(*map(tensors_of, trees), strict=True)]
 
 
 @relaxed
@@ -61,8 +57,8 @@ def test_gather_joins_rows_bit_by_bit(ranks, trees, seed):
         torch.cat([leaf.reshape(1) if leaf.ndim == 0 else leaf for leaf in column]) for column in columns(trees)
     ]
     for gathered in everyone:
-        assert structure(gathered) == structure(trees[0])
-        assert all(map(same_bits, flat(gathered), expected))
+        assert form_of(gathered) == form_of(trees[0])
+        assert all(map(same_bits, tensors_of(gathered), expected))
 
 
 @relaxed
@@ -72,17 +68,17 @@ def test_reduce_combines_element_by_element(ranks, data, op, seed):
     everyone = ranks.run(lambda ctx: accel.reduce(ctx, trees[ctx.rank], op), len(trees), seed=seed)
     expected = [COMBINE[op](torch.stack(column)) for column in columns(trees)]
     for reduced in everyone:
-        assert structure(reduced) == structure(trees[0])
-        for got, wanted in zip(flat(reduced), expected, strict=True):
+        assert form_of(reduced) == form_of(trees[0])
+        for got, wanted in zip(tensors_of(reduced), expected, strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-6 if op == "mean" else 0, atol=0)
 
 
 @relaxed
 @given(trees=sim.rank_trees(), seed=sim.schedules())
 def test_collectives_leave_what_they_were_given_alone(ranks, trees, seed):
-    before = [leaf.clone() for tree in trees for leaf in flat(tree)]
+    before = [leaf.clone() for tree in trees for leaf in tensors_of(tree)]
     ranks.run(lambda ctx: accel.gather(ctx, trees[ctx.rank]), len(trees), seed=seed)
-    assert all(map(same_bits, before, [leaf for tree in trees for leaf in flat(tree)]))
+    assert all(map(same_bits, before, [leaf for tree in trees for leaf in tensors_of(tree)]))
 
 
 def train(ctx: accel.DistContext) -> list[int]:

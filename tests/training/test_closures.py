@@ -267,7 +267,7 @@ def test_shards_and_loss_scales_are_refused(ranks: Simulator, strategy: Any, pre
 def test_a_window_of_several_batches_is_refused() -> None:
     ctx = accel.single()
     _, optimizer, state, loss_of = begun(ctx, accumulation=2)
-    with pytest.raises(StepError, match="a full window") as error:
+    with assert_raises(StepError, problem="a full window") as error:
         accel.optimizer_step(ctx, optimizer, state, closure=loss_of)
     line = error.value.fix.partition(";")[0]
     scope = {"accel": accel, "ctx": ctx}
@@ -339,7 +339,7 @@ def test_lbfgs_that_would_decide_by_one_ranks_loss_is_refused(ranks: Simulator) 
             loss.backward()
             return loss
 
-        with pytest.raises(ConfigError, match="the loss of one rank") as error:
+        with assert_raises(ConfigError, problem="the loss of one rank") as error:
             optimizer.step(closure)
         return error.value.fix
 
@@ -356,7 +356,7 @@ def test_a_dropped_state_is_reported_with_the_line() -> None:
         lambda: accel.optimizer_step(ctx, optimizer, state, closure=loss_of),
         lambda: state.next(None),  # type: ignore[arg-type]
     ):
-        with pytest.raises(StepError, match="closure=closure"):
+        with assert_raises(StepError, fix="closure=closure"):
             again()
 
 
@@ -395,7 +395,7 @@ def test_gradients_that_are_not_finite_are_refused_on_all_ranks(ranks: Simulator
         model, optimizer, state, loss_of = begun(ctx)
         factor = float("nan") if ctx.rank == 0 else 1.0
         before = whole(model)
-        with pytest.raises(NonFiniteError, match="not finite"):
+        with assert_raises(NonFiniteError, problem="not finite"):
             accel.optimizer_step(ctx, optimizer, state, closure=lambda: factor * loss_of())
         return torch.equal(whole(model), before) and all(each.grad is None for each in model.parameters())
 

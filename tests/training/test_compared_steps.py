@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from steps import begin_batch
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -80,7 +81,7 @@ def test_a_difference_of_long_ago_is_told_and_only_once(ranks: Simulator):
         loop = Loop(ctx)
         for at in range(80):
             _ = loop.step(bad=at == 2 and ctx.rank == 2)
-        with pytest.raises(CollectiveMismatch, match="decided differently") as caught:
+        with assert_raises(CollectiveMismatch, problem="decided differently") as caught:
             accel.wait_for_everyone(ctx)
         accel.wait_for_everyone(ctx)  # a script that goes on, such as to its last report, is not told again
         return str(caught.value)
@@ -99,7 +100,7 @@ def test_a_rank_with_a_step_more_is_told(ranks: Simulator):
             ctx.comm.steps.add(updates=1, stepped=True, finite=True, scale=1.0)
         accel.wait_for_everyone(ctx)
 
-    with pytest.raises(CollectiveMismatch, match="rank 0: no further step, got rank 1: step 1 taken"):
+    with assert_raises(CollectiveMismatch, expected="rank 0: no further step", got="rank 1: step 1 taken"):
         _ = ranks.run(rank, 2)
 
 

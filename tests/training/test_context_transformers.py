@@ -213,7 +213,7 @@ def test_packed_documents_beside_a_cache_are_refused(ranks: Simulator) -> None:
         ctx = accel.replace(ctx, mesh="cp=2")
         model = accel.prepare_model(ctx, make_llama())
         part = accel.parallel.split_sequence(ctx, {"ids": IDS[0], "position_ids": PACKED})
-        with pytest.raises(ConfigError, match="use_cache=False"):
+        with assert_raises(ConfigError, expected="use_cache=False"):
             model(part["ids"], position_ids=part["position_ids"])
         one_row = part["position_ids"][:1]  # as transformers makes them itself
         out = model(part["ids"], position_ids=one_row, use_cache=False).logits
@@ -303,12 +303,12 @@ def test_generation_is_refused_with_the_way_out(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="cp=2")
         model = accel.unwrap_model(accel.prepare_model(ctx, make_llama()))
-        with pytest.raises(ConfigError, match="Generate on a mesh without cp"):
+        with assert_raises(ConfigError, fix="Generate on a mesh without cp"):
             model.generate(IDS[0], attention_mask=torch.ones_like(IDS[0]), max_new_tokens=2)
         part = accel.parallel.split_sequence(ctx, {"ids": IDS[0]})
         with torch.no_grad():
             cache = model(part["ids"], position_ids=part["position_ids"], use_cache=True).past_key_values
-            with pytest.raises(ConfigError, match="Generate on a mesh without cp"):
+            with assert_raises(ConfigError, fix="Generate on a mesh without cp"):
                 model(part["ids"], position_ids=part["position_ids"], past_key_values=cache)
 
     ranks.run(rank, 2, default_group=True)
@@ -514,7 +514,7 @@ def test_an_encoder_decoder_needs_its_decoders_tokens(ranks: Simulator) -> None:
         ctx = accel.replace(ctx, mesh="cp=2")
         model = accel.prepare_model(ctx, copy.deepcopy(made).eval())
         part = accel.parallel.split_sequence(ctx, {"input_ids": IDS[0]})
-        with pytest.raises(ConfigError, match="decoder_input_ids="):
+        with assert_raises(ConfigError, fix="decoder_input_ids="):
             model(input_ids=part["input_ids"], labels=part["input_ids"])
 
     ranks.run(rank, 2, default_group=True)
@@ -536,7 +536,7 @@ def test_windows_around_a_position_and_padding_are_those_of_the_models_masks(ran
         whole = {"ids": ids, "goal": goal, "padded": padded, "seen": padded != config.decoder.pad_token_id}
         part = accel.parallel.split_sequence(ctx, {**whole, "one": plain[0], "two": plain[1]})
         at = part["position_ids"]
-        with pytest.raises(ConfigError, match="the argument is decoder_position_ids"):
+        with assert_raises(ConfigError, fix="the argument is decoder_position_ids"):
             model(part["ids"], position_ids=at, decoder_input_ids=part["goal"])
         given = {"position_ids": at, "decoder_position_ids": at, "use_cache": False}
         one = model(part["ids"], decoder_input_ids=part["goal"], **given).logits
@@ -559,7 +559,7 @@ def test_positions_that_a_model_keeps_for_padding_are_refused(ranks: Simulator) 
         ctx = accel.replace(ctx, mesh="cp=2")
         model = accel.unwrap_model(accel.prepare_model(ctx, copy.deepcopy(made)))
         part = accel.parallel.split_sequence(ctx, {"ids": IDS[0].clamp(min=2), "out": expected})
-        with pytest.raises(ConfigError, match=r"position_ids=part\['position_ids'\] \+ 2"):
+        with assert_raises(ConfigError, fix=r"position_ids=part\['position_ids'\] \+ 2"):
             model(part["ids"], position_ids=part["position_ids"])
         found = model(part["ids"], position_ids=part["position_ids"] + 2).logits
         return bool((found - part["out"]).abs().max() < 1e-10)
@@ -613,9 +613,9 @@ def test_a_prefix_of_images_needs_its_mask(ranks: Simulator) -> None:
         part = accel.parallel.split_sequence(ctx, {"ids": ids, "kinds": kinds, "out": expected})
         given = {"input_ids": part["ids"], "pixel_values": images, "position_ids": part["position_ids"]}
         model = accel.unwrap_model(accel.prepare_model(ctx, copy.deepcopy(made)))
-        with pytest.raises(ConfigError, match="Pass attention_mask="):
+        with assert_raises(ConfigError, fix="Pass attention_mask="):
             model(**given)
-        with pytest.raises(ConfigError, match="Pass attention_mask="):
+        with assert_raises(ConfigError, fix="Pass attention_mask="):
             model(**given, token_type_ids=part["kinds"])
         own = accel.parallel.split_sequence(ctx, {"mask": mask}, dim=2)["mask"]
         return (model(**given, attention_mask=own).logits - part["out"]).abs().max().item()
@@ -628,7 +628,7 @@ def test_a_layer_that_is_called_alone_is_told_of_the_context(ranks: Simulator) -
         ctx = accel.replace(ctx, mesh="cp=2")
         model = accel.unwrap_model(accel.prepare_model(ctx, make_llama()))
         part = accel.parallel.split_sequence(ctx, {"ids": IDS[0]})
-        with pytest.raises(ConfigError, match="no context came"):
+        with assert_raises(ConfigError, problem="no context came"):
             model.model(part["ids"], position_ids=part["position_ids"])
 
     ranks.run(rank, 2, default_group=True)
@@ -664,9 +664,9 @@ def test_models_of_one_context_have_one_method(ranks: Simulator) -> None:
         ctx = accel.replace(ctx, mesh="cp=2")
         accel.prepare_model(ctx, make_llama(), plan=accel.parallel.Plan(context="ring"))
         accel.prepare_model(ctx, make_gpt2(), plan=accel.parallel.Plan(context="ring"))
-        with pytest.raises(ConfigError, match="two methods"):
+        with assert_raises(ConfigError, problem="two methods"):
             accel.prepare_model(ctx, make_llama())
-        with pytest.raises(ConfigError, match="unknown method"):
+        with assert_raises(ConfigError, problem="unknown method"):
             accel.prepare_model(ctx, make_llama(), plan=accel.parallel.Plan(context="rings"))  # type: ignore[arg-type]
 
     ranks.run(rank, 2, default_group=True)
@@ -676,7 +676,7 @@ def test_ranks_with_other_methods_are_told_of_each_other(ranks: Simulator) -> No
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="cp=2")
         method: Any = "ring" if ctx.rank else "gather"
-        with pytest.raises(accel.errors.CollectiveMismatch, match="ring"):
+        with assert_raises(accel.errors.CollectiveMismatch, got="ring"):
             accel.prepare_model(ctx, nn.Linear(2, 2), plan=accel.parallel.Plan(context=method))
 
     ranks.run(rank, 2, default_group=True)

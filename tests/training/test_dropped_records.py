@@ -82,7 +82,7 @@ def test_a_dropped_loss_scale_is_an_error_in_the_next_window() -> None:
     step = _window(ctx, accel.Accumulation(), scaler, parameter)
     with assert_raises(accel.errors.StepError, fix="accum, scaler = step.accum, step.scaler"):
         _window(ctx, step.accum, scaler, parameter)
-    with pytest.raises(accel.errors.StepError, match="the previous window"):
+    with assert_raises(accel.errors.StepError, problem="the previous window"):
         accel.training.parts.backward(ctx, parameter.sum(), scaler, step.accum.reset().next())
     assert _window(ctx, step.accum, step.scaler, parameter).stepped
 

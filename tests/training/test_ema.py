@@ -123,7 +123,7 @@ def test_a_model_whose_weights_are_empty_between_passes_has_no_average():
     ):
         Ema(model)
     model.weight.data = torch.empty(0)
-    with pytest.raises(PrepareError, match="stage below 3"):
+    with assert_raises(PrepareError, fix="stage below 3"):
         early.update_(model)
 
 
@@ -291,7 +291,7 @@ def test_wrappers_leave_no_trace_in_names(ranks):
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])
 def test_what_is_no_decay_is_refused(decay):
-    with pytest.raises(ConfigError, match="0 up to but without 1"):
+    with assert_raises(ConfigError, expected="0 up to but without 1"):
         Ema(_model(), decay=decay)
 
 
@@ -311,5 +311,5 @@ def test_another_model_is_refused_and_left_alone(other, said):
     with pytest.raises(PrepareError, match=said), ema.applied_to(model):
         pass
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
-    with pytest.raises(ConfigError, match="model, average"):
+    with assert_raises(ConfigError, expected="model, average"):
         Ema(model, buffers="copy")

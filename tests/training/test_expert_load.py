@@ -371,18 +371,18 @@ def test_a_mask_has_an_entry_for_each_token_or_each_sample():
 
 def test_what_cannot_be_balanced_is_refused():
     model = mixture()
-    with pytest.raises(PrepareError, match="a model that names none"):
+    with assert_raises(PrepareError, got="a model that names none"):
         _ = accel.training.ExpertLoad(model)
-    with pytest.raises(PrepareError, match=r"patterns without one: \*\.experts"):
+    with assert_raises(PrepareError, got=r"patterns without one: \*\.experts"):
         _ = accel.training.ExpertLoad(model, experts={"*.experts": EXPERTS})
-    with pytest.raises(PrepareError, match="a buffer 'expert_bias' in layers"):
+    with assert_raises(PrepareError, expected="a buffer 'expert_bias' in layers"):
         _ = accel.training.ExpertLoad(model, experts={"layers.*.experts": EXPERTS}, speed=1.0, bias="expert_bias")
-    with pytest.raises(PrepareError, match=r"torch.bfloat16"):
+    with assert_raises(PrepareError, got="torch.bfloat16"):
         _ = load_of(mixture().bfloat16())
     for layer in model.layers:
         del layer.router.e_score_correction_bias
         layer.router.e_score_correction_bias = nn.Parameter(torch.zeros(EXPERTS))
-    with pytest.raises(PrepareError, match="which trains"):
+    with assert_raises(PrepareError, got="which trains"):
         _ = load_of(model)
 
 
@@ -406,7 +406,7 @@ def test_routers_show_the_same_counts_as_experts():
     one, other = (each.update_(run.ctx, state).layers.values() for each in (run.load, routers))
     assert [each.tolist() for each in one] == [each.tolist() for each in other]
     routers.close()
-    with pytest.raises(StepError, match="no experts were called"), routers.counting(run.state):
+    with assert_raises(StepError, problem="no experts were called"), routers.counting(run.state):
         _ = run.model(run.batch.data[0])
 
 

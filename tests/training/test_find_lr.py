@@ -321,7 +321,7 @@ def test_what_it_cannot_test_is_refused_before_a_step() -> None:
         found(steps=9)
     with assert_raises(ConfigError, problem="the state is not valid", expected="a TrainState"):
         found(accel.Cursor())
-    with pytest.raises(StepError, match="state has no record of"):
+    with assert_raises(StepError, problem="state has no record of"):
         found(run.state.next(next(accel.batches(run.ctx, run.loader, run.state))))
     run.loader = accel.prepare_loader(run.ctx, DataLoader(TensorDataset(INPUTS, INPUTS, TARGETS), batch_size=2))
     with assert_raises(DataError, problem="not a pair", got="3 items", where="find_lr", fix="Pass unpack="):

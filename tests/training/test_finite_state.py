@@ -121,7 +121,7 @@ def test_masks_and_what_is_merely_huge_are_fine(tmp_path):
     nn.init.constant_(model.weight, 1e30)  # whose square is above what float32 holds
     accel.save_state(ctx, tmp_path, {"model": model}, step=1)
     model.short[1] = math.inf
-    with pytest.raises(NonFiniteError, match=r"model\.short"):
+    with assert_raises(NonFiniteError, where=r"model\.short"):
         accel.save_state(ctx, tmp_path, {"model": model}, step=2)
 
 

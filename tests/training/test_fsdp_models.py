@@ -278,7 +278,7 @@ def test_what_somebody_has_spread_already_stays_as_it_is(ranks):
         assert not isinstance(own[1], FSDPModule)
         wrapped = DistributedDataParallel(_model())
         assert accel.prepare_model(ctx, wrapped) is wrapped
-        with pytest.raises(PrepareError, match="spread already"):
+        with assert_raises(PrepareError, problem="spread already"):
             accel.prepare_model(ctx, own, broadcast_buffers=False)
 
     _under(ranks, rank)
@@ -301,7 +301,7 @@ def test_options_of_ddp_are_refused(ranks, option, world_size):
 def test_a_context_whose_group_torch_does_not_know_is_refused(ranks):
     def rank(ctx):
         ctx = accel.replace(ctx, strategy="fsdp")
-        with pytest.raises(ConfigError, match="default_group=True"):
+        with assert_raises(ConfigError, fix="default_group=True"):
             accel.prepare(ctx, _model())
         return True
 
@@ -321,14 +321,14 @@ def test_a_mesh_of_replicas_alone_is_refused(ranks):
 def test_tensor_parallelism_that_would_leave_gradients_behind_is_refused(ranks):
     def rank(ctx):
         partly = parallelize_module(_model(), ctx.mesh["tp"], {"0": ColwiseParallel()})
-        with pytest.raises(PrepareError, match=r"1\.first\.weight.*plan of parallelize_module"):
+        with assert_raises(PrepareError, where=r"1\.first\.weight", fix="plan of parallelize_module"):
             accel.prepare_model(ctx, partly)
         whole = parallelize_module(nn.Sequential(nn.Linear(4, 4)), ctx.mesh["tp"], {"0": ColwiseParallel()})
         line = r'accel.replace\(ctx, mesh=init_device_mesh\("cpu", \(2, 2\), mesh_dim_names=\("dp", "tp"\)\)\)'
-        with pytest.raises(PrepareError, match=line):
+        with assert_raises(PrepareError, fix=line):
             accel.prepare_model(accel.replace(ctx, mesh=""), whole)
         alike = distribute_module(nn.Sequential(nn.Linear(4, 4)), ctx.mesh["tp"])  # replicas, as DTensors
-        with pytest.raises(PrepareError, match=r"accel.replace\(ctx, mesh=mesh\)"):
+        with assert_raises(PrepareError, fix=r"accel.replace\(ctx, mesh=mesh\)"):
             accel.prepare_model(accel.replace(ctx, mesh=""), alike)
 
     _under(ranks, rank, 4, mesh="dp=2,tp=2")
@@ -336,7 +336,7 @@ def test_tensor_parallelism_that_would_leave_gradients_behind_is_refused(ranks):
 
 def test_models_of_other_parameters_are_a_mismatch(ranks):
     def rank(ctx):
-        with pytest.raises(CollectiveMismatch, match=r"0\.weight"):
+        with assert_raises(CollectiveMismatch, expected=r"0\.weight"):
             accel.prepare_model(ctx, nn.Sequential(nn.Linear(4, 4 + ctx.rank)))
         return True
 
@@ -347,10 +347,10 @@ def test_models_that_share_parameters_are_refused(ranks):
     def rank(ctx):
         first, second = _model(), _model()
         second[0].weight = first[0].weight
-        with pytest.raises(PrepareError, match="two models share parameters"):
+        with assert_raises(PrepareError, problem="two models share parameters"):
             accel.prepare(ctx, first, second)
         accel.prepare_model(ctx, first)
-        with pytest.raises(PrepareError, match=r"shares.*0\.weight.*one module"):
+        with assert_raises(PrepareError, got="shares", where=r"0\.weight", fix="one module"):
             accel.prepare_model(ctx, second)
 
     _under(ranks, rank)

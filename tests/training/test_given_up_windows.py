@@ -73,7 +73,7 @@ def _on(ranks: Any, layout: str, fn: Callable[[accel.DistContext], Any]) -> list
 def _refused(ctx: accel.DistContext, optimizer: Any, model: nn.Module) -> None:
     """A next window is refused, and changes nothing."""
     before = _whole(model)
-    with pytest.raises(StepError, match=LEFT):
+    with assert_raises(StepError, problem=LEFT):
         _step(optimizer, _begin(ctx, model))
     assert torch.equal(_whole(model), before)
 
@@ -200,7 +200,7 @@ def test_the_pass_of_a_generator_leaves_no_gradients_in_the_critic(ranks, layout
             return _step(optimizer_c, run)
 
         generate()
-        with pytest.raises(StepError, match=LEFT):
+        with assert_raises(StepError, problem=LEFT):
             criticise()
         generate()  # the generator's own are its window's
         accel.training.clear_gradients(critic)
@@ -221,7 +221,7 @@ def test_an_optimizer_of_every_other_window_needs_its_gradients_dropped_between(
         return _whole(model)
 
     def rank(ctx):
-        with pytest.raises(StepError, match=LEFT):
+        with assert_raises(StepError, problem=LEFT):
             train(ctx, drops=False)
         return train(ctx, drops=True)
 
@@ -272,7 +272,7 @@ def test_a_leftover_in_the_shard_of_one_rank_is_refused_by_all(ranks):
         model, optimizer = _prepared(ctx)
         for each in model.parameters():
             each.grad = torch.full_like(each, 1.0 if ctx.rank else 0.0)
-        with pytest.raises(StepError, match=f"rank 1: .*{LEFT}"):
+        with assert_raises(StepError, problem=f"rank 1: .*{LEFT}"):
             _step(optimizer, _begin(ctx, model))
         return True
 
@@ -286,7 +286,7 @@ def test_a_whole_gradient_that_one_rank_left_is_refused_there(ranks):
         model, optimizer = _prepared(ctx)
         if ctx.rank == 0:
             accel.unwrap_model(model)(_inputs(ctx)).sum().backward()
-            with pytest.raises(StepError, match=LEFT):
+            with assert_raises(StepError, problem=LEFT):
                 _step(optimizer, _begin(ctx, model))
             return True
         return _step(optimizer, _begin(ctx, model)).stepped
@@ -401,7 +401,7 @@ def test_a_model_with_notes_is_copied_and_saved_as_any_other(tmp_path):
     torch.save(model, tmp_path / "model.pt")
     for twin in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
         assert torch.equal(_whole(twin), _whole(model))
-    with pytest.raises(StepError, match=LEFT):
+    with assert_raises(StepError, problem=LEFT):
         _step(optimizer, _begin(ctx, model))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from catching import caught
+from catching import assert_raises, caught
 from steps import begin_batch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout, one_hot
@@ -179,7 +179,7 @@ def test_a_function_is_looked_at_once_though_a_loop_makes_it_anew(fresh: bool) -
         step(model, make("sum") if fresh else kept)
     assert calls == [False] * 2 + [True] * 12
     for _ in range(2):
-        with pytest.raises(accel.errors.StepError, match="mean"):  # the same code, by another reduction
+        with assert_raises(accel.errors.StepError, problem="mean"):  # the same code, by another reduction
             step(model, make("mean"))
     step(pickle.loads(pickle.dumps(copy.deepcopy(model))), kept)
 
@@ -257,7 +257,7 @@ def test_a_loss_of_the_models_own_takes_the_line_to_write(ranks: Simulator, mesh
     expected += [float(each.grad.square().sum()) for each in plain.parameters() if each.grad is not None]
     value = "output.loss" if wraps else "output"
     for reduction in ("sum", "mean"):
-        with pytest.raises(accel.errors.StepError, match="a value that the model has computed") as caught:
+        with assert_raises(accel.errors.StepError, problem="a value that the model has computed") as caught:
             run(reduction, f"loss_fn=lambda output: {value}")
         mean, total = re.split(r"For a mean over its units pass |; for a sum ", caught.value.fix.rstrip("."))[1:]
         line = mean.replace(" and loss_fn", ", loss_fn") if reduction == "mean" else total

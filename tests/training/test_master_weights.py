@@ -178,7 +178,7 @@ def test_a_skipped_step_changes_neither_copies_nor_weights() -> None:
 
 def test_an_error_is_raised_for_an_overflow_and_nothing_changes() -> None:
     ctx, model, optimizer = prepared()
-    with pytest.raises(NonFiniteError, match="weight"):
+    with assert_raises(NonFiniteError, where="weight"):
         step(ctx, model, optimizer, x=inputs(0, 1).fill_(torch.nan))
     assert not optimizer.state
 
@@ -273,7 +273,7 @@ def test_what_cannot_have_copies_is_refused_on_every_rank(case: str) -> None:
 
 
 def test_without_parameters_in_16_bits_the_setting_has_no_effect_and_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no effect"):
+    with assert_raises(ConfigError, problem="no effect"):
         accel.precision.Precision(params="fp32", master_weights="fp32")
     ctx = accel.single("cpu", precision=accel.precision.Precision(master_weights="fp32"))
     with assert_raises(ConfigError, expected="parameters in 16 bits"):
@@ -291,5 +291,5 @@ def test_a_model_without_values_gets_wide_gradients_too() -> None:
 
 def test_a_fused_step_refuses_them() -> None:
     ctx, model, optimizer = prepared()
-    with pytest.raises(ConfigError, match="all gradients of a step"):
+    with assert_raises(ConfigError, problem="all gradients of a step"):
         accel.training.fused_step(ctx, model(inputs(0, 0)).float(), optimizer)

@@ -199,9 +199,9 @@ def test_what_cannot_be_written_is_refused_on_all_ranks(
 
 def test_ranks_with_other_models_or_sizes_are_told_both(tmp_path: Path, ranks: Any) -> None:
     def rank(ctx: accel.DistContext) -> None:
-        with pytest.raises(CollectiveMismatch, match="save_model"):
+        with assert_raises(CollectiveMismatch, expected="save_model"):
             accel.save_model(ctx, nn.Linear(2, 2 + ctx.rank), tmp_path)
-        with pytest.raises(CollectiveMismatch, match="get_state_dict"):
+        with assert_raises(CollectiveMismatch, expected="get_state_dict"):
             accel.get_state_dict(ctx, nn.Linear(2, 2), dst=ctx.rank)
 
     ranks.run(rank, 2)
@@ -218,7 +218,7 @@ def test_a_disk_that_fails_on_one_rank_fails_all_and_leaves_the_old_weights(tmp_
             raise OSError(28, "No space left on device")
 
         token = AFTER_WRITE.set(full if ctx.rank == 1 else None)
-        with pytest.raises(CheckpointError, match="No space left"):
+        with assert_raises(CheckpointError, problem="No space left"):
             accel.save_model(ctx, Tied(), tmp_path, max_shard_size=100)
         AFTER_WRITE.reset(token)
 

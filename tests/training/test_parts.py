@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from steps import one_sample_each
 from torch import nn
 
@@ -70,7 +71,7 @@ def test_a_call_by_the_parts_shows_the_line_to_write_and_changes_nothing(name: s
     verb = name.partition(",")[0]
     scope = _scope(ended=verb not in ("accumulate", "backward", "forward_backward"))
     before = {key: value.clone() for key, value in scope["model"].state_dict().items()}
-    with pytest.raises(ConfigError, match="a step needs the full state: expected a TrainState") as caught:
+    with assert_raises(ConfigError, problem="a step needs the full state", expected="a TrainState") as caught:
         call(scope)
     assert all(torch.equal(value, before[key]) for key, value in scope["model"].state_dict().items())
     line = caught.value.fix.partition(": ")[2]
@@ -89,7 +90,7 @@ def test_a_call_by_the_parts_shows_the_line_to_write_and_changes_nothing(name: s
 )
 def test_what_is_no_record_at_all_is_refused_too(wrong: Any) -> None:
     scope = _scope(ended=True)
-    with pytest.raises(ConfigError, match="a TrainState, from"):
+    with assert_raises(ConfigError, expected="a TrainState, from"):
         VERBS.optimizer_step(scope["ctx"], scope["optimizer"], wrong)
 
 

@@ -211,7 +211,7 @@ def test_passes_that_ddp_cannot_tell_apart_are_refused(ranks):
 def test_a_second_pass_that_nothing_remembers_is_refused(ranks):
     def rank(ctx):
         model = accel.prepare_model(ctx, _heads())
-        with pytest.raises(ConfigError, match=r"an Accumulation with .*retain_graph="):
+        with assert_raises(ConfigError, expected="an Accumulation with .*retain_graph="):
             accel.training.parts.backward(ctx, _losses(model, _inputs(0))[0], accel.LossScale(), retain_graph=True)
         return True
 
@@ -224,7 +224,7 @@ def test_a_second_pass_that_nothing_remembers_is_refused(ranks):
 def test_the_first_pass_has_units_of_its_own(way):
     model, run = _heads(), way(accel.single())
     run.begin()
-    with pytest.raises(StepError, match="from its second backward on"):
+    with assert_raises(StepError, expected="from its second backward on"):
         run.backward(_losses(model, _inputs(0))[0], weight=2, same_units=True)
 
 
@@ -234,7 +234,7 @@ def test_unused_parameters_are_found_by_the_loss_that_triggers(ranks):
         with accel.no_sync(ctx, model):
             loss = model(_inputs(ctx.rank))[0].mean()
         with (
-            pytest.raises(PrepareError, match=r"trigger_sync_in_backward\(ctx, model, loss\)"),
+            assert_raises(PrepareError, expected=r"trigger_sync_in_backward\(ctx, model, loss\)"),
             accel.trigger_sync_in_backward(ctx, model),
         ):
             pytest.fail("the block was entered")
@@ -272,7 +272,7 @@ def test_a_block_that_exchanges_checks_that_all_took_part(ranks, block):
         model = accel.prepare_model(ctx, _heads())
         with accel.no_sync(ctx, model):
             loss = model(_inputs(ctx.rank))[0].mean()
-        with pytest.raises(StepError, match=r"no gradient for second\.weight"), block(ctx, model):
+        with assert_raises(StepError, got=r"no gradient for second\.weight"), block(ctx, model):
             accel.backward(ctx, loss, begin_batch(ctx))
         return True
 
@@ -288,7 +288,7 @@ def test_a_gradient_of_an_earlier_micro_batch_does_not_hide_an_exchange_that_nev
             run.backward(sum(_losses(model, _inputs(ctx.rank))))
         run.begin()
         said = r"no gradient for second\.weight, second\.bias"
-        with pytest.raises(StepError, match=said), run.accumulate(model):
+        with assert_raises(StepError, got=said), run.accumulate(model):
             run.backward(model(_inputs(ctx.rank))[0].mean())
         return True
 

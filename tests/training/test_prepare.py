@@ -195,7 +195,7 @@ def test_an_optimizer_on_another_device_is_named():
 
 @pytest.mark.parametrize("thing", [None, "model", torch.zeros(1), nn.Linear])
 def test_a_model_is_a_module(thing):
-    with pytest.raises(PrepareError, match=r"a torch.nn.Module"):
+    with assert_raises(PrepareError, expected="a torch.nn.Module"):
         accel.prepare_model(accel.single(), thing)
 
 

@@ -64,7 +64,7 @@ def test_a_model_that_holds_a_wrapped_module_is_refused_on_every_rank(ranks, pla
     def rank(ctx: accel.DistContext) -> bool:
         model: Any = _wrapped(ctx)[place]
         for prepare in (accel.prepare, accel.prepare_model):
-            with pytest.raises(PrepareError, match="exchanged twice") as caught:
+            with assert_raises(PrepareError, problem="exchanged twice") as caught:
                 prepare(ctx, model)
             assert caught.value.where.endswith(f"prepare_model, {place}")
             assert any(each in caught.value.got for each in ("DistributedDataParallel", "Replica", "DDPLinear"))

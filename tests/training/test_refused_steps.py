@@ -44,7 +44,7 @@ def test_a_weight_that_is_no_count_is_refused_before_the_backward(weight):
     ctx, model = accel.single(), _model()
     run = ByState(ctx, 2)
     run.begin()
-    with pytest.raises(ConfigError, match="the weight is not valid"):
+    with assert_raises(ConfigError, problem="the weight is not valid"):
         run.backward(_loss(model), weight=weight)
     assert all(each.grad is None for each in model.parameters())
 

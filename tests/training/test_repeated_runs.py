@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import example, given, settings, strategies as st
 from profiles import share
 from steps import WAYS, ByState
@@ -158,7 +159,7 @@ def test_a_run_from_the_same_object_is_refused_after_any_number_of_epochs(epochs
     loader, start = loader_of(ctx), afresh(accel.train_state(ctx, seed=3, accumulation=case.accumulation))
     first = train(ctx, loader, case, start)
     for _ in range(2):
-        with pytest.raises(accel.errors.DataError, match="would repeat the epoch"):
+        with assert_raises(accel.errors.DataError, problem="would repeat the epoch"):
             train(ctx, loader, case, start)
         assert train(ctx, loader, case, afresh(start)) == first
 
@@ -281,7 +282,7 @@ def test_a_later_state_at_the_cursor_of_the_pass_before_is_a_slip() -> None:
     loader, start = loader_of(ctx), accel.train_state(ctx)
     assert len(list(accel.batches(ctx, loader, start))) == 4
     later = accel.TrainState(start.cursor, msgspec.structs.replace(start.accum, updates=4), start.scaler)
-    with pytest.raises(accel.errors.DataError, match="would repeat the epoch"):
+    with assert_raises(accel.errors.DataError, problem="would repeat the epoch"):
         next(accel.batches(ctx, loader, later))
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from catching import assert_raises
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -103,7 +104,7 @@ HOLDERS: dict[str, Callable[[Run], object]] = {
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_no_call_saves_or_changes_what_a_block_has_replaced_and_each_works_after_it(block, ranks, tmp_path):
     def refused(call: Callable[[], object]) -> None:
-        with pytest.raises(StepError, match=f"leave {block} first") as caught:
+        with assert_raises(StepError, problem=f"leave {block} first") as caught:
             call()
         assert re.search(r"End the block `with .*:` before the line that calls", caught.value.fix)
 
@@ -174,9 +175,9 @@ def test_an_average_that_is_applied_counts_and_blocks_of_one_model_nest(tmp_path
     second = Ema(run.model)
     own = run.net[0].weight.clone()  # pyright: ignore[reportIndexIssue]
     with run.ema.applied_to(run.model):
-        with second.applied_to(run.model), pytest.raises(StepError, match="leave applied_to first"):
+        with second.applied_to(run.model), assert_raises(StepError, problem="leave applied_to first"):
             accel.save_state(ctx, tmp_path, {"ema": second}, step=1)
-        with pytest.raises(StepError, match="leave applied_to first"):
+        with assert_raises(StepError, problem="leave applied_to first"):
             accel.save_state(ctx, tmp_path, {"model": run.model}, step=1)
         _ = accel.save_state(ctx, tmp_path, {"ema": second}, step=2)
     assert torch.equal(run.net[0].weight, own)  # pyright: ignore[reportIndexIssue]
@@ -189,9 +190,9 @@ def test_a_range_test_steps_its_own_weights_and_neither_saves_nor_loads_them(tmp
     with rewound(ctx, run.model, [run.optimizer]):
         _ = _step(run, run.model, run.optimizer)
         for item in (run.model, run.optimizer):
-            with pytest.raises(StepError, match="leave find_lr first"):
+            with assert_raises(StepError, problem="leave find_lr first"):
                 accel.save_state(ctx, tmp_path, {"item": item}, step=1)
-        with run.ema.applied_to(run.model), pytest.raises(StepError, match="leave applied_to first"):
+        with run.ema.applied_to(run.model), assert_raises(StepError, problem="leave applied_to first"):
             run.ema.update_(run.model)
     _ = accel.save_state(ctx, tmp_path, {"model": run.model}, step=1)
 
@@ -199,7 +200,7 @@ def test_a_range_test_steps_its_own_weights_and_neither_saves_nor_loads_them(tmp
 def test_a_step_within_the_backward_is_refused_too():
     ctx = accel.single()
     run = _run(ctx)
-    with run.ema.applied_to(run.model), pytest.raises(StepError, match="leave applied_to first"):
+    with run.ema.applied_to(run.model), assert_raises(StepError, problem="leave applied_to first"):
         accel.training.fused_step(ctx, run.model(torch.ones(1, 4)).sum(), run.optimizer)
     accel.training.fused_step(ctx, run.model(torch.ones(1, 4)).sum(), run.optimizer)
 
@@ -208,7 +209,7 @@ def test_one_rank_that_is_in_a_block_is_named_on_all(tmp_path):
     def fn(ctx: accel.DistContext) -> None:
         run = _run(ctx)
         inside = run.ema.applied_to(run.model) if ctx.rank else contextlib.nullcontext()
-        with inside, pytest.raises(StepError, match="leave applied_to first"):
+        with inside, assert_raises(StepError, problem="leave applied_to first"):
             accel.save_state(ctx, tmp_path, {"model": run.model}, step=1)
         _ = accel.save_state(ctx, tmp_path, {"model": run.model}, step=1)
 
@@ -232,7 +233,7 @@ def test_sharded_weights_are_known_after_a_forward_in_the_block(reshards, tmp_pa
         with run.ema.applied_to(run.model):
             _ = run.model(torch.randn(2, 4))
             for item in (run.model, run.optimizer, Both(run.net)):
-                with pytest.raises(StepError, match="leave applied_to first"):
+                with assert_raises(StepError, problem="leave applied_to first"):
                     accel.save_state(ctx, tmp_path, {"item": item}, step=1)
 
     simulate(fn, 2, default_group=True)

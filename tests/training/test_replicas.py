@@ -68,7 +68,7 @@ def test_a_parameter_unfrozen_after_preparing_is_named(ranks: Simulator) -> None
         model = accel.prepare_model(ctx, plain)
         plain.first.weight.requires_grad_(True)
         with (
-            pytest.raises(PrepareError, match=r"first\.weight as well"),
+            assert_raises(PrepareError, got=r"first\.weight as well"),
             accel.accumulate(ctx, begin_batch(ctx), model),
         ):
             pass

@@ -149,11 +149,11 @@ def test_a_dropped_step_at_the_end_of_an_epoch_is_an_error_in_the_next_pass_and_
         state = run.start.next(batch)
         state = accel.backward(ctx, run.loss(batch), state)
         run.step(state)
-    with pytest.raises(accel.errors.StepError, match=r"state = accel.optimizer_step\(ctx, optimizer, state\)"):
+    with assert_raises(accel.errors.StepError, expected=r"state = accel.optimizer_step\(ctx, optimizer, state\)"):
         next(accel.batches(ctx, run.loader, state))
-    with pytest.raises(accel.errors.StepError, match="optimizer_step"):
+    with assert_raises(accel.errors.StepError, expected="optimizer_step"):
         state.next_epoch()
-    with pytest.raises(accel.errors.ConfigError, match="unfinished window"):
+    with assert_raises(accel.errors.ConfigError, problem="unfinished window"):
         accel.save_state(ctx, tmp_path, {"state": state}, step=1)
 
 
@@ -171,7 +171,7 @@ def test_calls_out_of_order_name_the_line_to_write() -> None:
         run.step(run.start)
     begun = run.start.next(batch)
     for call in (lambda: begun.next(batch), lambda: run.step(begun)):
-        with pytest.raises(accel.errors.StepError, match=r"state = accel.backward\(ctx, loss, state\)"):
+        with assert_raises(accel.errors.StepError, expected=r"state = accel.backward\(ctx, loss, state\)"):
             call()
     summed = accel.backward(ctx, run.loss(batch), begun)
     with assert_raises(accel.errors.StepError, problem="the window has not ended"):
@@ -180,7 +180,7 @@ def test_calls_out_of_order_name_the_line_to_write() -> None:
         accel.errors.StepError, problem="does not begin at the state's position", expected="epoch 0, 6 samples"
     ):
         summed.next(batch)
-    with pytest.raises(accel.errors.ConfigError, match=r"needs the full state: .*got Accumulation"):
+    with assert_raises(accel.errors.ConfigError, problem="needs the full state", got="Accumulation"):
         accel.backward(ctx, run.loss(batch), begun, begun.accum)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
@@ -223,7 +223,7 @@ def test_a_second_backward_of_a_batch_says_what_it_is_over() -> None:
     run = Run(ctx)
     batch = next(accel.batches(ctx, run.loader, run.start))
     state = accel.backward(ctx, run.loss(batch), run.start.next(batch))
-    with pytest.raises(accel.errors.StepError, match=r"counted already.*same_units=True.*weight="):
+    with assert_raises(accel.errors.StepError, problem="counted already", fix="same_units=True.*weight="):
         accel.backward(ctx, run.loss(batch), state)
 
 
@@ -253,7 +253,7 @@ def test_an_epoch_left_within_a_window_needs_a_discard_which_drops_its_gradients
             break
         with assert_raises(accel.errors.StepError, fix=r"state = accel.training.discard\(state, model\)"):
             next(accel.batches(ctx, run.loader, state))
-        with pytest.raises(accel.errors.StepError, match="discard"):
+        with assert_raises(accel.errors.StepError, fix="discard"):
             state.next_epoch()
         state = accel.training.discard(state, run.model).next_epoch()
         _ = run.epochs(state, 2)
@@ -342,7 +342,7 @@ def test_a_second_loader_beside_the_first_has_a_cursor_of_its_own() -> None:
     other = accel.prepare_loader(ctx, DataLoader(TensorDataset(torch.arange(40)), batch_size=8))
     state, cursor = run.start, accel.Cursor(seed=7)
     for batch, beside in zip(accel.batches(ctx, run.loader, state), accel.batches(ctx, other, cursor), strict=False):
-        with pytest.raises(accel.errors.StepError, match="separate cursor"):
+        with assert_raises(accel.errors.StepError, fix="separate cursor"):
             state.next(beside)
         state = run.micro(state, batch)
         cursor = beside.next
@@ -425,7 +425,7 @@ def test_samples_of_no_loader_need_their_weight() -> None:
         accel.backward(ctx, loss, state)
     assert caught.value.fix.endswith("state = accel.backward(ctx, loss, state, weight=count).")
     state = accel.backward(ctx, loss, state, weight=3)  # the line of the fix
-    with pytest.raises(StepError, match=r"state = accel\.optimizer_step"):
+    with assert_raises(StepError, expected=r"state = accel\.optimizer_step"):
         state.next()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from catching import assert_raises
 from steps import begin_batch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -126,7 +127,7 @@ def test_a_gradient_of_ones_own_is_put_into_ddps(ranks):
         nn.init.zeros_(weight)
         state = accel.backward(ctx, model(torch.ones(1, 2)).sum(), begin_batch(ctx, state))
         own, weight.grad = weight.grad, torch.full((1, 2), 7.0)
-        with pytest.raises(StepError, match=r"parameter\.grad\.copy_"):
+        with assert_raises(StepError, fix=r"parameter\.grad\.copy_"):
             state = accel.optimizer_step(ctx, optimizer, state)
         weight.grad = own.copy_(weight.grad)
         state = accel.optimizer_step(ctx, optimizer, state)
@@ -141,13 +142,13 @@ def test_what_somebody_else_has_wrapped_is_adopted_by_preparing_it(ranks):
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
         state = accel.train_state(ctx)
         state = accel.backward(ctx, wrapped(torch.full((1, 2), ctx.rank + 1.0)).sum(), begin_batch(ctx, state))
-        with pytest.raises(PrepareError, match="not prepared"):
+        with assert_raises(PrepareError, problem="not prepared"):
             state = accel.optimizer_step(ctx, optimizer, state)
         assert accel.prepare_model(ctx, wrapped) is wrapped
         state = accel.optimizer_step(ctx, optimizer, state)
         assert state.stepped
         state = accel.backward(ctx, wrapped.module[0](torch.ones(1, 2)).sum(), begin_batch(ctx, state))
-        with pytest.raises(StepError, match=r"no gradient for 1\.weight, 1\.bias"):
+        with assert_raises(StepError, got=r"no gradient for 1\.weight, 1\.bias"):
             state = accel.optimizer_step(ctx, optimizer, state)
         return True
 

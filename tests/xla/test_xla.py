@@ -36,9 +36,9 @@ def torch_xla(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_without_torch_xla_what_to_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_xla", None)
     for device in ("xla", "xla:0", torch.device("xla")):
-        with pytest.raises(MissingExtraError, match=r"torch_xla\[tpu\]==2\.9"):
+        with assert_raises(MissingExtraError, fix=r"torch_xla\[tpu\]==2\.9"):
             accel.single(device)
-    with pytest.raises(MissingExtraError, match=r"torch_xla\[tpu\]==2\.9"):
+    with assert_raises(MissingExtraError, fix=r"torch_xla\[tpu\]==2\.9"):
         accel.from_env({"ACCEL_DEVICE": "xla"})
 
 
@@ -66,7 +66,7 @@ def test_processes_that_xla_does_not_connect_are_refused(torch_xla: Any) -> None
 
 def test_a_host_of_several_starts_no_process_without_a_place(torch_xla: Any) -> None:
     host = {"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "tpu-0,tpu-1"}
-    with pytest.raises(EnvError, match="accel launch --device xla"):
+    with assert_raises(EnvError, fix="accel launch --device xla"):
         accel.from_env({**host, "ACCEL_DEVICE": "xla"})
     assert accel.from_env({**host, "ACCEL_DEVICE": "cpu"}).world_size == 1
     launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "tpu-0", "MASTER_PORT": "1"}

@@ -30,46 +30,27 @@ _DIGEST_BYTES = 1 << 16  # of each tensor
 
 
 class _Report(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's facts of its next steps.
+    """A rank's facts of its next steps."""
 
-    Attributes:
-        counts: real samples of its batches; none once its stream has ended.
-        more: whether it has more after them.
-        bare: whether it has neither a batch nor an older one to stand in.
-        size: bytes of the first batch.
-        digest: of the first batch of an epoch, where ranks read streams of their own.
-    """
-
-    counts: list[int]
-    more: bool
-    bare: bool
-    size: int
-    digest: str = ""
+    counts: list[int]  # real samples of its batches; none once its stream has ended
+    more: bool  # whether it has more after them
+    bare: bool  # whether it has neither a batch nor an older one to stand in
+    size: int  # bytes of the first batch
+    digest: str = ""  # of the first batch of an epoch, where ranks read streams of their own
 
 
 @dataclasses.dataclass(eq=False)
 class IndependentReaders:
-    """Every rank reads; its last batch, or another rank's, stands in once its stream has ended.
-
-    Attributes:
-        ctx: the context.
-        call: each message, as all ranks name it.
-        data_ranks: data-parallel rank by rank; ranks of one read the same.
-        drops: whether the epoch ends at the first rank without another full batch.
-        compares: whether to warn if two data-parallel ranks begin with the same samples.
-        position: of this rank's reader.
-        latest: the last batch of this rank, or a borrowed one.
-        step_bytes: size of the largest first batch in the last message.
-    """
+    """Every rank reads; its last batch, or another rank's, stands in once its stream has ended."""
 
     ctx: DistContext
-    call: Call
-    data_ranks: list[int]
-    drops: bool
-    compares: bool
-    position: StreamPosition | None
-    latest: LocalBatch | None = None
-    step_bytes: int = 0
+    call: Call  # each message, as all ranks name it
+    data_ranks: list[int]  # data-parallel rank by rank; ranks of one read the same
+    drops: bool  # whether the epoch ends at the first rank without another full batch
+    compares: bool  # whether to warn if two data-parallel ranks begin with the same samples
+    position: StreamPosition | None  # of this rank's reader
+    latest: LocalBatch | None = None  # the last batch of this rank, or a borrowed one
+    step_bytes: int = 0  # size of the largest first batch in the last message
 
     def agree(self, steps: list[ReadStep]) -> list[AgreedStep]:
         """Agree on the next steps with the other ranks; return those known of every rank. A collective.
@@ -200,19 +181,12 @@ class BatchStep(NamedTuple):
 
 
 class _ReadMode(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's way of reading.
+    """A rank's way of reading."""
 
-    Attributes:
-        node: its node's number.
-        data_rank: its rank among the data-parallel ones.
-        limit: largest number of steps in a message.
-        ahead: whether it has workers, so that a batch can be read and moved ahead of the one in use.
-    """
-
-    node: int
-    data_rank: int
-    limit: int
-    ahead: bool
+    node: int  # its node's number
+    data_rank: int  # its rank among the data-parallel ones
+    limit: int  # largest number of steps in a message
+    ahead: bool  # whether it has workers, so that a batch can be read and moved ahead of the one in use
 
 
 def stream_steps(

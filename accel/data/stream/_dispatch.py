@@ -38,17 +38,12 @@ class _BatchHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PackedBatches(msgspec.Struct, frozen=True, eq=False):
-    """Batches as bytes.
+    """Batches as bytes."""
 
-    Attributes:
-        header_bytes: length of the headers, which come before the tensors.
-        buffer: uint8 on the CPU, shape [length].
-        large: bytes of each large tensor, uint8 on the CPU, shape [bytes]. They are sent without the buffer, because
-            copying them into it costs more.
-    """
-
-    header_bytes: int
-    buffer: torch.Tensor
+    header_bytes: int  # length of the headers, which come before the tensors
+    buffer: torch.Tensor  # uint8 on the CPU, shape [length]
+    # Bytes of each large tensor, uint8 on the CPU, shape [bytes]. They are sent without the buffer, because copying
+    # them into it costs more.
     large: list[torch.Tensor] = []
 
 
@@ -229,35 +224,21 @@ _ALIGN = 16
 
 
 class _StepHeader(msgspec.Struct, frozen=True, array_like=True):
-    """A reader's facts of one step.
+    """A reader's facts of one step."""
 
-    Attributes:
-        counts: real samples by data-parallel rank.
-        more: whether another step follows.
-        rows: samples of each served rank's batch, placeholders included.
-    """
-
-    counts: list[int]
-    more: bool
-    rows: list[int]
+    counts: list[int]  # real samples by data-parallel rank
+    more: bool  # whether another step follows
+    rows: list[int]  # samples of each served rank's batch, placeholders included
 
 
 class _MessageHeader(msgspec.Struct, frozen=True, array_like=True):
-    """A reader's facts of the next steps; lists by served rank hold 0 for the reader itself.
+    """A reader's facts of the next steps; lists by served rank hold 0 for the reader itself."""
 
-    Attributes:
-        steps: none at the end of an empty stream.
-        header_sizes: bytes before the tensors, of each rank's packed batches.
-        sizes: bytes of the buffer, which holds the batches of all these steps.
-        large: bytes of each tensor outside of the buffer.
-        inline: whether the packed batches follow in this message.
-    """
-
-    steps: list[_StepHeader]
-    header_sizes: list[int]
-    sizes: list[int]
-    large: list[list[int]]
-    inline: bool
+    steps: list[_StepHeader]  # none at the end of an empty stream
+    header_sizes: list[int]  # bytes before the tensors, of each rank's packed batches
+    sizes: list[int]  # bytes of the buffer, which holds the batches of all these steps
+    large: list[list[int]]  # bytes of each tensor outside of the buffer
+    inline: bool  # whether the packed batches follow in this message
 
 
 class Dispatcher:

@@ -38,37 +38,22 @@ _MOST_BYTES = 1 << 23
 
 
 class ReadStep(msgspec.Struct, frozen=True, eq=False):
-    """One step, as a rank has read it.
+    """One step, as a rank has read it."""
 
-    Attributes:
-        batches: batches by data-parallel rank, for the ranks that this one serves.
-        counts: real samples of every data-parallel rank.
-        more: whether another step follows.
-        position: of the reader after this step.
-    """
-
-    batches: dict[int, LocalBatch]
-    counts: list[int]
-    more: bool
-    position: StreamPosition
+    batches: dict[int, LocalBatch]  # batches by data-parallel rank, for the ranks that this one serves
+    counts: list[int]  # real samples of every data-parallel rank
+    more: bool  # whether another step follows
+    position: StreamPosition  # of the reader after this step
 
 
 class AgreedStep(NamedTuple):
-    """One step, as all ranks agree on it.
+    """One step, as all ranks agree on it."""
 
-    Attributes:
-        batch: this rank's batch.
-        samples: real samples in it.
-        total: real samples of all ranks.
-        is_last: whether the epoch ends with it.
-        position: of this rank's reader after it; None on a rank that does not read.
-    """
-
-    batch: LocalBatch
-    samples: int
-    total: int
-    is_last: bool
-    position: StreamPosition | None
+    batch: LocalBatch  # this rank's batch
+    samples: int  # real samples in it
+    total: int  # real samples of all ranks
+    is_last: bool  # whether the epoch ends with it
+    position: StreamPosition | None  # of this rank's reader after it; None on a rank that does not read
 
 
 def read_steps(

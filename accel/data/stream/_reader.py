@@ -115,15 +115,10 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class LocalBatch(msgspec.Struct, frozen=True, eq=False):
-    """One rank's batch.
+    """One rank's batch."""
 
-    Attributes:
-        data: the collate function's result.
-        rows: samples in it, placeholders included.
-    """
-
-    data: Any
-    rows: int
+    data: Any  # the collate function's result
+    rows: int  # samples in it, placeholders included
 
 
 class WorkerStep(msgspec.Struct, frozen=True, eq=False):
@@ -142,17 +137,11 @@ class WorkerStep(msgspec.Struct, frozen=True, eq=False):
 
 
 class Skipped(msgspec.Struct, frozen=True):
-    """A reader's progress on its way to its start.
+    """A reader's progress on its way to its start."""
 
-    Attributes:
-        worker: its number among the reading processes.
-        elements: elements that it has read and dropped.
-        of: elements to drop in all.
-    """
-
-    worker: int
-    elements: int
-    of: int
+    worker: int  # its number among the reading processes
+    elements: int  # elements that it has read and dropped
+    of: int  # elements to drop in all
 
 
 class StreamSteps(IterableDataset[Any]):

@@ -26,15 +26,10 @@ _MAIN_OF_SHARDS = "optimizer.state.param."  # as the distributed optimizer calls
 
 
 class StreamStates(msgspec.Struct, frozen=True):
-    """The states of a rank's streams.
+    """The states of a rank's streams."""
 
-    Attributes:
-        place: sizes of Megatron's layout, and the rank's place in it.
-        states: of the streams by name, bytes of torch's generators.
-    """
-
-    place: str = ""
-    states: Mapping[str, bytes] = {}
+    place: str = ""  # sizes of Megatron's layout, and the rank's place in it
+    states: Mapping[str, bytes] = {}  # of the streams by name, bytes of torch's generators
 
     def rank_part(self) -> object:
         """Return this rank's states."""

@@ -44,31 +44,19 @@ _SHOWN = 5
 
 
 class QuantizedLayer(NamedTuple):
-    """A linear layer that is quantized.
+    """A linear layer that is quantized."""
 
-    Attributes:
-        name: its path, the first of several.
-        module: the layer.
-        dtype: dtype of its weight before.
-        template: the quantized weight without values.
-    """
-
-    name: str
-    module: nn.Linear
-    dtype: torch.dtype
-    template: Packed
+    name: str  # its path, the first of several
+    module: nn.Linear  # the layer
+    dtype: torch.dtype  # dtype of its weight before
+    template: Packed  # the quantized weight without values
 
 
 class QuantizationPlan(NamedTuple):
-    """The changes that a record makes to a model.
+    """The changes that a record makes to a model."""
 
-    Attributes:
-        layers: layers that are quantized.
-        dtypes: dtype of each other floating-point tensor, by `id`.
-    """
-
-    layers: list[QuantizedLayer]
-    dtypes: dict[int, torch.dtype]
+    layers: list[QuantizedLayer]  # layers that are quantized
+    dtypes: dict[int, torch.dtype]  # dtype of each other floating-point tensor, by `id`
 
 
 def describe_quantized(model: nn.Module, config: Quantization, *, blocks: Select | None = None) -> Skeleton:

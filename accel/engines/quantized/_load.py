@@ -46,37 +46,22 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class Other(NamedTuple):
-    """A tensor that is not quantized.
+    """A tensor that is not quantized."""
 
-    Attributes:
-        names: its names in the model.
-        tensor: the tensor.
-        dtype: dtype that it will have.
-        stored: name in the source; "" where it may be missing.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # its names in the model
     tensor: torch.Tensor
-    dtype: torch.dtype
-    stored: str
+    dtype: torch.dtype  # dtype that it will have
+    stored: str  # name in the source; "" where it may be missing
 
 
 class Found(NamedTuple):
-    """Weights of a source for a model.
+    """Weights of a source for a model."""
 
-    Attributes:
-        matched: all differences.
-        stored: facts of the source's tensors by name.
-        others: tensors that are not quantized.
-        templates: the weight without values by name of a layer that is stored quantized.
-        known: parts of those that the source has in another form, by full name.
-    """
-
-    matched: Match
-    stored: Mapping[str, TensorFacts]
-    others: list[Other]
-    templates: Mapping[str, Packed]
-    known: Mapping[str, torch.Tensor]
+    matched: Match  # all differences
+    stored: Mapping[str, TensorFacts]  # facts of the source's tensors by name
+    others: list[Other]  # tensors that are not quantized
+    templates: Mapping[str, Packed]  # the weight without values by name of a layer that is stored quantized
+    known: Mapping[str, torch.Tensor]  # parts of those that the source has in another form, by full name
 
 
 def find_weights(
@@ -173,15 +158,10 @@ def _others(model: nn.Module, plan: QuantizationPlan) -> list[Other]:
 
 
 class TensorDevices(NamedTuple):
-    """Devices of a model's tensors.
+    """Devices of a model's tensors."""
 
-    Attributes:
-        home: destination by name of a tensor or of a part.
-        runs: computing device by name of a tensor or of a part.
-    """
-
-    home: Callable[[str], Destination]
-    runs: Callable[[str], torch.device]
+    home: Callable[[str], Destination]  # destination by name of a tensor or of a part
+    runs: Callable[[str], torch.device]  # computing device by name of a tensor or of a part
 
 
 def find_places(plan: QuantizationPlan, device_map: DeviceChoice, default: torch.device) -> TensorDevices:

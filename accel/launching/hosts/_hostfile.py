@@ -34,17 +34,11 @@ PORT = 29400
 
 
 class HostSlots(msgspec.Struct, frozen=True):
-    """A host, and its slots by number: its GPUs, or its processes where there are none.
+    """A host, and its slots by number: its GPUs, or its processes where there are none."""
 
-    Attributes:
-        name: name or address.
-        slots: numbers of the slots to use; None where the file does not count them.
-        whole: whether these are all of the host's slots.
-    """
-
-    name: str
-    slots: tuple[int, ...] | None = None
-    whole: bool = True
+    name: str  # name or address
+    slots: tuple[int, ...] | None = None  # numbers of the slots to use; None where the file does not count them
+    whole: bool = True  # whether these are all of the host's slots
 
 
 class HostCommand(msgspec.Struct, frozen=True):

@@ -40,25 +40,15 @@ _AGENTS_OWN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL":
 
 
 class AgentOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """The work of an agent.
+    """The work of an agent."""
 
-    Attributes:
-        target: program of every process.
-        config: settings of the launch.
-        parent: process whose end ends the agent.
-        added: variables of the agent alone, which its ranks do not get.
-        record: record of the launch; None to keep none.
-        summary: whether the last line reports the end of the run.
-        is_command: whether what ranks leave behind ends with a failure.
-    """
-
-    target: LaunchTarget
-    config: LaunchConfig
-    parent: int
-    added: tuple[str, ...]
-    record: LaunchRecord | None = None
-    summary: bool = False
-    is_command: bool = False
+    target: LaunchTarget  # program of every process
+    config: LaunchConfig  # settings of the launch
+    parent: int  # process whose end ends the agent
+    added: tuple[str, ...]  # variables of the agent alone, which its ranks do not get
+    record: LaunchRecord | None = None  # record of the launch; None to keep none
+    summary: bool = False  # whether the last line reports the end of the run
+    is_command: bool = False  # whether what ranks leave behind ends with a failure
 
 
 def check_endpoint(config: LaunchConfig) -> str:

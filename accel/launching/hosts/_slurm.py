@@ -28,15 +28,10 @@ _GPU_ITEM = re.compile(r"(?:gres[/:])?gpu(?:[:=](.*))?")
 
 
 class NodeRequest(NamedTuple):
-    """The request of a job to Slurm, as far as it decides about ranks.
+    """The request of a job to Slurm, as far as it decides about ranks."""
 
-    Attributes:
-        gpus: GPUs of each node; None if the options do not name a number.
-        nodes: fewest and most nodes; None if the options do not name a number.
-    """
-
-    gpus: int | None = None
-    nodes: tuple[int, int] | None = None
+    gpus: int | None = None  # GPUs of each node; None if the options do not name a number
+    nodes: tuple[int, int] | None = None  # fewest and most nodes; None if the options do not name a number
 
 
 def read_request(text: str, hosts: tuple[int, int]) -> NodeRequest:

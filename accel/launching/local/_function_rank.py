@@ -23,15 +23,10 @@ _CALL, _VALUE, _ERROR = "call", "value-{}", "error-{}"
 
 
 class SentError(NamedTuple):
-    """An exception that a rank has sent.
+    """An exception that a rank has sent."""
 
-    Attributes:
-        error: the exception; None if it cannot be pickled.
-        traceback: its text, from the first frame of the function on.
-    """
-
-    error: BaseException | None
-    traceback: str
+    error: BaseException | None  # the exception; None if it cannot be pickled
+    traceback: str  # its text, from the first frame of the function on
 
 
 def pack(obj: object, where: str) -> bytes:

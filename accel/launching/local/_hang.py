@@ -36,35 +36,22 @@ _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 
 
 class RankAnswer(NamedTuple):
-    """The answer of a rank to the question where it is.
+    """The answer of a rank to the question where it is."""
 
-    Attributes:
-        stack: stack from the fault handler, the innermost frame first; empty if there is none.
-        asked: whether the rank could be asked for its collectives.
-        calls: current or last collective of each group; None if the rank gave none.
-        stopped: why it can answer nothing; empty if it runs.
-    """
-
-    stack: str = ""
-    asked: bool = False
+    stack: str = ""  # stack from the fault handler, the innermost frame first; empty if there is none
+    asked: bool = False  # whether the rank could be asked for its collectives
+    # Current or last collective of each group; None if the rank gave none.
     calls: Sequence[EnteredCollective] | None = None
-    stopped: str = ""
+    stopped: str = ""  # why it can answer nothing; empty if it runs
 
 
 class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
-    """Places of the ranks of one host, while other ranks failed for want of one.
+    """Places of the ranks of one host, while other ranks failed for want of one."""
 
-    Attributes:
-        left: ranks that have ended with status 0.
-        silent: ranks of launchers that do not answer.
-        elsewhere: for each rank that is in no collective, its line of code.
-        waiting: for each rank that is in a collective, its line of code.
-    """
-
-    left: list[int] = []
-    silent: list[int] = []
-    elsewhere: dict[int, str] = {}
-    waiting: dict[int, str] = {}
+    left: list[int] = []  # ranks that have ended with status 0
+    silent: list[int] = []  # ranks of launchers that do not answer
+    elsewhere: dict[int, str] = {}  # for each rank that is in no collective, its line of code
+    waiting: dict[int, str] = {}  # for each rank that is in a collective, its line of code
 
 
 class Watch:

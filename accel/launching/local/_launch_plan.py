@@ -32,21 +32,13 @@ _NO_PEERS = "RTX 40"  # consumer cards with a driver without peer-to-peer copies
 
 
 class HostPosition(msgspec.Struct, frozen=True, kw_only=True):
-    """The position of this host's ranks in the launch; all hosts have equally many.
+    """The position of this host's ranks in the launch; all hosts have equally many."""
 
-    Attributes:
-        node_rank: rank of this host.
-        num_nodes: number of hosts.
-        master_addr: address of rank 0.
-        restarts: number of times that all ranks have started again.
-        roles: role of each host's ranks; empty if all have this host's.
-    """
-
-    node_rank: int = 0
-    num_nodes: int = 1
-    master_addr: str = "127.0.0.1"
-    restarts: int = 0
-    roles: tuple[str, ...] = ()
+    node_rank: int = 0  # rank of this host
+    num_nodes: int = 1  # number of hosts
+    master_addr: str = "127.0.0.1"  # address of rank 0
+    restarts: int = 0  # number of times that all ranks have started again
+    roles: tuple[str, ...] = ()  # role of each host's ranks; empty if all have this host's
 
     def count_role(self, role: str) -> tuple[int, int]:
         """Return the number of hosts of a role in front of this host, and in all."""
@@ -55,51 +47,29 @@ class HostPosition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One process of a launch.
+    """One process of a launch."""
 
-    Attributes:
-        rank: rank of the process.
-        program: command line as a user would type it.
-        command: command line to execute.
-        environ: complete environment.
-        record: path of its failure record.
-        cores: CPU cores that it may use; empty for all.
-    """
-
-    rank: int
-    program: tuple[str, ...]
-    command: tuple[str, ...]
-    environ: dict[str, str]
-    record: str
-    cores: tuple[int, ...] = ()
+    rank: int  # rank of the process
+    program: tuple[str, ...]  # command line as a user would type it
+    command: tuple[str, ...]  # command line to execute
+    environ: dict[str, str]  # complete environment
+    record: str  # path of its failure record
+    cores: tuple[int, ...] = ()  # CPU cores that it may use; empty for all
 
 
 class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """All processes of a launch on one host, in order of rank, and the settings of their supervisor.
+    """All processes of a launch on one host, in order of rank, and the settings of their supervisor."""
 
-    Attributes:
-        processes: processes to start.
-        log_dir: folder for a log file of each process; empty for none.
-        prefix: whether lines of output begin with their rank, if there are several processes.
-        quiet: whether only rank 0's output is shown.
-        stop_grace_s: seconds between a signal to stop and SIGKILL.
-        restarts: number of times that all ranks have started again.
-        hang_timeout_s: seconds without output until ranks are asked where they are; None for never.
-        unbound: reason why processes are not bound to cores although they should be; empty for none.
-        idle: GPUs that no process uses, in words; empty for none.
-        redraw_s: least number of seconds between two states of a progress bar that are shown.
-    """
-
-    processes: tuple[ProcessPlan, ...]
-    log_dir: str = ""
-    prefix: bool = True
-    quiet: bool = False
-    stop_grace_s: float = 10.0
-    restarts: int = 0
-    hang_timeout_s: float | None = None
-    unbound: str = ""
-    idle: str = ""
-    redraw_s: float = 0.0
+    processes: tuple[ProcessPlan, ...]  # processes to start
+    log_dir: str = ""  # folder for a log file of each process; empty for none
+    prefix: bool = True  # whether lines of output begin with their rank, if there are several processes
+    quiet: bool = False  # whether only rank 0's output is shown
+    stop_grace_s: float = 10.0  # seconds between a signal to stop and SIGKILL
+    restarts: int = 0  # number of times that all ranks have started again
+    hang_timeout_s: float | None = None  # seconds without output until ranks are asked where they are; None for never
+    unbound: str = ""  # reason why processes are not bound to cores although they should be; empty for none
+    idle: str = ""  # GPUs that no process uses, in words; empty for none
+    redraw_s: float = 0.0  # least number of seconds between two states of a progress bar that are shown
 
 
 def plan_launch(

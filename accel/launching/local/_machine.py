@@ -24,15 +24,10 @@ MemoryNodes = Mapping[int, tuple[tuple[int, ...], ...]]
 
 
 class Binding(NamedTuple):
-    """The cores that each process is bound to.
+    """The cores that each process is bound to."""
 
-    Attributes:
-        cores: numbers of the hardware threads of each process; empty for all.
-        unbound: reason why no process is bound; empty if they are.
-    """
-
-    cores: tuple[tuple[int, ...], ...]
-    unbound: str = ""
+    cores: tuple[tuple[int, ...], ...]  # numbers of the hardware threads of each process; empty for all
+    unbound: str = ""  # reason why no process is bound; empty if they are
 
 
 def bind_processes(count: int, nodes: MemoryNodes, near: Sequence[int | None] = ()) -> Binding:
@@ -213,19 +208,12 @@ _SYS = Path("/sys")
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """An NVIDIA GPU.
+    """An NVIDIA GPU."""
 
-    Attributes:
-        name: model name.
-        generation: the first number of its compute capability, 8 for Ampere and 9 for Hopper.
-        uuid: name of this one GPU, "GPU-..."; empty if unknown.
-        memory_node: memory node that it belongs to; None if unknown.
-    """
-
-    name: str
-    generation: int
-    uuid: str = ""
-    memory_node: int | None = None
+    name: str  # model name
+    generation: int  # the first number of its compute capability, 8 for Ampere and 9 for Hopper
+    uuid: str = ""  # name of this one GPU, "GPU-..."; empty if unknown
+    memory_node: int | None = None  # memory node that it belongs to; None if unknown
 
 
 class _PciInfo(ctypes.Structure):
@@ -239,19 +227,14 @@ class _PciInfo(ctypes.Structure):
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """The resources that processes on this machine share.
+    """The resources that processes on this machine share."""
 
-    Attributes:
-        cores: CPU cores that this process may use.
-        gpus: GPUs of NVIDIA's driver; None where there are GPUs of another vendor, which cannot be counted.
-        tpu_chips: number of TPU chips that are one XLA device each.
-        memory_nodes: those cores by memory node, each as the numbers of its hardware threads; empty if unknown.
-    """
-
-    cores: int
+    cores: int  # CPU cores that this process may use
+    # GPUs of NVIDIA's driver; None where there are GPUs of another vendor, which cannot be counted.
     gpus: tuple[Gpu, ...] | None = ()
+    # The cores by memory node, each as the numbers of its hardware threads; empty if unknown.
     memory_nodes: dict[int, tuple[tuple[int, ...], ...]] = {}
-    tpu_chips: int = 0
+    tpu_chips: int = 0  # number of TPU chips that are one XLA device each
 
 
 def read_machine(sys: Path = _SYS) -> Machine:

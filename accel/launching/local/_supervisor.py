@@ -40,33 +40,21 @@ Exchange = tuple[list[Failure], list[Whereabouts]]  # failures of other hosts, a
 
 
 class LaunchEnd(NamedTuple):
-    """The end of a launch, or of one of its attempts.
+    """The end of a launch, or of one of its attempts."""
 
-    Attributes:
-        status: 0, the status of the rank that failed first, or 128 plus the number of the signal that stopped it.
-        report: text for stderr.
-        first: the failure that caused the others; None if no rank failed, or a signal stopped the launch.
-        stopped: the signal that stopped it, or 0.
-        changed: whether the ranks were ended because a host came or went.
-    """
-
-    status: int
-    report: str = ""
+    status: int  # 0, the status of the rank that failed first, or 128 plus the number of the signal that stopped it
+    report: str = ""  # text for stderr
+    # The failure that caused the others; None if no rank failed, or a signal stopped the launch.
     first: Failure | None = None
-    stopped: int = 0
-    changed: bool = False
+    stopped: int = 0  # the signal that stopped it, or 0
+    changed: bool = False  # whether the ranks were ended because a host came or went
 
 
 class Peers:
-    """The other hosts of a launch, as its supervisor on this host sees them; here there are none.
+    """The other hosts of a launch, as its supervisor on this host sees them; here there are none."""
 
-    Attributes:
-        hosts: names of all hosts, in order of their ranks; empty where the launch knows one host only.
-        tick_s: seconds between two looks at the other hosts; None for no looks.
-    """
-
-    hosts: Sequence[str] = ()
-    tick_s: float | None = None
+    hosts: Sequence[str] = ()  # names of all hosts, in order of their ranks; empty where the launch knows one host only
+    tick_s: float | None = None  # seconds between two looks at the other hosts; None for no looks
 
     def have_failed(self) -> bool:
         """Whether another host reports a failure."""

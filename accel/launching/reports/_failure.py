@@ -27,43 +27,25 @@ STACK_SIGNAL = signal.SIGRTMAX - 1  # asks a rank for its Python stack; far from
 
 
 class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A failure as the failing process records it before it ends.
+    """A failure as the failing process records it before it ends."""
 
-    Attributes:
-        rank: rank of the process.
-        host: name of its machine.
-        exception: the exception's class, with its module where Python shows one.
-        message: the exception's text.
-        location: `file:line` of the innermost frame of the user's code; empty if there is none.
-        traceback: the whole traceback as Python prints it, without the launcher's frames.
-        time_s: time of the failure, in seconds since the epoch.
-    """
-
-    rank: int
-    host: str
-    exception: str
-    message: str
-    location: str
-    traceback: str
-    time_s: float
+    rank: int  # rank of the process
+    host: str  # name of its machine
+    exception: str  # the exception's class, with its module where Python shows one
+    message: str  # the exception's text
+    location: str  # `file:line` of the innermost frame of the user's code; empty if there is none
+    traceback: str  # the whole traceback as Python prints it, without the launcher's frames
+    time_s: float  # time of the failure, in seconds since the epoch
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """The failure of one process.
+    """The failure of one process."""
 
-    Attributes:
-        rank: rank of the process.
-        status: its exit status, or minus the number of the signal that killed it.
-        time_s: time when the failure was recorded or, without a record, noticed; in seconds since the epoch.
-        record: its own record, None if it wrote none.
-        crash: the fault handler's dump at a signal like SIGSEGV; empty if there is none.
-    """
-
-    rank: int
-    status: int
-    time_s: float
-    record: FailureRecord | None = None
-    crash: str = ""
+    rank: int  # rank of the process
+    status: int  # its exit status, or minus the number of the signal that killed it
+    time_s: float  # time when the failure was recorded or, without a record, noticed; in seconds since the epoch
+    record: FailureRecord | None = None  # its own record, None if it wrote none
+    crash: str = ""  # the fault handler's dump at a signal like SIGSEGV; empty if there is none
 
 
 def file_beside(record: str, kind: Literal["ask", "calls", "checkpoint", "crash", "run", "stack"]) -> str:
@@ -171,25 +153,15 @@ _RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")  # NCCL's, and the other bac
 
 
 class EnteredCollective(msgspec.Struct, frozen=True, kw_only=True):
-    """The collective of one group that a rank waits in, or the last one that it left.
+    """The collective of one group that a rank waits in, or the last one that it left."""
 
-    Attributes:
-        group: the group's name and backend, the same on all of its ranks.
-        of_all: whether it is the group of all ranks.
-        number: torch counts the collectives of a group and backend from 1.
-        operation: c10d's name for it.
-        call: function that the user's line called; empty if no frame is the user's.
-        place: the user's line, "file:line in function".
-        waiting: whether the rank is still in it.
-    """
-
-    group: str
-    of_all: bool
-    number: int
-    operation: str
-    call: str = ""
-    place: str = ""
-    waiting: bool = False
+    group: str  # the group's name and backend, the same on all of its ranks
+    of_all: bool  # whether it is the group of all ranks
+    number: int  # torch counts the collectives of a group and backend from 1
+    operation: str  # c10d's name for it
+    call: str = ""  # function that the user's line called; empty if no frame is the user's
+    place: str = ""  # the user's line, "file:line in function"
+    waiting: bool = False  # whether the rank is still in it
 
     def __str__(self) -> str:
         of = f" of {self.call}" if self.call not in ("", self.operation) else ""

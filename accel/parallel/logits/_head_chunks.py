@@ -28,17 +28,11 @@ _LEAST_LOG = -800.0  # of a probability: its exponential is 0 in float64, so tha
 
 
 class Words(NamedTuple):
-    """The classes of this rank.
+    """The classes of this rank."""
 
-    Attributes:
-        first: its first class.
-        total: number of classes of all ranks.
-        comm: of the ranks along tp that split the classes; None where each has all of them.
-    """
-
-    first: int | Tensor
-    total: int | Tensor
-    comm: Comm | None
+    first: int | Tensor  # its first class
+    total: int | Tensor  # number of classes of all ranks
+    comm: Comm | None  # of the ranks along tp that split the classes; None where each has all of them
 
 
 class _Settings(NamedTuple):
@@ -53,21 +47,14 @@ class _Settings(NamedTuple):
 
 
 class _Factors(NamedTuple):
-    """Factors of a call's losses.
+    """Factors of a call's losses."""
 
-    Attributes:
-        target: each row's class, counted from the first of this rank, int64 of shape [rows].
-        times: factor of each row's loss, 0 for rows that do not count, shape [rows].
-        hard: factor of the target's class in each row's loss, shape [rows].
-        soft: factor of each class of this rank in every row's loss, for label smoothing, shape [classes]; None without.
-        soft_sum: sum of `soft` over the classes of all ranks, shape []; None without.
-    """
-
-    target: Tensor
-    times: Tensor
-    hard: Tensor
+    target: Tensor  # each row's class, counted from the first of this rank, int64 of shape [rows]
+    times: Tensor  # factor of each row's loss, 0 for rows that do not count, shape [rows]
+    hard: Tensor  # factor of the target's class in each row's loss, shape [rows]
+    # Factor of each class of this rank in every row's loss, for label smoothing, shape [classes]; None without.
     soft: Tensor | None
-    soft_sum: Tensor | None
+    soft_sum: Tensor | None  # sum of `soft` over the classes of all ranks, shape []; None without
 
 
 def loss_of_rows(

@@ -32,22 +32,14 @@ _LOG = logging.getLogger("accel.parallel")
 class LogitParts(NamedTuple):
     """Parts of logits. With `raw = hidden @ weight.T + bias` these are `cap * tanh(scale * raw / cap)`; without a cap
     `scale * raw`.
-
-    Attributes:
-        hidden: shape [..., features]; its backward sums gradients over the ranks along tp that split the classes.
-        weight: of the classes of this rank, shape [classes, features].
-        bias: shape [classes]; None without.
-        scale: factor of the raw logits.
-        cap: soft cap; None without.
-        words: the classes of this rank.
     """
 
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    scale: float
-    cap: float | None
-    words: Words
+    hidden: Tensor  # shape [..., features]; its backward sums gradients over the ranks along tp that split the classes
+    weight: Tensor  # of the classes of this rank, shape [classes, features]
+    bias: Tensor | None  # shape [classes]; None without
+    scale: float  # factor of the raw logits
+    cap: float | None  # soft cap; None without
+    words: Words  # the classes of this rank
 
 
 class DeferredLogits(Tensor):

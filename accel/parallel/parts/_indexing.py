@@ -29,15 +29,10 @@ from accel.parallel.parts._shapes import narrowed
 
 
 class _Index(NamedTuple):
-    """An index with an entry for each dimension, and None for new ones.
+    """An index with an entry for each dimension, and None for new ones."""
 
-    Attributes:
-        entries: in order.
-        place: of the divided dimension's entry; -1 where nothing is divided.
-    """
-
-    entries: list[Any]
-    place: int
+    entries: list[Any]  # in order
+    place: int  # of the divided dimension's entry; -1 where nothing is divided
 
 
 def _width(entry: Any) -> int:

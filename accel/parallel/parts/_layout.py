@@ -44,15 +44,11 @@ def no_rule(problem: str) -> NoRuleError:
 
 
 class RowCut(NamedTuple):
-    """The division of the rows of one dimension among ranks.
+    """The division of the rows of one dimension among ranks."""
 
-    Attributes:
-        repeat: number of times that the segments follow each other.
-        segments: (length, ways) of each: its rows are cut in `ways` equal pieces, and rank r of n holds number
-            `r * ways // n`; of `-ways` pieces, counted from the last one. One way: all ranks hold all of it.
-    """
-
-    repeat: int
+    repeat: int  # number of times that the segments follow each other
+    # (length, ways) of each: its rows are cut in `ways` equal pieces, and rank r of n holds number `r * ways // n`; of
+    # `-ways` pieces, counted from the last one. One way: all ranks hold all of it.
     segments: tuple[tuple[int, int], ...]
 
     @property
@@ -189,17 +185,11 @@ def viewed(shape: tuple[int, ...], layout: RowLayout, new: tuple[int, ...]) -> t
 
 
 class RowPiece(NamedTuple):
-    """Neighbouring rows of a divided dimension, as a rank holds them.
+    """Neighbouring rows of a divided dimension, as a rank holds them."""
 
-    Attributes:
-        first: this rank's first row of them.
-        length: number of this rank's rows.
-        cut: theirs; None where all ranks hold them all.
-    """
-
-    first: int
-    length: int
-    cut: RowCut | None
+    first: int  # this rank's first row of them
+    length: int  # number of this rank's rows
+    cut: RowCut | None  # theirs; None where all ranks hold them all
 
 
 @kept

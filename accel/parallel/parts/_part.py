@@ -129,15 +129,11 @@ def _named_problem(func: Any, problem: str) -> str:
 
 
 class PartTensor(Tensor):
-    """A rank's rows of a tensor. Inside of rules, where subclasses are off, it is a tensor of these rows.
+    """A rank's rows of a tensor. Inside of rules, where subclasses are off, it is a tensor of these rows."""
 
-    Attributes:
-        division: layout of the rows; None for a tensor that all ranks hold, whose gradient is a summand on each.
-        ranks: that hold the parts.
-    """
-
+    # Layout of the rows; None for a tensor that all ranks hold, whose gradient is a summand on each.
     division: RowLayout | None
-    ranks: Ranks
+    ranks: Ranks  # that hold the parts
 
     @property
     def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride, reportImplicitOverride]
@@ -361,17 +357,12 @@ def taken(rows: Tensor, dim: int, places: Places) -> Tensor:
 
 
 class Alignment(NamedTuple):
-    """The rows to take of broadcast tensors, so that a rank computes with those of one cut.
+    """The rows to take of broadcast tensors, so that a rank computes with those of one cut."""
 
-    Attributes:
-        places: of each tensor, the dimension and the rows to take; None for all of them.
-        right: number of the divided dimension, counted from the right, 1 for the last.
-        cut: of it; None where nothing is divided.
-    """
-
+    # Of each tensor, the dimension and the rows to take; None for all of them.
     places: tuple[tuple[int, Places] | None, ...]
-    right: int = 0
-    cut: RowCut | None = None
+    right: int = 0  # number of the divided dimension, counted from the right, 1 for the last
+    cut: RowCut | None = None  # of it; None where nothing is divided
 
     def layout(self, rank: int) -> RowLayout | None:
         """Return the layout of a result of so many dimensions."""

@@ -13,17 +13,11 @@ from accel.terminal import show_seconds, show_table
 
 
 class Waits(msgspec.Struct, frozen=True, eq=False):
-    """Waits for later ranks.
+    """Waits for later ranks."""
 
-    Attributes:
-        spans: waits of each rank, by rank.
-        compared: number of collectives that several ranks ran.
-        skipped: number of those left out, as the ranks ran different lists of them.
-    """
-
-    spans: dict[int, list[Span]]
-    compared: int = 0
-    skipped: int = 0
+    spans: dict[int, list[Span]]  # waits of each rank, by rank
+    compared: int = 0  # number of collectives that several ranks ran
+    skipped: int = 0  # number of those left out, as the ranks ran different lists of them
 
 
 def find_waits(traces: Sequence[Trace]) -> Waits:
@@ -66,29 +60,17 @@ PARTS = ("computing", "waiting", "exposed", "data", "idle")
 
 
 class RankBreakdown(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of a rank in its steps, in microseconds; the parts other than `hidden` add up to `total`.
-
-    Attributes:
-        rank: the rank.
-        steps: number of steps.
-        total: time of all steps.
-        computing: computing, with or without messages at the same time.
-        waiting: communication without computing, spent waiting for a later rank.
-        exposed: other communication without computing.
-        hidden: communication during computing.
-        data: waits for data without computing and communication.
-        idle: the rest.
-    """
+    """Times of a rank in its steps, in microseconds; the parts other than `hidden` add up to `total`."""
 
     rank: int
-    steps: int
-    total: float
-    computing: float
-    waiting: float
-    exposed: float
-    hidden: float
-    data: float
-    idle: float
+    steps: int  # number of steps
+    total: float  # time of all steps
+    computing: float  # computing, with or without messages at the same time
+    waiting: float  # communication without computing, spent waiting for a later rank
+    exposed: float  # other communication without computing
+    hidden: float  # communication during computing
+    data: float  # waits for data without computing and communication
+    idle: float  # the rest
 
 
 def rank_times(trace: Trace, waits: Waits) -> RankBreakdown:
@@ -116,21 +98,13 @@ def rank_times(trace: Trace, waits: Waits) -> RankBreakdown:
 
 
 class Slowest(msgspec.Struct, frozen=True):
-    """The rank that the others wait for.
-
-    Attributes:
-        rank: the rank.
-        own: its time a step without waits for others, in microseconds.
-        usual: lower median of this time over all ranks.
-        part: the part of the step that is longest against the lower median of all ranks.
-        more: that part's time beyond the median, in microseconds a step.
-    """
+    """The rank that the others wait for."""
 
     rank: int
-    own: float
-    usual: float
-    part: str
-    more: float
+    own: float  # its time a step without waits for others, in microseconds
+    usual: float  # lower median of this time over all ranks
+    part: str  # the part of the step that is longest against the lower median of all ranks
+    more: float  # that part's time beyond the median, in microseconds a step
 
 
 def slowest(times: Sequence[RankBreakdown]) -> Slowest | None:

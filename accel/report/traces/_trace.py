@@ -72,56 +72,33 @@ _RANK = re.compile(r"rank[-_]?(\d+)")
 
 
 class Communication(msgspec.Struct, frozen=True):
-    """A collective of a rank.
-
-    Attributes:
-        name: its name.
-        group: ranks or name of its group; empty if the trace has none.
-        start, end: its time, in microseconds.
-    """
+    """A collective of a rank."""
 
     name: str
-    group: str
-    start: float
-    end: float
+    group: str  # ranks or name of its group; empty if the trace has none
+    start: float  # time of its start, in microseconds
+    end: float  # time of its end, in microseconds
 
 
 class Operator(msgspec.Struct, frozen=True):
-    """An operator, or a kernel on a GPU.
+    """An operator, or a kernel on a GPU."""
 
-    Attributes:
-        calls: number of calls.
-        time_us: time in it, without operators inside of it, in microseconds.
-    """
-
-    calls: int
-    time_us: float
+    calls: int  # number of calls
+    time_us: float  # time in it, without operators inside of it, in microseconds
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """The trace of one rank; times are in microseconds.
+    """The trace of one rank; times are in microseconds."""
 
-    Attributes:
-        name: its file.
-        rank: the rank.
-        world_size: number of ranks of the run; None if the trace has none.
-        on_gpu: whether work and communication ran on a GPU.
-        steps: time of each step, by its number.
-        work: computing.
-        communications: collectives in order of their start.
-        data: waits for data.
-        operators: operators by name.
-    """
-
-    name: str
+    name: str  # its file
     rank: int
-    world_size: int | None
-    on_gpu: bool
-    steps: dict[int, Span]
-    work: list[Span]
-    communications: list[Communication]
-    data: list[Span]
-    operators: dict[str, Operator]
+    world_size: int | None  # number of ranks of the run; None if the trace has none
+    on_gpu: bool  # whether work and communication ran on a GPU
+    steps: dict[int, Span]  # time of each step, by its number
+    work: list[Span]  # computing
+    communications: list[Communication]  # collectives in order of their start
+    data: list[Span]  # waits for data
+    operators: dict[str, Operator]  # operators by name
 
 
 class _Event(msgspec.Struct, frozen=True):

@@ -57,21 +57,14 @@ _CAUSES = (
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcome of a check, the same on all ranks.
+    """Outcome of a check, the same on all ranks."""
 
-    Attributes:
-        name: of the check.
-        state: "running" until it has ended; "skipped" if it could not be made.
-        detail: observation, fault, or missing part.
-        cause: likely reason; empty unless it failed.
-        seconds: duration.
-    """
-
-    name: str
+    name: str  # of the check
+    # "running" until it has ended; "skipped" if it could not be made.
     state: Literal["ok", "failed", "skipped", "running"]
-    detail: str = ""
-    cause: str = ""
-    seconds: float = 0.0
+    detail: str = ""  # observation, fault, or missing part
+    cause: str = ""  # likely reason; empty unless it failed
+    seconds: float = 0.0  # duration
 
     def __str__(self) -> str:
         if self.state == "skipped":

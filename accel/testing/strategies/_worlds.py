@@ -23,15 +23,10 @@ _LARGEST_BYTE = 2**16 - 1
 
 
 class World(msgspec.Struct, frozen=True):
-    """Arguments of `simulate` after the function: `simulate(fn, world.size, seed=world.seed)`.
+    """Arguments of `simulate` after the function: `simulate(fn, world.size, seed=world.seed)`."""
 
-    Attributes:
-        size: number of ranks.
-        seed: of the schedule; None for rank order.
-    """
-
-    size: int
-    seed: int | None
+    size: int  # number of ranks
+    seed: int | None  # of the schedule; None for rank order
 
 
 def worlds(*, min_size: int = 1, max_size: int = 8) -> st.SearchStrategy[World]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from accel.errors import ConfigError, PrepareError
 from accel.parallel._blocks import ModuleGroup, block_groups, outermost_groups
 from accel.parallel._modules import forward_names, layerdrops, named_modules, passes_keyword, written_class
+from accel.parallel._private import runs_in_reentrant_checkpoint
 from accel.parallel.axes.context._kernels import Terms
 
 _WHERE = "context_attention"
@@ -416,3 +417,15 @@ def mask_refused(mask: Tensor) -> ConfigError:
         fix="Cut a mask of tokens by accel.parallel.split_sequence, and of a mask of pairs the queries alone: "
         "split_sequence(ctx, {'mask': mask}, dim=2). Packed documents are marked by position_ids that begin anew.",
     )
+
+
+def refuse_reentrant(module: nn.Module) -> None:
+    """Raise `ConfigError` for a call in a reentrant checkpoint, which loses positions."""
+    if module.training and runs_in_reentrant_checkpoint():
+        raise ConfigError(
+            "a reentrant checkpoint does not keep the positions of its tensors",
+            expected="a checkpoint of the other kind",
+            got=f"a call of {written_class(module).__name__} in one",
+            where="forward of a model on a mesh with cp",
+            fix="Pass it use_reentrant=False: checkpoint(block, x, use_reentrant=False).",
+        )

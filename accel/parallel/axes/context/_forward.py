@@ -15,12 +15,13 @@ from torch.utils.hooks import RemovableHandle
 from accel.comm import Call, exchange_values, shared_failure
 from accel.context import DistContext
 from accel.devices import wide_dtype
-from accel.errors import ConfigError, PrepareError
+from accel.errors import AccelError, ConfigError, PrepareError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._copies import WideMode, gradients_of
 from accel.parallel._modules import note_module, notes_of, written_class
 from accel.parallel._private import called_eagerly, is_compiled, runs_in_backward, untraced
 from accel.parallel.axes.context._attention import whole_positions
+from accel.parallel.axes.context._checks import refuse_reentrant
 from accel.parallel.axes.context._positions import DifferentRankError, PositionRanks, SelectedTensor, whole_of
 from accel.parallel.axes.context._split import (
     all_positions,
@@ -31,7 +32,7 @@ from accel.parallel.axes.context._split import (
     note_cut,
     own_positions,
 )
-from accel.parallel.parts import PartTensor, plain_of, rows_of
+from accel.parallel.parts import NoRuleError, PartTensor, plain_of, rows_of
 from accel.parallel.parts._part import tensors_of
 from accel.random import isolated_rng
 from accel.tensors import is_dtensor
@@ -155,7 +156,10 @@ class _Positions:
     def refuse_alone(self, module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         """Raise `ConfigError` where a loop calls a part of the model whose positions need others, as its hook."""
         in_backward = runs_in_backward()
-        if (self.is_running and not in_backward) or has_all_positions(self.ctx):
+        if has_all_positions(self.ctx):
+            return
+        if self.is_running and not in_backward:
+            refuse_reentrant(module)
             return
         if not self._has_own(_Inputs(inputs, keywords)):
             return
@@ -471,11 +475,9 @@ def _texts(module: nn.Module) -> dict[str, str]:
 
 def _problem_of(error: Exception) -> str:
     """Return a line on an error of a call with parts; raise those that are not of parts."""
-    if isinstance(error, ConfigError):
-        raise error
-    if isinstance(error, PrepareError):
+    if isinstance(error, PrepareError) and (isinstance(error, NoRuleError) or not error.problem):
         return str(error.got)
-    if isinstance(error, RuntimeError | ValueError | TypeError | IndexError):
+    if not isinstance(error, AccelError) and isinstance(error, RuntimeError | ValueError | TypeError | IndexError):
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     raise error
 

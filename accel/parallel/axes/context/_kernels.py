@@ -16,44 +16,29 @@ _HEAD_ALIGNMENT = 8  # of the head dim, in the flash kernel
 
 
 class Masked(NamedTuple):
-    """Mask of a block.
+    """Mask of a block."""
 
-    Attributes:
-        causal: whether query i sees keys 0 to i.
-        mask: True where a key is seen, in a shape that expands to [batch, heads, queries, keys]; beside it
-            `causal` is False.
-        softcap: largest size of a score, which tanh approaches; None for none.
-    """
-
-    causal: bool
+    causal: bool  # whether query i sees keys 0 to i
+    # True where a key is seen, in a shape that expands to [batch, heads, queries, keys]; beside it `causal` is False.
     mask: Tensor | None = None
-    softcap: float | None = None
+    softcap: float | None = None  # largest size of a score, which tanh approaches; None for none
 
 
 class Attended(NamedTuple):
-    """Output of attention over some keys.
+    """Output of attention over some keys."""
 
-    Attributes:
-        out: weighted values, [batch, heads, queries, head dim].
-        lse: log-sum-exp of the scores, [batch, heads, queries].
-        seeds: random state of the kernel's dropout, which is 0; its backward takes it back.
-    """
-
-    out: Tensor
-    lse: Tensor
-    seeds: tuple[Tensor, ...] = ()
+    out: Tensor  # weighted values, [batch, heads, queries, head dim]
+    lse: Tensor  # log-sum-exp of the scores, [batch, heads, queries]
+    seeds: tuple[Tensor, ...] = ()  # random state of the kernel's dropout, which is 0; its backward takes it back
 
 
 class Kernel(NamedTuple):
-    """A way to compute a block and its gradients.
+    """A way to compute a block and its gradients."""
 
-    Attributes:
-        forward: of (q, k, v, masked, scale) gives the block's attention.
-        backward: of (gradient, q, k, v, attended, masked, scale) gives the gradients of q, k and v. The attention is
-            that over all blocks, so the gradients are this block's share.
-    """
-
+    # Takes (q, k, v, masked, scale). Returns the block's attention.
     forward: Callable[[Tensor, Tensor, Tensor, Masked, float], Attended]
+    # Takes (gradient, q, k, v, attended, masked, scale). Returns the gradients of q, k and v. The attention is that
+    # over all blocks, so the gradients are this block's share.
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Attended, Masked, float], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -184,31 +169,23 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Terms(NamedTuple):
-    """The mask and the scores of an attention over a sequence that ranks share.
+    """The mask and the scores of an attention over a sequence that ranks share."""
 
-    Attributes:
-        causal: whether a position sees itself and earlier ones alone.
-        scale: factor of the products.
-        documents: numbers of the documents of the own positions, [batch, own]; None for one document.
-        ignored: True for own keys that no query sees, [batch, own keys]; None for none.
-        mask: mask of the own queries and all keys in the order of the sequence, as torch's `attn_mask`; None for none.
-        window: positions at a smaller distance are seen, of a causal attention the earlier ones; None for all.
-        softcap: largest size of a score, which tanh approaches; None for none.
-        sinks: a score of each head that takes weight and has no value (Xiao et al. 2023, attention sinks), [heads];
-            None for none.
-        score_mod, mask_mod: functions as of torch's `flex_attention`, at the places in the sequence; None for none.
-    """
-
-    causal: bool
-    scale: float
+    causal: bool  # whether a position sees itself and earlier ones alone
+    scale: float  # factor of the products
+    # Numbers of the documents of the own positions, [batch, own]; None for one document.
     documents: Tensor | None = None
-    ignored: Tensor | None = None
+    ignored: Tensor | None = None  # True for own keys that no query sees, [batch, own keys]; None for none
+    # Mask of the own queries and all keys in the order of the sequence, as torch's `attn_mask`; None for none.
     mask: Tensor | None = None
+    # Positions at a smaller distance are seen, of a causal attention the earlier ones; None for all positions.
     window: int | None = None
-    softcap: float | None = None
+    softcap: float | None = None  # largest size of a score, which tanh approaches; None for none
+    # A score of each head that takes weight and has no value (Xiao et al. 2023, attention sinks), [heads]; or None.
     sinks: Tensor | None = None
+    # Function as of torch's `flex_attention`, at the places in the sequence; None for none.
     score_mod: ScoreMod | None = None
-    mask_mod: MaskMod | None = None
+    mask_mod: MaskMod | None = None  # likewise; None for none
 
     @property
     def given(self) -> list[str]:
@@ -218,21 +195,14 @@ class Terms(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Parts of `Terms` for some queries and some keys.
+    """Parts of `Terms` for some queries and some keys."""
 
-    Attributes:
-        documents: numbers of the documents of the queries and of the keys, [batch, queries] and [batch, keys].
-        ignored: of the keys, [batch, keys].
-        mask: of the queries and the keys.
-        first: position of the first query among the keys; None where the last ones are of one position.
-        begin: place of the first key in the sequence.
-    """
-
+    # Numbers of the documents of the queries and of the keys, [batch, queries] and [batch, keys].
     documents: tuple[Tensor, Tensor] | None = None
-    ignored: Tensor | None = None
-    mask: Tensor | None = None
-    first: int | None = None
-    begin: int = 0
+    ignored: Tensor | None = None  # of the keys, [batch, keys]
+    mask: Tensor | None = None  # of the queries and the keys
+    first: int | None = None  # position of the first query among the keys; None where the last ones are of one position
+    begin: int = 0  # place of the first key in the sequence
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms, seen: Seen) -> Tensor:
@@ -355,17 +325,11 @@ _AROUND = "sliding_window_bidirectional_overlay."
 
 
 class Masks(NamedTuple):
-    """Facts of the masks that a forward makes.
+    """Facts of the masks that a forward makes."""
 
-    Attributes:
-        orders: whether they are causal.
-        distances: without an order, those up to which positions see each other.
-        is_given: whether the call has a mask of its own.
-    """
-
-    orders: set[bool]
-    distances: set[int]
-    is_given: bool
+    orders: set[bool]  # whether they are causal
+    distances: set[int]  # without an order, those up to which positions see each other
+    is_given: bool  # whether the call has a mask of its own
 
     def note(self, part: Any) -> None:
         """Note the functions that transformers joined for a mask."""

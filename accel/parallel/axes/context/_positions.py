@@ -203,18 +203,12 @@ def _keep(target: PartTensor, whole: Tensor) -> None:
 class SelectedTensor(PartTensor):
     """A selection of gathered positions, equal on all ranks. It acts as a view: a write into it also changes the own
     positions, and it is gathered again after they have changed.
-
-    Attributes:
-        base: the part that has the positions.
-        viewed: makes the selection of all positions of `base`, as a view.
-        value: the selection, plain.
-        version: of `base` when it was gathered.
     """
 
-    base: PartTensor
-    viewed: Callable[[Tensor], Tensor]
-    value: Tensor
-    version: float
+    base: PartTensor  # the part that has the positions
+    viewed: Callable[[Tensor], Tensor]  # makes the selection of all positions of `base`, as a view
+    value: Tensor  # the selection, plain
+    version: float  # of `base` when it was gathered
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: _Args = (), kwargs: _Named | None = None) -> Any:

@@ -32,24 +32,17 @@ _TILE = 256  # queries at least of a block under a window
 
 
 class _Ring(NamedTuple):
-    """Facts that all blocks of one attention share.
+    """Facts that all blocks of one attention share."""
 
-    Attributes:
-        group: ranks that share the sequence.
-        terms: of the attention.
-        documents: numbers of the documents of all positions, by rank, [batch, length]; None without. Under a window
-            they are in the order of the sequence.
-        ignored: the same of the keys that no query sees, [batch, keys]; None without.
-        near: under a window, places of the keys that are here, as runs in their order; None where keys travel.
-        device: of the tensors.
-    """
-
-    group: dist.ProcessGroup
-    terms: Terms
+    group: dist.ProcessGroup  # ranks that share the sequence
+    terms: Terms  # of the attention
+    # Numbers of the documents of all positions, by rank, [batch, length]; None without. Under a window they are in the
+    # order of the sequence.
     documents: Tensor | None
-    ignored: Tensor | None
+    ignored: Tensor | None  # the same of the keys that no query sees, [batch, keys]; None without
+    # Under a window, places of the keys that are here, as runs in their order; None where keys travel.
     near: Sequence[range] | None
-    device: torch.device
+    device: torch.device  # of the tensors
 
 
 class _Block(NamedTuple):

@@ -23,17 +23,11 @@ SECOND: Halves = (1, 2)
 
 
 class RingBlock(NamedTuple):
-    """Queries and keys that a rank multiplies in one step of the ring.
+    """Queries and keys that a rank multiplies in one step of the ring."""
 
-    Attributes:
-        queries: halves of this rank's positions, from and to.
-        keys: halves of the positions of the rank whose keys are here, from and to.
-        causal: whether a query sees the keys up to its own place in the block alone; else all of them.
-    """
-
-    queries: Halves
-    keys: Halves
-    causal: bool
+    queries: Halves  # halves of this rank's positions, from and to
+    keys: Halves  # halves of the positions of the rank whose keys are here, from and to
+    causal: bool  # whether a query sees the keys up to its own place in the block alone; else all of them
 
 
 def pieces(rank: int, size: int) -> tuple[int, int]:

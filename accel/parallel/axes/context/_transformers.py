@@ -42,26 +42,18 @@ _FORWARD = threading.local()  # `masks` of the current forward
 
 
 class ContextCall(NamedTuple):
-    """Facts that a forward passes to its attentions.
-
-    Attributes:
-        ctx: the context.
-        method: that of `context_attention`.
-        masks: those that this forward has made.
-        positions: positions of the own tokens in their documents, [batch or 1, own]; None where the model has none.
-        documents: numbers of the documents of the own positions, [batch or 1, own]; None for one document.
-        ignored: True for own tokens that no query sees, [batch, own]; None for none.
-        crossed: the same of the encoder's tokens, for the cross-attention of a decoder.
-        is_decoder: whether the attentions without a causal order are those of a decoder to its encoder's tokens.
-    """
+    """Facts that a forward passes to its attentions."""
 
     ctx: DistContext
-    method: ContextMethod
-    masks: Masks
+    method: ContextMethod  # that of `context_attention`
+    masks: Masks  # those that this forward has made
+    # Positions of the own tokens in their documents, [batch or 1, own]; None where the model has none.
     positions: Tensor | None = None
+    # Numbers of the documents of the own positions, [batch or 1, own]; None for one document.
     documents: Tensor | None = None
-    ignored: Tensor | None = None
-    crossed: Tensor | None = None
+    ignored: Tensor | None = None  # True for own tokens that no query sees, [batch, own]; None for none
+    crossed: Tensor | None = None  # the same of the encoder's tokens, for the cross-attention of a decoder
+    # Whether the attentions without a causal order are those of a decoder to its encoder's tokens.
     is_decoder: bool = False
 
 

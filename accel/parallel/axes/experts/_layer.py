@@ -224,14 +224,9 @@ COUNT = "num_experts"  # attribute by which modules of transformers know the num
 
 
 class LocalExperts(Mixin):
-    """A module with a forward that sees only this rank's experts, and brings tokens to others itself.
+    """A module with a forward that sees only this rank's experts, and brings tokens to others itself."""
 
-    Attributes:
-        accel_run: `run_local`, hidden from torch.compile.
-        accel_style: "local".
-    """
-
-    accel_run: Run
+    accel_run: Run  # `run_local`, hidden from torch.compile
     accel_style = "local"
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -240,16 +235,10 @@ class LocalExperts(Mixin):
 
 
 class DispatchedExperts(Mixin):
-    """A module that is called with the tokens of this rank's experts, from any rank.
+    """A module that is called with the tokens of this rank's experts, from any rank."""
 
-    Attributes:
-        accel_run: `run_dispatched`, hidden from torch.compile.
-        accel_alike: mesh of the ranks that hold the same tokens and dispatch a part of them each; None where no other
-            rank holds them.
-        accel_style: "dispatch".
-    """
-
-    accel_run: Run
+    accel_run: Run  # `run_dispatched`, hidden from torch.compile
+    # Mesh of the ranks that hold the same tokens and dispatch a part of them each; None where no other rank holds them.
     accel_alike: DeviceMesh | None = None
     accel_style = "dispatch"
 
@@ -259,16 +248,10 @@ class DispatchedExperts(Mixin):
 
 
 class SortedExperts(Mixin):
-    """A module that is called with a row for each expert and token, sorted by expert.
+    """A module that is called with a row for each expert and token, sorted by expert."""
 
-    Attributes:
-        accel_run: `run_sorted`, hidden from torch.compile.
-        accel_alike: as in `DispatchedExperts`.
-        accel_style: "sorted".
-    """
-
-    accel_run: Run
-    accel_alike: DeviceMesh | None = None
+    accel_run: Run  # `run_sorted`, hidden from torch.compile
+    accel_alike: DeviceMesh | None = None  # as in `DispatchedExperts`
     accel_style = "sorted"
 
     def forward(self, *inputs: Any, **named: Any) -> Any:

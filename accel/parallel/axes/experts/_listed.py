@@ -106,20 +106,12 @@ class ListedExpert(Mixin):
 
 
 class ListedExperts(Mixin):
-    """A list of experts, called with all rows of a loop.
+    """A list of experts, called with all rows of a loop."""
 
-    Attributes:
-        accel_run: `run_listed`, hidden from torch.compile.
-        accel_alike: as in `DispatchedExperts`.
-        accel_mesh: mesh of experts.
-        accel_calls: calls of the experts; of the instance.
-        accel_style: "listed".
-    """
-
-    accel_run: Callable[..., Tensor]
-    accel_alike: DeviceMesh | None = None
-    accel_mesh: DeviceMesh
-    accel_calls: ExpertCalls
+    accel_run: Callable[..., Tensor]  # `run_listed`, hidden from torch.compile
+    accel_alike: DeviceMesh | None = None  # as in `DispatchedExperts`
+    accel_mesh: DeviceMesh  # mesh of experts
+    accel_calls: ExpertCalls  # calls of the experts; of the instance
     accel_style = LISTED
 
     def forward(self, rows: Tensor, indices: Tensor, called: Tensor) -> Tensor:

@@ -17,37 +17,29 @@ from accel.topology import Balance, CallCosts
 
 
 class StageCut(msgspec.Struct, frozen=True):
-    """One stage of a cut.
+    """One stage of a cut."""
 
-    Attributes:
-        begin, end: numbers of its first call and of the first one behind it.
-        needs: outputs and arguments of earlier stages, sorted. An argument is one of the stage's first call, which the
-            stage writes into the tensor that the call is given.
-        gives: outputs and arguments that later stages need, sorted. An argument is one of the first call of the next
-            stage, at which this stage stops.
-        passes: tensors that the stage sends to the next one, sorted: those that it gives, and others of earlier stages.
-            Empty for the last.
-        holds: names of the parameters and buffers that it reads or stores, tied names included. Buffers outside of
-            units are in every stage, as all run the code between calls.
-    """
-
-    begin: int
-    end: int
+    begin: int  # number of its first call
+    end: int  # number of the first call behind it
+    # Outputs and arguments of earlier stages, sorted. An argument is one of the stage's first call, which the stage
+    # writes into the tensor that the call is given.
     needs: tuple[Label, ...]
+    # Outputs and arguments that later stages need, sorted. An argument is one of the first call of the next stage, at
+    # which this stage stops.
     gives: tuple[Label, ...]
+    # Tensors that the stage sends to the next one, sorted: those that it gives, and others of earlier stages. Empty for
+    # the last.
     passes: tuple[Label, ...]
+    # Names of the parameters and buffers that it reads or stores, tied names included. Buffers outside of units are in
+    # every stage, as all run the code between calls.
     holds: frozenset[str]
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """A record cut into stages.
+    """A record cut into stages."""
 
-    Attributes:
-        stages: in order.
-        dense: outputs with placeholders that need separate memory, as arguments that are written are views of them.
-    """
-
-    stages: tuple[StageCut, ...]
+    stages: tuple[StageCut, ...]  # in order
+    # Outputs with placeholders that need separate memory, as arguments that are written are views of them.
     dense: Labels
 
 

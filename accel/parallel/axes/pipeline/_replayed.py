@@ -44,18 +44,13 @@ class StageEnd(BaseException):
 
 
 class Replay(NamedTuple):
-    """The run of batches of one kind through the stages.
+    """The run of batches of one kind through the stages."""
 
-    Attributes:
-        record: of the forward.
-        cut: of the record.
-        facts: dtype and shape of each leaf that a call returns or a stage gives, as the stages compute them.
-        seed: of its streams where ranks along the pipeline have different global ones; None where they are alike.
-    """
-
-    record: ForwardRecord
-    cut: Cut
+    record: ForwardRecord  # record of the forward
+    cut: Cut  # cut of the record
+    # Dtype and shape of each leaf that a call returns or a stage gives, as the stages compute them.
     facts: Mapping[Label, Boundary]
+    # Seed of its streams where ranks along the pipeline have different global ones; None where they are alike.
     seed: int | None = None
 
     def boundaries(self) -> tuple[tuple[Boundary, ...], ...]:

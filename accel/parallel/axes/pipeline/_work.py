@@ -116,25 +116,19 @@ def noise(like: Boundary, device: torch.device, seed: int) -> torch.Tensor:
 
 
 class Work(NamedTuple):
-    """The computation of a rank's stages in one call.
+    """The computation of a rank's stages in one call."""
 
-    Attributes:
-        micro_batches: inputs and targets, the same on all ranks along the pipeline.
-        finish: maps the last stage's output and the micro-batch to the tensor to run backward from, or to return.
-        around: context of each forward, such as autocast.
-        containers: kinds of containers besides those that `accel.tree` knows.
-        probe: micro-batches for the forward that finds shapes, where another run of one would have an effect; None for
-            `micro_batches`.
-        shapes: tree of the tensors on which shapes between stages depend; None for all inputs.
-        whole: inputs, and targets if there are some, before the split; None for `micro_batches`.
-    """
-
-    micro_batches: Sequence[MicroBatch]
+    micro_batches: Sequence[MicroBatch]  # inputs and targets, the same on all ranks along the pipeline
+    # Maps the last stage's output and the micro-batch to the tensor to run backward from, or to return.
     finish: Callable[[Any, MicroBatch], torch.Tensor]
+    # Context of each forward, such as autocast.
     around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
-    containers: Containers = ()
+    containers: Containers = ()  # kinds of containers besides those that `accel.tree` knows
+    # Micro-batches for the forward that finds shapes, where another run of one would have an effect; None for
+    # `micro_batches`.
     probe: Sequence[MicroBatch] | None = None
-    shapes: Any = None
+    shapes: Any = None  # tree of the tensors on which shapes between stages depend; None for all inputs
+    # Inputs, and targets if there are some, before the split; None for `micro_batches`.
     whole: Mapping[str, Any] | None = None
 
     def batch(self) -> dict[str, Any]:

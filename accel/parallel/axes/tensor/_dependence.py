@@ -26,15 +26,10 @@ Layouts = Mapping[str, RowLayout]
 
 
 class NeededRows(NamedTuple):
-    """Rows of a parameter that ranks need, where no layout has them.
+    """Rows of a parameter that ranks need, where no layout has them."""
 
-    Attributes:
-        dim: of the rows.
-        rows: of each rank.
-    """
-
-    dim: int
-    rows: tuple[frozenset[int], ...]
+    dim: int  # of the rows
+    rows: tuple[frozenset[int], ...]  # of each rank
 
     @property
     def problem(self) -> str:
@@ -65,17 +60,11 @@ _STEPS = 12  # of a way from parameters to a weight that is made of them
 
 
 class _Matmul(NamedTuple):
-    """A matmul of an activation and a weight.
+    """A matmul of an activation and a weight."""
 
-    Attributes:
-        input: as the module made it; the matmul itself took a copy, so that its gradient ends here.
-        weight: a parameter, or a tensor made of parameters alone.
-        dims: contracted dimensions of both.
-    """
-
-    input: Tensor
-    weight: Tensor
-    dims: tuple[int, int]
+    input: Tensor  # as the module made it; the matmul itself took a copy, so that its gradient ends here
+    weight: Tensor  # a parameter, or a tensor made of parameters alone
+    dims: tuple[int, int]  # contracted dimensions of both
 
 
 class _MatmulRecorder(TorchFunctionMode):

@@ -30,18 +30,12 @@ _SHOWN = 3  # names in a reason
 
 
 class _Found(NamedTuple):
-    """The plan of one module: styles, layouts, and why there are none, or no more.
+    """The plan of one module: styles, layouts, and why there are none, or no more."""
 
-    Attributes:
-        styles: by path in the module.
-        layouts: by the parameter's name in it.
-        problem: why what is left stays whole.
-        wrong: layouts by which ranks would compute something else.
-    """
-
-    styles: Styles
-    layouts: Layouts
-    problem: str
+    styles: Styles  # by path in the module
+    layouts: Layouts  # by the parameter's name in it
+    problem: str  # why what is left stays whole
+    # Layouts by which ranks would compute something else.
     wrong: frozenset[tuple[str, RowLayout | NeededRows]] = frozenset()
 
 

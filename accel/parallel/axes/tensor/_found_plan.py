@@ -23,21 +23,13 @@ _LONGER = (1, 2, 4, 8, 16, 32, 64, 128)  # inputs tried in turn, as multiples of
 
 
 class FoundPlan(NamedTuple):
-    """A plan that is found and proved.
+    """A plan that is found and proved."""
 
-    Attributes:
-        styles: by path.
-        left: why candidates stay whole, by the path of their unit.
-        is_seen: whether a forward was recorded; without, the model's known layers may be right.
-        regions: layouts of parameters that no style divides.
-        gathers: names of functions for which ranks gather the tokens that they share.
-    """
-
-    styles: Styles
-    left: Mapping[str, str]
-    is_seen: bool = True
-    regions: Mapping[str, Mapping[str, RowLayout]] = {}
-    gathers: Sequence[str] = ()
+    styles: Styles  # by path
+    left: Mapping[str, str]  # why candidates stay whole, by the path of their unit
+    is_seen: bool = True  # whether a forward was recorded; without, the model's known layers may be right
+    regions: Mapping[str, Mapping[str, RowLayout]] = {}  # layouts of parameters that no style divides
+    gathers: Sequence[str] = ()  # names of functions for which ranks gather the tokens that they share
 
 
 def found_plan(

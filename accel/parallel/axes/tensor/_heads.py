@@ -31,19 +31,12 @@ _NO_COUNTS = ("dim", "size", "width", "group", "mask")
 
 
 class HeadCounts(NamedTuple):
-    """Heads in a column-wise layer's outputs, for its rule and for the module that calls it.
+    """Heads in a column-wise layer's outputs, for its rule and for the module that calls it."""
 
-    Attributes:
-        number: of heads, where ranks do not divide them evenly.
-        attributes: values on one rank for attributes of modules, by path and name.
-        total: number of heads of the whole module that calls the layer, where it counts them; 0 elsewhere.
-        problems: reasons why ranks cannot share them.
-    """
-
-    number: int = 0
-    attributes: Mapping[str, Mapping[str, int]] = {}
-    total: int = 0
-    problems: tuple[str, ...] = ()
+    number: int = 0  # of heads, where ranks do not divide them evenly
+    attributes: Mapping[str, Mapping[str, int]] = {}  # values on one rank for attributes of modules, by path and name
+    total: int = 0  # number of heads of the whole module that calls the layer, where it counts them; 0 elsewhere
+    problems: tuple[str, ...] = ()  # reasons why ranks cannot share them
 
 
 def heads_of(model: nn.Module, path: str, style: str, size: int) -> HeadCounts:

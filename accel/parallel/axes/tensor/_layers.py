@@ -55,17 +55,11 @@ SEQUENCE_DIM = 1  # of activations, [batch, sequence, features]
 
 
 class EarlyProduct(NamedTuple):
-    """Outputs of a column-wise layer that are there before its call.
+    """Outputs of a column-wise layer that are there before its call."""
 
-    Attributes:
-        input: of the call.
-        format: of autocast.
-        output: to return; None after the call.
-    """
-
-    input: torch.Tensor
-    format: torch.dtype | None
-    output: torch.Tensor | None
+    input: torch.Tensor  # of the call
+    format: torch.dtype | None  # of autocast
+    output: torch.Tensor | None  # to return; None after the call
 
 
 class Layer:

@@ -22,15 +22,10 @@ _OWN = ("accel.", "torch.distributed.")  # modules whose hooks know of parts: th
 
 
 class LinearPair(NamedTuple):
-    """Two linear layers of a Sequential, where the second takes the first's outputs element by element.
+    """Two linear layers of a Sequential, where the second takes the first's outputs element by element."""
 
-    Attributes:
-        sequence: path of the Sequential, "" for the model itself.
-        layers: names in it of the first layer, the modules between, and the last layer.
-    """
-
-    sequence: str
-    layers: tuple[str, ...]
+    sequence: str  # path of the Sequential, "" for the model itself
+    layers: tuple[str, ...]  # names in it of the first layer, the modules between, and the last layer
 
     @property
     def ends(self) -> tuple[str, str]:

@@ -38,21 +38,14 @@ _DRAWS = Key(31)
 
 
 class Verdict(NamedTuple):
-    """The result of a proof.
+    """The result of a proof."""
 
-    Attributes:
-        problem: the difference from the whole module; "" for none.
-        styles: the plan, with the parameters whose gradients are sums over ranks.
-        outputs: dimensions of the module's outputs that ranks hold parts of, by the output's place.
-        scatters: number of sums that were scattered by tokens.
-        gathers: names of functions that gathered tokens, outside of divided layers.
-    """
-
-    problem: str
-    styles: Mapping[str, TensorStyle]
+    problem: str  # the difference from the whole module; "" for none
+    styles: Mapping[str, TensorStyle]  # the plan, with the parameters whose gradients are sums over ranks
+    # Dimensions of the module's outputs that ranks hold parts of, by the output's place.
     outputs: Mapping[int, int] = {}
-    scatters: int = 0
-    gathers: Sequence[str] = ()
+    scatters: int = 0  # number of sums that were scattered by tokens
+    gathers: Sequence[str] = ()  # names of functions that gathered tokens, outside of divided layers
 
 
 class _Plan(NamedTuple):

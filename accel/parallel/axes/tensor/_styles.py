@@ -17,15 +17,10 @@ from accel.topology import TensorStyle
 
 
 class RowPieces(NamedTuple):
-    """Rows in another order, as pieces of one split: no index travels to the device, and backward is a concatenation.
+    """Rows in another order, as pieces of one split: no index travels to the device; backward is a concatenation."""
 
-    Attributes:
-        sizes: of the pieces, in order.
-        order: numbers of the pieces; one may occur more than once.
-    """
-
-    sizes: Sequence[int]
-    order: Sequence[int]
+    sizes: Sequence[int]  # of the pieces, in order
+    order: Sequence[int]  # numbers of the pieces; one may occur more than once
 
     def of(self, rows: Tensor) -> list[Tensor]:
         """Return the pieces of rows, [rows, ...], in their order."""
@@ -34,19 +29,12 @@ class RowPieces(NamedTuple):
 
 
 class RowExchange(NamedTuple):
-    """An all-to-all that turns the rows that a rank stores into those that it needs, in their order in the whole.
+    """An all-to-all that turns the rows that a rank stores into those that it needs, in their order in the whole."""
 
-    Attributes:
-        sent: rows of this rank's part to send, by receiving rank, lowest rows first; a row may go to several.
-        to: number of rows for each rank.
-        back: number of rows from each rank.
-        places: received rows in the order in which the rank computes; None where they come in it.
-    """
-
-    sent: RowPieces
-    to: Sequence[int]
-    back: Sequence[int]
-    places: RowPieces | None = None
+    sent: RowPieces  # rows of this rank's part to send, by receiving rank, lowest rows first; a row may go to several
+    to: Sequence[int]  # number of rows for each rank
+    back: Sequence[int]  # number of rows from each rank
+    places: RowPieces | None = None  # received rows in the order in which the rank computes; None where they come in it
 
 
 def needed_packs(rows: int, packs: int, size: int) -> Sequence[Sequence[range]]:
@@ -112,46 +100,31 @@ _WITHOUT_PARAMETERS = frozenset({"copy_input", "split_sequence", "gather_sequenc
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
-    """The computation of one module on the ranks along tp.
+    """The computation of one module on the ranks along tp."""
 
-    Attributes:
-        style: of the module.
-        dims: dimension along which each parameter is split, by name; those not named are replicated.
-        summands: whether the gradients of its replicated parameters are summands, one on each rank.
-        fresh: whether its backward computes these gradients in memory of their own.
-        copied: whether a module around it sums the gradients of its input.
-        uneven: number of outputs, where ranks compute different numbers of them and gather all; 0 elsewhere.
-        rows: number of rows of the parameters that ranks exchange before they compute; 0 where they exchange none.
-        needed: those rows that each rank computes with, where they are not those that it stores.
-        first: name of the first argument of its forward.
-        shares: places of the arguments of its forward that may have an entry for each head, by name.
-        heads: number of heads of the whole module, where it has `shares`.
-        attributes: values for attributes of the module that speak of what one rank computes.
-        overlap: whether messages travel beside the module's products.
-        layouts: layouts of its parameters that are parts in a forward, by name.
-        ends: parts that are made whole in its outputs, where modules in it compute with parts: of "features", or "all".
-        tokens: whether each rank has its tokens around it.
-        early: path in the module of the layer whose product goes beside the messages of the module's input; "" for
-            none.
-    """
-
-    style: TensorStyle
+    style: TensorStyle  # of the module
+    # Dimension along which each parameter is split, by name; those not named are replicated.
     dims: Mapping[str, int] = {}
-    summands: bool = False
-    fresh: bool = False
-    copied: bool = False
-    uneven: int = 0
+    summands: bool = False  # whether the gradients of its replicated parameters are summands, one on each rank
+    fresh: bool = False  # whether its backward computes these gradients in memory of their own
+    copied: bool = False  # whether a module around it sums the gradients of its input
+    uneven: int = 0  # number of outputs, where ranks compute different numbers of them and gather all; 0 elsewhere
+    # Number of rows of the parameters that ranks exchange before they compute; 0 where they exchange none.
     rows: int = 0
+    # The rows that each rank computes with, where they are not those that it stores.
     needed: Sequence[Sequence[range]] = ()
-    first: str = "input"
+    first: str = "input"  # name of the first argument of its forward
+    # Places of the arguments of its forward that may have an entry for each head, by name.
     shares: Mapping[str, int] = {}
-    heads: int = 0
-    attributes: Mapping[str, int] = {}
-    overlap: bool = False
+    heads: int = 0  # number of heads of the whole module, where it has `shares`
+    attributes: Mapping[str, int] = {}  # values for attributes of the module that speak of what one rank computes
+    overlap: bool = False  # whether messages travel beside the module's products
+    # Path in the module of the layer whose product goes beside the messages of the module's input; "" for none.
     early: str = ""
-    layouts: Mapping[str, RowLayout] = {}
+    layouts: Mapping[str, RowLayout] = {}  # layouts of its parameters that are parts in a forward, by name
+    # Parts that are made whole in its outputs, where modules in it compute with parts: of "features", or "all".
     ends: Literal["", "features", "all"] = ""
-    tokens: bool = False
+    tokens: bool = False  # whether each rank has its tokens around it
 
 
 # Layouts of parameters by path, in the module around them at whose end tensors are whole, by its path.

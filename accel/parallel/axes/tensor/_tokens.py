@@ -30,17 +30,11 @@ from accel.tree import map_tensors
 
 
 class _Gathered(NamedTuple):
-    """A part of tokens, and all of them as each rank got them.
+    """A part of tokens, and all of them as each rank got them."""
 
-    Attributes:
-        part: that was gathered.
-        whole: all tokens, a part that ranks do not divide.
-        versions: numbers of changes in place of both.
-    """
-
-    part: PartTensor
-    whole: PartTensor
-    versions: tuple[int, int]
+    part: PartTensor  # that was gathered
+    whole: PartTensor  # all tokens, a part that ranks do not divide
+    versions: tuple[int, int]  # numbers of changes in place of both
 
     def is_written(self) -> bool:
         """Whether all tokens, or a view of some, have been changed in place."""

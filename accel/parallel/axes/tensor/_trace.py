@@ -24,61 +24,35 @@ from accel.tensors import emptied_caches, fake_mode
 
 
 class Node(NamedTuple):
-    """An operation on tensors, or the call of a layer that is taken as one.
+    """An operation on tensors, or the call of a layer that is taken as one."""
 
-    Attributes:
-        name: of torch's function; "linear layer" or "embedding" of a layer.
-        path: of the layer; "" of a function.
-        inputs: numbers of the tensors that it reads.
-        outputs: numbers of those that it gives, or changes in place.
-        text: its other arguments, and the shapes of its outputs.
-    """
-
-    name: str
-    path: str
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    text: str
+    name: str  # of torch's function; "linear layer" or "embedding" of a layer
+    path: str  # of the layer; "" of a function
+    inputs: tuple[int, ...]  # numbers of the tensors that it reads
+    outputs: tuple[int, ...]  # numbers of those that it gives, or changes in place
+    text: str  # its other arguments, and the shapes of its outputs
 
 
 class ModuleCall(NamedTuple):
-    """A call of a module.
+    """A call of a module."""
 
-    Attributes:
-        path: of the module.
-        args: positional arguments, tensors without values.
-        kwargs: arguments by name.
-        inputs: numbers of its tensors, in the order of the leaves of `(args, kwargs)`.
-        outputs: numbers of the tensors that it returned.
-        nodes: its operations, a slice of the trace's.
-        given: integers of the example among its tensors, by their number.
-    """
-
-    path: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    nodes: range
-    given: Mapping[int, Tensor] = {}
+    path: str  # of the module
+    args: tuple[Any, ...]  # positional arguments, tensors without values
+    kwargs: Mapping[str, Any]  # arguments by name
+    inputs: tuple[int, ...]  # numbers of its tensors, in the order of the leaves of `(args, kwargs)`
+    outputs: tuple[int, ...]  # numbers of the tensors that it returned
+    nodes: range  # its operations, a slice of the trace's
+    given: Mapping[int, Tensor] = {}  # integers of the example among its tensors, by their number
 
 
 class ForwardTrace(NamedTuple):
-    """A recorded forward.
+    """A recorded forward."""
 
-    Attributes:
-        nodes: in the order of their run.
-        calls: in the order of their end.
-        outputs: numbers of the tensors that the model returned.
-        read: paths of modules whose parameters another module read.
-        readers: paths of the modules that read them, by their path.
-    """
-
-    nodes: Sequence[Node]
-    calls: Sequence[ModuleCall]
-    outputs: tuple[int, ...]
-    read: frozenset[str] = frozenset()
-    readers: Mapping[str, set[str]] = {}
+    nodes: Sequence[Node]  # in the order of their run
+    calls: Sequence[ModuleCall]  # in the order of their end
+    outputs: tuple[int, ...]  # numbers of the tensors that the model returned
+    read: frozenset[str] = frozenset()  # paths of modules whose parameters another module read
+    readers: Mapping[str, set[str]] = {}  # paths of the modules that read them, by their path
 
     def signature(self, call: ModuleCall) -> str:
         """Return a text that is equal for calls of equal operations on equal shapes, whatever the layers' paths."""

@@ -176,9 +176,13 @@ def test_where_the_disk_fails_to_the_end_the_first_error_is_raised(
     def fail(_: Path) -> bool:
         raise OSError(errno.EIO, "Input/output error")
 
-    with pytest.raises(CheckpointError, match="first"), staged(tmp_path / "model", locks=locks):
-        monkeypatch.setattr(Path, "exists", fail)
-        raise CheckpointError("first")
+    def write() -> None:
+        with staged(tmp_path / "model", locks=locks):
+            monkeypatch.setattr(Path, "exists", fail)
+            raise CheckpointError("first")
+
+    with pytest.raises(CheckpointError, match="first"):
+        write()
     monkeypatch.undo()
     with staged(tmp_path / "model") as stage:  # the lock is released
         assert stage.is_dir()

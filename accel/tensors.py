@@ -305,7 +305,6 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 
 _CACHE = type(functools.lru_cache(lambda: None))
-_METHODS = frozenset({staticmethod, classmethod})
 _EMPTY = CellType()
 _WITHOUT_VALUES = ("FakeTensor", "FunctionalTensor")
 _NO_MODELS = frozenset({"torch", "sympy", "numpy", *sys.stdlib_module_names})
@@ -345,7 +344,8 @@ def _caches() -> list[Any]:
         for value in list(getattr(module, "__dict__", {}).values()):
             own = list(vars(value).values()) if isinstance(value, type) and value.__module__ == name else (value,)
             for each in own:
-                function: Any = cast(Any, each).__func__ if type(each) in _METHODS else each
+                kind = type(each)  # compared by identity: a class may have no hash
+                function: Any = cast(Any, each).__func__ if kind is staticmethod or kind is classmethod else each
                 if type(function) is _CACHE:
                     found[id(function)] = function
                 elif type(function) is FunctionType and function.__closure__ is not None:

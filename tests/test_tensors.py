@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from accel.tensors import (
     dtensor_like,
+    emptied_caches,
     full_tensor,
     is_dtensor,
     is_partial,
@@ -120,3 +123,24 @@ def test_parts_of_parts_are_made_whole_without_a_warning(ranks: Any, caplog: pyt
 
     assert ranks.run(rank, 4, default_group=True) == [[True] * 4] * 4
     assert not [record for record in caplog.records if "redistributing" in record.getMessage()]
+
+
+class ComparedClasses(type):
+    """Classes that are compared by name: Python gives classes with `__eq__` and without `__hash__` no hash."""
+
+    def __eq__(cls, other: object) -> bool:
+        return isinstance(other, ComparedClasses) and cls.__name__ == other.__name__
+
+
+class Unhashable(metaclass=ComparedClasses):
+    pass
+
+
+def test_caches_are_emptied_past_objects_of_classes_without_a_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("of_a_user")
+    vars(module)["held"] = Unhashable()
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(TypeError):
+        hash(Unhashable)
+    with emptied_caches():
+        pass

@@ -125,10 +125,12 @@ class Efficiencies(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return list(dict.fromkeys(each.dtype for each in self.products))
 
 
-def _check_numbers(record: msgspec.Struct, where: str, unknown: Collection[str] = ()) -> None:
+def _check_numbers(record: msgspec.Struct, where: str, unknown: Collection[str] = (), *, finite: bool = True) -> None:
     for name in record.__struct_fields__:
         value = getattr(record, name)
-        if name not in unknown and isinstance(value, int | float) and not (math.isfinite(value) and value > 0):
+        if name in unknown or not isinstance(value, int | float):
+            continue
+        if not value > 0 or (finite and math.isinf(value)):
             raise ConfigError(
                 "the speed is not valid", expected="a number above 0", got=str(value), where=f"{where}.{name}"
             )
@@ -479,7 +481,7 @@ class Hosts(msgspec.Struct, frozen=True, kw_only=True):
     power_w: float | None = None
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "Hosts")
+        _check_numbers(self, "Hosts", finite=False)  # links without limits are estimates too
         if self.power_w and (self.flops or not self.efficiencies.power_w):
             got = "one speed" if self.flops else "a table without `power_w`"
             expected = "a table of speeds with its power limit, such as the one of H100"

@@ -151,8 +151,8 @@ def staged(target: Path, *, locks: bool = True) -> Generator[Path]:
         try:
             yield stage
         finally:
-            if stage.exists():
-                with suppress(CheckpointError):  # a disk that fails: the first error is the one to raise
+            with suppress(CheckpointError, OSError):  # a disk that fails: the first error is the one to raise
+                if stage.exists():
                     remove_flat(stage)
 
 

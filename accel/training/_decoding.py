@@ -341,17 +341,17 @@ def decode(
     live: Tensor | slice = slice(None)  # numbers of the rows that are still run
     step = 0
     for step in range(count):
-        try:
-            logits = decoder.logits(ids)
-        except OutsideTableError as error:
-            raise _beyond_tables(error, ids, longest, count, where) from error
+        logits = _logits_behind(decoder, ids, longest, count, where)
         if logits is None:  # ranks without the last stage receive the tokens in it
             drawn = torch.zeros(1 + scores, len(ids), dtype=wide, device=ids.device)
         else:
             whole = whole_rows(ctx, logits) if vocab_parallel else logits
-            _check_classes(ctx, model, whole.shape[-1], vocab_parallel, where)
             drawn = next_tokens(whole, sampling, None if numbers is None else numbers[live, step], scores=scores)
+            if step == 0:
+                _mark_classes(ctx, model, drawn, whole.shape[-1], vocab_parallel)
         share_tokens(ctx, model, drawn)
+        if step == 0:
+            _check_classes(ctx, model, drawn, vocab_parallel, where)
         tokens = drawn[0].to(ids.dtype)
         if stop:
             tokens = tokens.masked_fill(ended[live], stop[0])
@@ -374,32 +374,56 @@ def decode(
     return DecodedTokens(tokens, counts, found[1, :, : step + 1] if scores else None)
 
 
-def _check_classes(ctx: DistContext, model: nn.Module, count: int, vocab_parallel: bool, where: str) -> None:
-    """Raise `ConfigError` if logits of a model of transformers have a part of its classes, or each class twice."""
-    config: Any = getattr(_first_forward(model), "config", None)
-    words = getattr(config.get_text_config(), "vocab_size", None) if hasattr(config, "get_text_config") else None
+def _mark_classes(ctx: DistContext, model: nn.Module, drawn: Tensor, count: int, vocab_parallel: bool) -> None:
+    """Put minus the number of classes into drawn tokens if logits of a model of transformers have a part of its
+    classes, or each class twice. Ranks of other stages see it by the tokens that they receive."""
     size = ctx.axis("tp").size
-    if size == 1 or not words:
+    words = None if size == 1 else _count_words(model)
+    if words is None:
         return
     if count == words * size if vocab_parallel else words // size <= count <= -(-words // size):
-        raise ConfigError(
-            "the logits do not have the classes of the model",
-            expected=f"{words} classes",
-            got=f"{count} along tp={size} with vocab_parallel={vocab_parallel}",
-            where=where,
-            fix=f"Pass vocab_parallel={not vocab_parallel}.",
-        )
+        _ = drawn.fill_(-count)
 
 
-def _beyond_tables(error: OutsideTableError, ids: Tensor, longest: int, count: int, where: str) -> DataError:
-    """Make the error for tokens or positions that are outside of the model's tables."""
-    return DataError(
-        "the model has not so many positions, or not these tokens",
-        expected="prompts and new tokens within the model's context, and tokens within its vocabulary",
-        got=f"prompts of up to {longest} tokens with {count} new ones, and tokens up to {int(ids.max())}: {error}",
+def _check_classes(ctx: DistContext, model: nn.Module, drawn: Tensor, vocab_parallel: bool, where: str) -> None:
+    """Raise `ConfigError` for tokens that `_mark_classes` has marked, on every rank that has received them."""
+    size = ctx.axis("tp").size
+    if size == 1 or not drawn.numel() or (first := int(drawn[0, 0])) >= 0:  # waits for the device, once
+        return
+    words = _count_words(model)
+    raise ConfigError(
+        "the logits do not have the classes of the model",
+        expected="each class once" if words is None else f"{words} classes",
+        got=f"{-first} along tp={size} with vocab_parallel={vocab_parallel}",
         where=where,
-        fix="Shorten the prompts, or lower max_new_tokens.",
+        fix=f"Pass vocab_parallel={not vocab_parallel}.",
     )
+
+
+def _count_words(model: nn.Module) -> int | None:
+    """Return the classes by the configuration of a model of transformers; None if it does not state one number."""
+    config: Any = getattr(_first_forward(model), "config", None)
+    if not hasattr(config, "get_text_config"):
+        return None
+    try:
+        words = getattr(config.get_text_config(), "vocab_size", None)
+    except ValueError:  # of a configuration with several texts
+        return None
+    return words or None
+
+
+def _logits_behind(decoder: Decoder, ids: Tensor, longest: int, count: int, where: str) -> Tensor | None:
+    """Return the logits behind sequences; raise `DataError` for tokens or positions outside of the model's tables."""
+    try:
+        return decoder.logits(ids)
+    except OutsideTableError as error:
+        raise DataError(
+            "the model has not so many positions, or not these tokens",
+            expected="prompts and new tokens within the model's context, and tokens within its vocabulary",
+            got=f"prompts of up to {longest} tokens with {count} new ones, and tokens up to {int(ids.max())}: {error}",
+            where=where,
+            fix="Shorten the prompts, or lower max_new_tokens.",
+        ) from error
 
 
 def _warn_long(model: nn.Module, length: int) -> None:

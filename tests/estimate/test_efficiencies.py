@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,13 @@ def test_a_power_limit_needs_a_table_with_its_own() -> None:
         _ = Hosts(efficiencies=table, power_w=500)
     with assert_raises(ConfigError, expected="a number above 0", got="-1"):
         _ = msgspec.structs.replace(H100, power_w=-1)
+
+
+def test_links_may_be_infinitely_fast_but_have_a_speed() -> None:
+    assert Hosts(inside=math.inf, between=math.inf).between == math.inf
+    for speed in (0, math.nan):
+        with assert_raises(ConfigError, got=str(speed), where="Hosts.between"):
+            _ = Hosts(between=speed)
 
 
 def test_a_format_without_products_is_refused() -> None:

@@ -219,3 +219,24 @@ def test_draws_are_among_the_most_probable_tokens(seed: int, top_k: int, top_p: 
         chances = row[order].softmax(-1)
         kept = int((chances.cumsum(-1) - chances < top_p).sum())
         assert token in order[:kept].tolist()
+
+
+class SeveralTexts:
+    """A configuration of transformers in which no text is the only one."""
+
+    def get_text_config(self) -> Any:
+        raise ValueError("multiple valid text configs")
+
+
+class NextWithConfig(Next):
+    config = SeveralTexts()
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+def test_a_model_with_several_texts_generates(ranks: Simulator, mesh: str) -> None:
+    def rank(ctx: accel.DistContext) -> Any:
+        ids = torch.zeros(2, 1, dtype=torch.int64)
+        ctx = accel.replace(ctx, mesh=mesh)
+        return accel.training.generate(ctx, NextWithConfig(), ids, max_new_tokens=2, cache=False).tolist()
+
+    assert ranks.run(rank, 2, default_group=True) == [[[0, 1, 2]] * 2] * 2

@@ -452,3 +452,17 @@ def test_logits_of_a_part_of_the_classes_are_refused_with_the_right_flag(
         return sample(ctx, server, {0: [1, 2]}, key=KEY, max_new_tokens=4).ids
 
     assert all(torch.equal(each, expected.ids) for each in ranks.run(rank, 2, default_group=True))
+
+
+@pytest.mark.slow
+def test_all_stages_refuse_logits_of_a_part_of_the_classes(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> Tensor:
+        ctx = accel.replace(ctx, mesh="tp=2,pp=2")
+        model = accel.prepare_model(ctx, llama(18), plan=accel.parallel.Plan(head="colwise"))
+        ids = torch.tensor([[1, 2], [3, 4]])
+        with pytest.raises(ConfigError, match=r"expected 18 classes, got 9 along tp=2.*vocab_parallel=True"):
+            _ = accel.training.generate(ctx, model, ids, max_new_tokens=3)
+        return accel.training.generate(ctx, model, ids, max_new_tokens=3, vocab_parallel=True)
+
+    alone = accel.training.generate(accel.single(), llama(18), torch.tensor([[1, 2], [3, 4]]), max_new_tokens=3)
+    assert all(torch.equal(each, alone) for each in ranks.run(rank, 4, default_group=True))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from accel.storage import (
     parse_size,
     plan_shards,
     publish_weights,
+    staged,
     write_tensors,
 )
 from accel.storage._weight_files import stage_files
@@ -165,3 +167,23 @@ def test_where_files_cannot_be_linked_the_old_weights_stay(tmp_path: Path, monke
     with assert_raises(CheckpointError, problem="without hard links", fix="Save into another folder"):
         save(tmp_path, 2.0, 2)
     assert by_file(tmp_path) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_where_the_disk_fails_to_the_end_the_first_error_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
+) -> None:
+    def fail(_: Path) -> bool:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def write() -> None:
+        with staged(tmp_path / "model", locks=locks):
+            monkeypatch.setattr(Path, "exists", fail)
+            raise CheckpointError("first")
+
+    with pytest.raises(CheckpointError, match="first"):
+        write()
+    monkeypatch.undo()
+    with staged(tmp_path / "model") as stage:  # the lock is released
+        assert stage.is_dir()
+    assert not stage.exists()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text from a Llama of 1 GB under a limit of 300 MB, equal to that of the unlimited run. Needs no GPU.
+"""Text from a Llama of 1 GB under a limit of 300 MB, equal to the unlimited run's. Needs no GPU.
 
     python examples/big_model.py --folder /tmp/llama
     python examples/big_model.py --folder /tmp/llama --limit 400MB --tokens 20

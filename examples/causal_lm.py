@@ -43,7 +43,7 @@ def pack(documents: list[bytes]) -> list[dict[str, Tensor]]:
 
 
 def make_row(documents: list[bytes]) -> dict[str, Tensor]:
-    """Return bytes, labels and positions; positions that begin anew tell the model to attend to one document alone."""
+    """Return bytes, labels and positions; positions that restart let each document attend only to itself."""
     inputs, labels, positions = (
         torch.zeros(LENGTH, dtype=torch.long),
         torch.full([LENGTH], IGNORED),
@@ -56,7 +56,7 @@ def make_row(documents: list[bytes]) -> dict[str, Tensor]:
         labels[start : end - 1] = inputs[start + 1 : end]  # the next byte of the same document
         positions[start:] = torch.arange(LENGTH - start)
         start = end
-    positions[start:] = torch.arange(LENGTH - start)  # the padding is a document of its own
+    positions[start:] = torch.arange(LENGTH - start)  # the padding is a separate document
     return {"input_ids": inputs, "position_ids": positions, "labels": labels}
 
 

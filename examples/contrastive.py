@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learn embeddings without labels (SimCLR): two views of an image belong together, those of all others apart.
+"""Learn embeddings without labels (SimCLR): two views of an image match, and all other pairs do not.
 
     python examples/contrastive.py
     accel launch --nproc-per-node 2 examples/contrastive.py
 
-Every view is compared with those of the whole batch, also of other ranks. `gather_for_metrics` brings these, without
-gradient, and this rank puts its own rows, with theirs, in their places. The loss of the whole batch then has the
-gradient of this rank's rows on this rank, those of the others on the others, and the step adds them up: the same
-training on any number of processes.
+Every view is compared with all views of the global batch, also from other ranks. `gather_for_metrics` gathers these
+without gradients, and each rank replaces its rows with the ones that have gradients. So on each rank the loss of the
+global batch has the gradient of that rank's rows, and the step adds the gradients. The training is the same on any
+number of processes.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     accel launch --nproc-per-node 2 examples/cross_validation.py
     accel report runs/cross_validation/fold-*
 
-Each fold is a run in a folder of its own, so the same command resumes in the fold where it stopped: runs that are done
-only load. The folds have equal shares of each digit, and every image is tested once.
+Each fold is a run in a separate folder, so the same command resumes in the fold where it stopped: finished runs only
+load. The folds have equal shares of each digit, and every image is tested once.
 """
 
 from __future__ import annotations

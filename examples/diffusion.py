@@ -113,7 +113,7 @@ def sample(model: nn.Module, device: torch.device) -> Tensor:
 
 
 def judge(drawn: Tensor, images: Tensor, labels: Tensor) -> float:
-    """Return the share of drawn digits whose nearest real image shows the digit that was asked for."""
+    """Return the share of drawn digits for which the nearest real image shows the requested digit."""
     found = labels[torch.cdist(drawn, images).argmin(1)]
     return float((found == torch.arange(len(drawn)) % 10).float().mean())
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a small CNN on scikit-learn's handwritten digits, on one process or many, and go on after a crash.
+"""Train a small CNN on scikit-learn's handwritten digits, on one process or many, and resume after a crash.
 
     python examples/digits.py
     accel launch --nproc-per-node 2 examples/digits.py --save-every 10
 
-The same command again goes on from the last checkpoint under `--out`, in the middle of an epoch if it stands there.
+The same command resumes from the last checkpoint under `--out`, also in the middle of an epoch.
 `accel report runs/digits` draws the curves, and `accel watch runs/digits` shows them in a terminal.
 """
 

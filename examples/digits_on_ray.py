@@ -4,7 +4,7 @@
     python examples/digits_on_ray.py --nproc 2
     python examples/digits_on_ray.py --nproc 16 --gpus 1 --address auto --out /shared/digits
 
-`--address auto` is the cluster that this machine belongs to; without it Ray starts on this machine alone. On several
+`--address auto` is the cluster that this machine belongs to; without it Ray starts only on this machine. On several
 hosts `--out` must be a folder that all of them share.
 """
 
@@ -22,7 +22,7 @@ from accel.engines import ray as on_ray
 
 
 def launch(settings: Settings, *, nproc: int, gpus: int = 0, attempts: int = 3) -> None:
-    """Train on so many ranks; where one of them, its actor or its host is lost, go on from the last checkpoint."""
+    """Train on this many ranks. If a rank, its actor or its host is lost, resume from the last checkpoint."""
     for left in reversed(range(attempts)):
         try:
             on_ray.launch(train, (settings,), nproc=nproc, gpus=gpus)

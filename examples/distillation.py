@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distil a CNN that reads handwritten digits into a network of a tenth of its size, by its answers alone.
+"""Distil a CNN that reads handwritten digits into a network of a tenth of its size, using only its answers.
 
     accel launch --nproc-per-node 2 examples/distillation.py
 

@@ -3,9 +3,9 @@
 
     accel launch --nproc-per-node 2 examples/dpo.py
 
-First the model learns to sort digits, up or down as it likes. Then it sees pairs of answers of which the one that goes
-up is preferred, and a frozen copy of itself keeps it near what it knew. In the end it sorts upwards. Both parts go on
-from their checkpoints. Rafailov et al. 2023, arXiv:2305.18290.
+First the model learns to sort digits, ascending or descending. Then it sees pairs of answers, and the ascending one is
+preferred. A frozen copy of the model keeps it near its earlier answers. In the end it sorts in ascending order. Both
+parts resume from their checkpoints. Rafailov et al. 2023, arXiv:2305.18290.
 """
 
 from __future__ import annotations

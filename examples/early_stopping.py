@@ -4,10 +4,10 @@
     python examples/early_stopping.py
     accel launch --nproc-per-node 2 examples/early_stopping.py
 
-Two fifths of the training labels are drawn anew: a long training learns them by heart. The validation loss is that of
-all processes, so all stop at the same step, without another message. `Keep(best=1)` keeps the best checkpoint beside
-the newest. `best_checkpoint` finds it, and `load_state(only=("model",))` loads its weights. The best evaluation and
-those since are an item, so a resumed run stops where an uninterrupted one does.
+Two fifths of the training labels are random: a long training memorizes them. The validation loss is averaged over all
+processes, so all stop at the same step, without another message. `Keep(best=1)` keeps the best checkpoint and the
+newest one. `best_checkpoint` finds it, and `load_state(only=("model",))` loads its weights. The best evaluation and the
+number of later ones are an item, so a resumed run stops where an uninterrupted one does.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     accel launch --nproc-per-node 2 examples/engines.py --strategy fsdp
     accel launch --nproc-per-node 2 examples/engines.py --strategy zero2 --start-from runs/engines/fsdp
 
-`zero1` to `zero3` are stages of DeepSpeed (pip install 'accel-torch[deepspeed]'). The first weights and the order of
-the data are those of one seed, on any number of processes. A run goes on from the checkpoint of another strategy.
+`zero1` to `zero3` are stages of DeepSpeed (pip install 'accel-torch[deepspeed]'). One seed determines the initial
+weights and the order of the data, on any number of processes. A run can resume from another strategy's checkpoint.
 """
 
 from __future__ import annotations

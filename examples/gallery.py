@@ -56,7 +56,7 @@ class Recipe(msgspec.Struct, frozen=True):
         name: the script's name, without `.py`.
         learned: a condition on the last row of the full run's metrics, such as `accuracy >= 0.95`.
         small: flags of a run of a second or two.
-        full: flags of the full run, where the script's own defaults are for accelerators.
+        full: flags of the full run, if the script's defaults are for accelerators.
         falls: the column of the metrics that falls in a small run; after a minus, one that rises.
         needs: modules of extras.
         metrics: path of the metrics in the run's folder.
@@ -278,7 +278,7 @@ CHANGES: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "`make_chats`: return your chats as lists of turns.",
             "`make_tokenizer`: load your tokenizer. Its template needs `{% generation %}` around answers.",
-            "`make_model`: load your model. `--lora` trains adapters alone.",
+            "`make_model`: load your model. `--lora` trains only adapters.",
             "`LENGTH`: set the tokens of a packed row.",
         ),
     ),
@@ -286,7 +286,7 @@ CHANGES: dict[str, tuple[str, tuple[str, ...]]] = {
         "IterableDataset, webdataset, shards",
         (
             "`Lines`: read your shards. Keep `state_dict` and `load_state_dict`, so that a resume finds the line.",
-            '`stream="dispatch"`: use `"shards"` if each rank can read shards of its own.',
+            '`stream="dispatch"`: use `"shards"` if each rank can read separate shards.',
         ),
     ),
     "sweep": (

@@ -5,7 +5,7 @@
     accel launch --nproc-per-node 2 examples/gan.py
 
 Both models step on the same batch. The generator's loss reads the critic's weights as constants, so each backward
-reaches its own model alone; `optimizer_step` takes both optimizers, and either both step or none does.
+reaches only its model. `optimizer_step` takes both optimizers, and either both step or none does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SPREAD = 0.05
 
 
 class Ring(Dataset[tuple[Tensor, Tensor]]):
-    """Points of the eight Gaussians, each with the noise of which the generator makes its own point."""
+    """Points of the eight Gaussians, each with the noise from which the generator makes a point."""
 
     def __len__(self) -> int:
         return 25_600

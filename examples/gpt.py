@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A decoder as GPT-2's, whose head has the weights of its embedding."""
+    """A decoder like GPT-2, with a head that is tied to the embedding."""
 
     def __init__(self, ctx: accel.DistContext, width: int, depth: int, vocabulary: int, length: int) -> None:
         super().__init__()

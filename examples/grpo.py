@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learn to count from rewards alone (GRPO): groups of samples, a verifiable reward, and a server of samples if wanted.
+"""Learn to count only from rewards (GRPO): groups of samples, a verifiable reward, and a server of samples if wanted.
 
     accel launch --nproc-per-node 2 examples/grpo.py
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train on slow networks by local SGD: each process steps on its own, and every eighth step they average their models.
+"""Train on slow networks by local SGD: each process steps alone, and every eighth step averages the models.
 
     python examples/local_sgd.py
     accel launch --nproc-per-node 2 examples/local_sgd.py

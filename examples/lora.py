@@ -3,9 +3,9 @@
 
     accel launch --nproc-per-node 2 examples/lora.py
 
-The base is trained first, in a folder of its own. Then a few percent of the weights are: checkpoints of that part hold
-the adapters alone, and a digest of the base that they belong to. Losses are in nats a byte; `gain` is that of sources
-which were not trained on without the adapters, less that with them. Needs transformers and peft.
+The base is trained first, in a separate folder. Then a few percent of the weights are trained: checkpoints of that part
+hold only the adapters, and a digest of their base. Losses are in nats a byte. `gain` is the loss on held-out sources
+without the adapters, minus the loss with them. Needs transformers and peft.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     accel launch --nproc-per-node 2 examples/megatron_gpt.py --pp 2 --out runs/gpt
     accel launch --nproc-per-node 4 examples/megatron_gpt.py --tp 2 --distributed-optimizer --out runs/gpt
 
-Run again with the same `--out`, it goes on from the newest checkpoint, with whatever sizes.
+Run again with the same `--out`, it resumes from the newest checkpoint, with any parallel sizes.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ import accel.cli
 
 
 class SlowImages(Dataset[tuple[Tensor, Tensor]]):
-    """Images of digits, each of which takes a millisecond to read, as from a disk."""
+    """Images of digits. Each takes a millisecond to read, as from a disk."""
 
     def __init__(self) -> None:
         digits = load_digits()

@@ -4,9 +4,10 @@
     python examples/reinforcement.py
     accel launch --nproc-per-node 2 examples/reinforcement.py
 
-An episode is a sample: the dataset is the list of their numbers, and a number seeds all that its episode draws. So the
-loader divides the episodes among ranks, a resume continues with the next ones, and any number of processes plays the
-same. Episodes end when the pole falls: the loss is a mean over moves, and `weight=` counts those of this rank.
+An episode is a sample: the dataset is the list of episode numbers, and each number seeds all random draws of its
+episode. So the loader divides the episodes among ranks, a resume continues with the next ones, and any number of
+processes plays the same episodes. Episodes end when the pole falls. The loss is a mean over moves, and `weight=` is the
+number of moves on this rank.
 """
 
 from __future__ import annotations

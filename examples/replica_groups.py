@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Classify handwritten digits on replica groups that may come and go at any step.
 
-Start a lighthouse, then as many groups as there are; each is a launch of its own:
+Start a lighthouse, then the groups; each group is a separate launch:
 
     torchft_lighthouse --min_replicas 1 --bind [::]:29510 --heartbeat_timeout_ms 2000 &
     accel launch examples/replica_groups.py --lighthouse http://$(hostname):29510 --name a &
     accel launch examples/replica_groups.py --lighthouse http://$(hostname):29510 --name b &
 
-Kill one, and start it again: the others go on meanwhile, and it takes up their state.
+Kill one, and start it again: the others continue meanwhile, and it adopts their state.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def train(
 
     Args:
         ctx: the context of this group.
-        flags: those of the command line.
+        flags: flags of the command line.
         watch: called with what a step is about to exchange, and with the report of each step.
     """
     torch.manual_seed(0)

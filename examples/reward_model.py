@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a reward model on pairs of answers, of which one is preferred, by the loss of Bradley and Terry.
+"""Train a reward model on pairs of a preferred and a rejected answer, by the loss of Bradley and Terry.
 
     accel launch --nproc-per-node 2 examples/reward_model.py
 
 An answer is a row of digits, and people prefer the one with more neighbours in rising order. The model never sees that
-number: it learns a score from the choices alone, and in the end it orders new pairs. Answers differ in length, so rows
+number: it learns a score only from the choices, and in the end it orders new pairs. Answers differ in length, so rows
 are padded, and a placeholder pair has no weight. A run resumes from its checkpoints.
 """
 

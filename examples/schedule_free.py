@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train without a schedule: AdamW averages its own weights, as good at any step as after a decay.
+"""Train without a schedule: AdamW averages its weights, which are as good at any step as after a decay.
 
     pip install 'accel-torch[schedulefree]'
     python examples/schedule_free.py

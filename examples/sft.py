@@ -129,7 +129,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
     parser.add_argument("--size", type=int, default=64, help="width of the model")
-    parser.add_argument("--lora", action="store_true", help="train adapters alone")
+    parser.add_argument("--lora", action="store_true", help="train only adapters")
     parser.add_argument("--out", default="runs/sft", help="folder of checkpoints and metrics")
     flags = parser.parse_args()
     with accel.session() as context:

@@ -4,9 +4,10 @@
     python examples/streaming.py
     accel launch --nproc-per-node 2 examples/streaming.py
 
-An `IterableDataset` with `state_dict` and `load_state_dict` says where it stands: shard and line. The checkpoint holds
-that of the batch, whatever was read ahead of it. `stream="dispatch"` lets rank 0 read and send each rank its part: so
-the batches are the same on any number of processes. `stream="shards"` lets each rank read shards of its own.
+An `IterableDataset` with `state_dict` and `load_state_dict` reports its position: shard and line. The checkpoint holds
+the position of the batch, not of samples that were read ahead. With `stream="dispatch"` rank 0 reads and sends each
+rank its part, so the batches are the same on any number of processes. With `stream="shards"` each rank reads separate
+shards.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     python examples/sweep.py
     accel launch --nproc-per-node 2 examples/sweep.py
 
-Each trial is a run in a folder of its own, with its settings in `config=`. The same command resumes where the sweep
-stopped: trials that are done only load. The page, `runs/sweep/report.html`, has the curves of all trials in one
+Each trial is a run in a separate folder, with its settings in `config=`. The same command resumes where the sweep
+stopped: finished trials only load. The page, `runs/sweep/report.html`, has the curves of all trials in one
 figure, marks the settings in which they differ, and needs no server.
 """
 

@@ -3,7 +3,7 @@
 
     accel launch --nproc-per-node 2 examples/text_classification.py
 
-Reviews differ in length, so a batch pads them, and the model's mask leaves the padding out. The same command goes on
+Reviews differ in length, so a batch pads them, and the model's mask leaves the padding out. The same command resumes
 from the last checkpoint.
 """
 
@@ -29,7 +29,7 @@ Review = tuple[str, int]  # its words, and 1 for praise
 
 
 def make_reviews(count: int, seed: int) -> list[Review]:
-    """Return reviews of one to four clauses; what stands behind the last "but" decides, else the majority."""
+    """Return reviews of one to four clauses; the clause after the last "but" decides, else the majority."""
     draw = random.Random(seed)
     reviews: list[Review] = []
     while len(reviews) < count:
@@ -52,7 +52,7 @@ def collate(reviews: list[Review]) -> tuple[Tensor, Tensor]:
 
 
 class Classifier(nn.Module):
-    """A transformer that reads a whole review; the answer stands at its first place."""
+    """A transformer that reads a whole review; the answer is at its first position."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

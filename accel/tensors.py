@@ -344,7 +344,7 @@ def _caches() -> list[Any]:
         for value in list(getattr(module, "__dict__", {}).values()):
             own = list(vars(value).values()) if isinstance(value, type) and value.__module__ == name else (value,)
             for each in own:
-                kind: Any = type(each)  # compared by identity: a class may have no hash
+                kind = cast(Any, type(each))  # compared by identity: a class may have no hash
                 function: Any = cast(Any, each).__func__ if kind is staticmethod or kind is classmethod else each
                 if type(function) is _CACHE:
                     found[id(function)] = function

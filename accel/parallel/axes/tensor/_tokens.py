@@ -42,7 +42,7 @@ class _Gathered(NamedTuple):
 
 
 class TokenRanks(Ranks):
-    """The ranks of parts of tokens: those of the divided layers, by which `SequenceRanks` knows such parts."""
+    """The ranks of parts of tokens: the ranks of the divided layers, by which `SequenceRanks` recognizes such parts."""
 
     __slots__ = ("layers",)
 
@@ -126,7 +126,7 @@ class SequenceRanks(LayerRanks):
 
         output = pytree.tree_map_only(PartTensor, given_back, output)
         if is_end and any(isinstance(each, PartTensor) for each in outputs_in(output)):
-            with contextlib.suppress(TreeError):  # an object of another kind, whose tensors nobody can use outside
+            with contextlib.suppress(TreeError):  # an object of another kind; nobody can use its tensors outside
                 output = map_tensors(given_back, output)
         return output
 

@@ -67,7 +67,7 @@ def convolved(func: Any, args: Args, kwargs: Named) -> Any:
 def _by_groups(
     func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, own: RowLayout, given: dict[str, Any], ranks: Ranks
 ) -> Any:
-    """Groups of channels, whole on each rank: as of one segment, or a channel each."""
+    """Groups of channels, full on each rank, such as groups of one segment, or of one channel each."""
     groups = given["groups"]
     channels, outputs = own.cut.total, whole_shape(weight)[0]
     is_one = len(own.cut.listed) == 1

@@ -130,7 +130,7 @@ def alike(func: Any, args: Args, kwargs: Named) -> Any:
 
 
 def dropped(func: Any, args: Args, kwargs: Named) -> Any:
-    """dropout: all ranks draw for the whole and keep their part, so that the result is that of one process."""
+    """dropout: all ranks draw for the full tensor and keep their part, so the result is the same as in one process."""
     part = part_of(func, args)
     given = named("input p training inplace", args, kwargs)
     rate = given.get("p", 0.5)

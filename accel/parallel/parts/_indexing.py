@@ -117,7 +117,7 @@ def get(func: Any, args: Args, kwargs: Named) -> Any:
 def _place_after(entries: Sequence[Any], place: int) -> int:
     """The dimension of the result for the slice at a place of an index."""
     kept = sum(each is None or isinstance(each, slice) for each in entries[:place])
-    # an int beside tensors is one of the tensors
+    # an int together with tensors counts as one of the tensors
     tensors = [at for at, each in enumerate(entries) if isinstance(each, Tensor | list)]
     if not tensors:
         return kept

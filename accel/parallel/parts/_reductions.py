@@ -46,7 +46,7 @@ def _like(found: Any, layout: RowLayout | None, part: PartTensor) -> Any:
 
 
 def halved(func: Any, args: Args, kwargs: Named) -> Any:
-    """glu, along a dimension that all ranks hold, or whose halves they divide alike."""
+    """glu, along a dimension that all ranks hold in full, or one with halves that they divide alike."""
     part = part_of(func, args)
     layout = part.division
     if layout is not None and layout.dim == named("input dim", args, kwargs).get("dim", -1) % part.dim():

@@ -124,8 +124,8 @@ def reshard_after_evaluation(units: Sequence[nn.Module]) -> None:
 
 
 def refuse_layerdrop(view: ModelView, units: Sequence[nn.Module]) -> None:
-    """Refuse forwards that leave out units by chance: ranks draw apart, and one would gather another block's parameters
-    than the others. Mutates the model, by hooks of the modules that do so in training."""
+    """Refuse forwards that leave out FSDP units by chance: ranks draw different numbers, and one would gather another
+    block's parameters than the others. Mutates the model, by hooks of the modules that do so in training."""
     known = {id(unit) for unit in units}
 
     def check(module: nn.Module, _inputs: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of sharding, the mesh that a model is sharded over, and the formats in which its parameters travel."""
+"""Options of sharding, the mesh that a model is sharded over, and the dtypes in which its parameters are sent."""
 
 from __future__ import annotations
 
@@ -156,8 +156,8 @@ def _spread(view: ModelView) -> Iterator[DTensor]:
 
 
 def _parts(ctx: DistContext, view: ModelView, taken: Iterable[str]) -> Parts:
-    """Return the axes of the context's mesh, by number, for each dimension to shard over; of local SGD, those whose
-    ranks share samples."""
+    """Return the axes of the context's mesh, by number, for each dimension to shard over; under local SGD,
+    only axes along which ranks share samples."""
     if any(True for _ in _spread(view)):
         _check_tensor_parallel(ctx, view)
     if ctx.mesh is None:
@@ -216,7 +216,7 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, _NormBase)  # not RMSNorm, which takes any
 
 
 class WireFormat(NamedTuple):
-    """Formats in which a unit's tensors travel; None for their own."""
+    """Dtypes in which an FSDP unit's tensors are sent; None for the tensors' dtypes."""
 
     gather: torch.dtype | None  # dtype of the gathered parameters, and so of the computation
     reduce: torch.dtype | None  # dtype of gradients while they are summed

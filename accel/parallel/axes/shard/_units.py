@@ -80,7 +80,7 @@ def units_named(view: ModelView, wanted: Sequence[str], problem_of: Fits) -> lis
             "modules that the plan names cannot be units",
             got="; ".join(f"{name}: {problem}" for name, problem in problems.items()),
             where="Plan.units",
-            fix="Name modules that are called and whose parameters no other uses.",
+            fix="Name modules that are called and share no parameters with other modules.",
         )
     return [name for name in found if name]
 
@@ -133,7 +133,7 @@ def plan_units(
     inside = tuple(f"{name}." for name in leaves)
     chosen = [name for name in _chosen(view, units, paths, together) if not name.startswith(inside)]
     blocks = [name for name in chosen if _parameter_ids(model, name) - unsharded]
-    # gradients of a unit travel together, in one dtype
+    # gradients of a unit are sent together, in one dtype
     inner = [name for unit in (*blocks, "") for name in _of_other_dtypes(model, unit, (*blocks, *leaves), paths)]
     names = {*inner, *blocks, *leaves} - {""}
     _check_together(model, names, together)
@@ -188,7 +188,7 @@ class _Paths(NamedTuple):
     wide: frozenset[int]
 
     def format_of(self, parameter: nn.Parameter) -> tuple[torch.dtype, bool]:
-        """Return the format of a parameter: what travels together has the same."""
+        """Return a parameter's dtype and whether it is in `wide`; both are equal for parameters sent together."""
         return parameter.dtype, id(parameter) in self.wide
 
 
@@ -233,7 +233,7 @@ def _of_other_dtypes(model: nn.Module, unit: str, units: Sequence[str], paths: _
     for parameter in _trained(own, taken):
         if parameter.dtype != main[0]:
             raise PrepareError(
-                "parameters whose gradients are sent together have two dtypes",
+                "parameters with gradients that are sent together have two dtypes",
                 expected=f"{main[0]}, as most of {unit or type(model).__name__}",
                 got=str(parameter.dtype),
                 where=f"{_WHERE}, {paths.view.owners[id(parameter)][0]}",

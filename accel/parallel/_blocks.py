@@ -67,7 +67,7 @@ def blocks_of(model: nn.Module | Mapping[str, nn.Module], *, nested: bool = Fals
     A block contains modules, and has a sibling of its class: in a ModuleList, a ModuleDict, a Sequential,
     a list of lists, or under numbered attributes. Entries of None are skipped. A list is stronger evidence than the
     keys of a ModuleDict or the names of attributes: if a module under such a name contains a list of blocks, as each of
-    two towers does, the blocks are those of the list. Blocks of other pipeline stages count, and are not returned.
+    two towers does, the blocks are the entries of the list. Blocks of other pipeline stages count but are not returned.
 
     Args:
         model: on any device; or its modules by path.

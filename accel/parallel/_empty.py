@@ -118,8 +118,8 @@ def expect_values(comm: Comm, model: nn.Module) -> None:
 
 
 def check_filled(model: nn.Module, *, where: str) -> None:
-    """Raise `PrepareError` for a model that was spread empty, and whose values have not come by its first forward;
-    later it is not checked."""
+    """Raise `PrepareError` for a model that was spread empty and has no values by its first forward; later it is not
+    checked."""
     model = unwrap_model(model)
     empty = names_of_empty(model) if "expects_values" in prepared_of(model) else []
     if empty:

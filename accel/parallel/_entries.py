@@ -2,7 +2,7 @@
 """Methods and submodules of a spread model that are called besides its forward.
 
 Each of them runs inside a call of the prepared model, so that gathers of parameters, exchanges of gradients, buffers
-and hooks are those of a forward. A submodule of a sharded model that is called otherwise raises an error with the line
+and hooks work as in a forward. A submodule of a sharded model that is called otherwise raises an error with the line
 to write.
 """
 

@@ -318,7 +318,7 @@ def offload_activations(
         select: blocks, as for `checkpoint_activations`.
         min_bytes: size of a storage from which it moves.
         max_pinned_bytes: bound of pinned memory; beyond it tensors stay on the device. None for no bound.
-        prefetch: number of blocks whose activations come back before their backward.
+        prefetch: number of blocks for which activations are copied back before their backward.
 
     Returns:
         The model that was passed.

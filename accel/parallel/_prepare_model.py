@@ -145,11 +145,11 @@ def prepare_model(
 
     Raises:
         DeviceError: a parameter or buffer on another device; named. Or a GPU that is not the current one, for `fsdp`.
-        PrepareError: not a module, one that is wrapped or spread already beside options that it would need to be
-            wrapped with, one with a wrapper inside, a sharded one whose gradients would not reach every rank, parts of
-            one tensor on ranks that get different samples, a model that the plan cannot spread, `allocate=False` beside
-            replicas or shards, or what `fully_shard` cannot take.
-        StageError: a module does what stages cannot play back, such as a result whose tensors are not known.
+        PrepareError: not a module, a model that is already wrapped or sharded together with options that it would need
+            to be wrapped with, one with a wrapper inside, a sharded one with gradients that would not reach every rank,
+            parts of one tensor on ranks that get different samples, a model that the plan cannot shard,
+            `allocate=False` together with replicas or shards, or a model that `fully_shard` does not accept.
+        StageError: a module does what stages cannot play back, such as a result with unknown tensors.
         ConfigError: options outside their range, that contradict each other, or that the strategy does not have.
         MissingExtraError: PowerSGD without numpy.
         CollectiveMismatch: ranks passed other options, or models of other parameters.

@@ -29,7 +29,7 @@ R = TypeVar("R")
 # By what has them. Those of `fully_shard` stand in `_torch_fsdp.py`, which alone uses them; kernels of attention are
 # called in `context/_kernels.py` alone.
 PRIVATE = {
-    # the replica whose forward runs, at whose buckets torch.compile cuts its graphs; sets and resets it
+    # the replica that is running its forward; torch.compile cuts its graphs at its buckets; sets and resets it
     "torch.nn.parallel.DistributedDataParallel": ("_active_ddp_module", "_inside_ddp_forward"),
     "torch._C._distributed_c10d.Reducer": ("_rebuild_buckets", "_set_mixed_precision_param_dtype"),
     "torch.Tensor": ("_is_view", "_backward_hooks", "_post_accumulate_grad_hooks", "_make_wrapper_subclass"),
@@ -63,7 +63,7 @@ PRIVATE = {
     ),
     "torch.autograd": ("_get_sequence_nr", "_unsafe_preserve_version_counter"),
     "torch.autograd.graph.Node": ("_sequence_nr",),
-    "torch.nn.TransformerEncoderLayer": ("_ff_block",),  # compared, as that of nn.TransformerDecoderLayer
+    "torch.nn.TransformerEncoderLayer": ("_ff_block",),  # compared, like nn.TransformerDecoderLayer's
     "torch.distributed.tensor.DTensor": ("_spec", "_local_tensor"),  # and the arguments of its constructor
     "torch.distributed.device_mesh.DeviceMesh": ("_get_root_mesh",),
     "torch.distributed.pipelining.PipelineStage": ("_post_metadata_inference_cleanup",),  # overridden to do nothing

@@ -185,7 +185,7 @@ FORMS = (
     ModelRefusal(
         "the model has parameters without a shape yet",
         _shapeless,
-        expected="a model whose lazy modules have seen an input",
+        expected="a model with lazy modules that have seen an input",
         fix="Run the model once on the CPU, before it is prepared.",
     ),
     ModelRefusal(

@@ -139,7 +139,7 @@ def _read_without_call(error: Exception) -> PrepareError:
     line = f"line {own[-1].lineno} of {own[-1].filename}, {own[-1].line}" if own else str(error)
     return PrepareError(
         "the forward reads parameters of a module that it does not call, and they are DTensors on a mesh with tp",
-        expected="modules that are called, or whose style gives plain tensors to whoever reads them",
+        expected="modules that are called, or that have a style which gives plain tensors to readers",
         got=line,
         where="forward, plan.tensor",
         fix="Let accel.prepare(ctx, model, optimizer, example=batch) find what is read; or name these modules: "

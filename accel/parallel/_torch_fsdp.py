@@ -63,7 +63,7 @@ NAMES = {
     f"{_INSIDE}._fsdp_param.ParamModuleInfo": ("module", "param_name", "shared_modules", "shared_param_names"),
 }
 _SUM_UNUSED = "set_reduce_scatter_unused_params"  # public; of torch 2.13
-# Before torch 2.15 gradients of several formats wait apart, and this method brings one to the format of the sum.
+# Before torch 2.15 gradients of several dtypes wait separately, and this method casts one to the dtype of the sum.
 _TO_ONE_FORMAT, _WAITING = "to_accumulated_grad_if_needed", "unsharded_accumulated_grad"
 # the methods of a group in which a rank waits for others
 GATHERS, SUMS = ("unshard", "wait_for_unshard"), "post_backward"
@@ -148,8 +148,8 @@ def sum_in_one_format(modules: Iterable[nn.Module]) -> None:
 
 
 def _widened(group: Any, post_backward: Callable[..., None], *unused: object) -> None:
-    """Sum the gradients of a group of `fully_shard`. Those of earlier micro-batches wait in the format of the sum, and
-    torch takes no others beside them."""
+    """Sum the gradients of a group of `fully_shard`. Gradients of earlier micro-batches wait in the dtype of the sum,
+    and torch takes no others together with them."""
     if not any(hasattr(each, "_unsharded_param") for each in group.fsdp_params):
         return  # torch looks for gradients of a module that no forward has run
     if group.reduce_grads and any(each.unsharded_accumulated_grad is not None for each in group.fsdp_params):
@@ -281,7 +281,7 @@ class _Kept:
 
 
 def keep_for_graphs(modules: Iterable[nn.Module]) -> None:
-    """Let a backward that makes a graph (double backward, as of a gradient penalty) leave modules of `fully_shard`
+    """Let a backward that makes a graph (double backward, as for a gradient penalty) leave modules of `fully_shard`
     gathered until the next backward, which sums the gradients; let one within a forward sum nothing. Mutates the
     modules."""
     for module in modules:

@@ -77,7 +77,7 @@ class _ParameterChanges(TorchFunctionMode):
 
 
 def _is_same(tensor: torch.Tensor, data: torch.Tensor) -> bool:
-    """Whether data that a tensor is set to is its own, as of a `Module.to` that changes nothing."""
+    """Whether a tensor is set to its own data, as by a `Module.to` that changes nothing."""
     own = local_part(tensor)
     other = local_part(data)
     return own.dtype == other.dtype and own.device == other.device and own.data_ptr() == other.data_ptr()

@@ -180,7 +180,7 @@ def read_manifest(folder: OpenDirectory) -> tuple[Manifest, str]:
 
 
 def check_step(folder: OpenDirectory, manifest: Manifest, step: int) -> None:
-    """Raise `CheckpointError` unless a manifest's step is that of its folder's name."""
+    """Raise `CheckpointError` unless a manifest's step is the step in its folder's name."""
     if manifest.step != step:
         raise folder.refusal(MANIFEST, "of another step", expected=f"step {step}", got=f"step {manifest.step}")
 

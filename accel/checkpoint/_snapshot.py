@@ -164,7 +164,7 @@ class WritePlan(NamedTuple):
     """The writing of a checkpoint."""
 
     ranks: Sequence[Sequence[NamedBox]]  # boxes that each rank writes
-    places: Mapping[NamedBox, int]  # rank whose file holds each box, for the manifest in this rank's folder
+    places: Mapping[NamedBox, int]  # rank with the file of each box, for the manifest in this rank's folder
     sent: Mapping[NamedBox, int] = {}  # boxes that a rank writes without holding them, each with the rank that sends it
     missing: Set[NamedBox] = frozenset()  # those that this rank receives
     # The part of the checkpoint in this rank's folder; unset for all of it.
@@ -202,7 +202,7 @@ def take_snapshot(
     offer: Offer, ranks: Sequence[Statement], rows: Sequence[bytes], rank: int, agreed: Agreement, *, step: int
 ) -> Snapshot:
     """Compare what the ranks hold, and divide the writing among them. No communication, the same error on all. `rows`
-    are those of all ranks, on rank 0; empty elsewhere."""
+    are the rows of all ranks, on rank 0; empty elsewhere."""
     content = offer.content
     items, metrics = agreed.stored
     tensors = {**offer.tensors, **_stubs(ranks), **content.own, **content.loose}

@@ -140,7 +140,7 @@ def save_model(
         ConfigError: the folder is a URL, `max_shard_size` is no size, or `rename` is no sequence of recipes.
         PrepareError: the model was prepared empty, and nobody has filled it.
 
-    Reference: the layout is that of transformers' `save_pretrained`.
+    Reference: the layout is the one of transformers' `save_pretrained`.
     """
     target = local_target(folder, "save_model, folder")
     site = call_site()

@@ -339,7 +339,7 @@ def check_device_map(
     device. Without a device the host computes.
 
     Args:
-        skeleton: the model, as of `describe`.
+        skeleton: the model, as `describe` returns it.
         places: a GPU's number, a device's name, "cpu", "mmap" or "disk" by path of a segment or of a module around
             several; "" for the model.
         max_memory: limits as for `infer_device_map`; None to check none.

@@ -235,7 +235,7 @@ def kept_by_forward(
 def as_on_gpus() -> AbstractContextManager[object]:
     """Count as on GPUs during the block: dropout keeps a mask of bytes, and attention no matrix, unlike on the CPU.
 
-    Grouped products have any format, as torch computes them with values; without values it takes bf16 alone.
+    Grouped matmuls may have any dtype, as torch computes them with values; without values torch only accepts bf16.
     """
     import torch
     from torch.nn import functional

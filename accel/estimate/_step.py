@@ -66,12 +66,12 @@ class EstimatedStep(msgspec.Struct, frozen=True, kw_only=True):
         optimizer: one of `OPTIMIZERS`.
         strategy: "ddp" or "fsdp", for the axis `dp`; ranks along `dp_shard` hold shards in any case.
         recompute: whether blocks keep their inputs alone and compute the rest again in backward.
-        keep: "products" if blocks that compute again keep the outputs of products and attention all the same, as by
+        keep: "products" if blocks that are recomputed keep the outputs of matmuls and attention all the same, as by
             `checkpoint_activations(keep="products")`.
         offload: whether what blocks keep, but for the last one, is in the host's memory, as by `offload_activations`.
         chunks: parts of the sequence by which MLPs run, as by `chunk_sequence`; of a transformer without experts.
         held: whether gradients wait on their rank for the last micro-batch; else each one exchanges them.
-        compiled: whether `torch.compile` fuses the operators between products, which counts for the time alone.
+        compiled: whether `torch.compile` fuses the operators between matmuls, which only affects the time.
         dealt: whether ranks of DDP share the optimizer's state, as by `ZeroRedundancyOptimizer`.
         balance: cost by which `stage_plan` divides the blocks among the stages of a pipeline.
         images: number of images of a sequence, for models with an encoder of them.
@@ -118,7 +118,7 @@ class EstimatedStep(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes of a value in products."""
+        """Bytes of a value in matmuls."""
         return _COMPUTE_BYTES[formats(self.precision).compute]
 
     @property

@@ -228,7 +228,7 @@ def pack(
             expected="rows that can be read again in the next epoch",
             got=type(rows).__name__,
             where="pack",
-            fix="Pass list(rows), or an object whose __iter__ reads them.",
+            fix="Pass list(rows), or an object that reads them in __iter__.",
         )
     if seed is not None and not _is_indexed(rows):
         raise DataError(

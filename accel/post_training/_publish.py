@@ -93,7 +93,7 @@ def publish(
     Raises:
         ServerError: a server is gone, refuses the version, a name, shape or dtype, or has received other bits,
             or gives other log-probabilities.
-        CheckpointError, CollectiveMismatch, PrepareError: as of `save_model`.
+        CheckpointError, CollectiveMismatch, PrepareError: as in `save_model`.
         ConfigError: rank 0 without a server, or adapters that are not low-rank ones.
 
     Examples:
@@ -256,7 +256,7 @@ def _adapted(model: Any, kept: Mapping[str, Tensor], whole: Whole, how: Adapters
     copied = re.compile(rf"\.modules_to_save\.{named}\.")
     layers = {path: each for path, each in model.named_modules() if adapter in _scales(each)}
     weights = {f"{path}.base_layer.weight": path for path in layers}
-    other = [path for name, path in weights.items() if name not in kept]  # as of the embedding or of experts
+    other = [path for name, path in weights.items() if name not in kept]  # such as the embedding or experts
     trained = {name for name, each in model.named_parameters() if each.requires_grad} if how == "alone" else set[str]()
     own = {name for name in kept if re.search(rf"\.{named}(\.|$)", name)}
     other += [name for name in sorted(own | trained) if not factor.search(name) and not copied.search(name)]

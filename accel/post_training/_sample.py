@@ -224,7 +224,7 @@ def sample_later(
         **options: the keywords of `sample`.
 
     Raises:
-        ConfigError: as of `sample`.
+        ConfigError: as in `sample`.
 
     Examples:
         >>> class Next(nn.Module):

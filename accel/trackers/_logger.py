@@ -79,8 +79,8 @@ class RankLogger(_Adapter):
             main_process_only: whether rank 0 alone logs it.
             once_per_node: whether the first rank of every node logs it, and no other.
             in_order: whether ranks log one after another; every rank must make the call, whatever its level.
-            stacklevel: as of `logging.Logger.log`.
-            kwargs: `exc_info`, `stack_info` and `extra`, as of `logging.Logger.log`.
+            stacklevel: as in `logging.Logger.log`.
+            kwargs: `exc_info`, `stack_info` and `extra`, as in `logging.Logger.log`.
         """
         ctx, prefix = self.ctx, ""
         is_chosen = True

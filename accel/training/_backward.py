@@ -221,7 +221,7 @@ def matched(factor: float | torch.Tensor, loss: torch.Tensor) -> float | torch.T
 
 
 def rooted(loss: torch.Tensor, factor: float | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return what backward begins at, and its gradient: the factor, which spares a product and its backward."""
+    """Return what backward begins at, and its gradient: the factor, which saves a multiplication and its backward."""
     factor = matched(factor, loss)
     if is_dtensor(loss):
         return times(loss, factor), None

@@ -121,7 +121,7 @@ def _step_one(
     if counted := [key for key in narrow if key != "params" and narrow[key] is not group.get(key)]:
         raise ConfigError(
             "this optimizer counts its steps per group, so it cannot step single parameters",
-            expected="an optimizer like those of torch.optim",
+            expected="an optimizer that steps like torch.optim's",
             got=f"{type(optimizer).__name__}, which changed {', '.join(counted)}",
             where="fused_step",
             fix="Use accel.backward and accel.optimizer_step, and load the last checkpoint: one parameter has moved.",

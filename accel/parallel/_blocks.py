@@ -161,7 +161,7 @@ def _stem(key: str) -> str:
 
 
 def _numbered(module: nn.Module, path: str) -> list[tuple[tuple[str, nn.Module], ...]]:
-    """The attributes of a module that differ in a number alone, by name."""
+    """The attributes of a module with names that only differ in a number, by name."""
     found: dict[str, list[tuple[str, nn.Module]]] = {}
     for name, child in _children(module, path):
         if (stem := _stem(name.rpartition(".")[2])) and not is_container(child):

@@ -106,7 +106,7 @@ def _managed(model: nn.Module) -> Mapping[tuple[int, str], frozenset[int]]:
 
 
 def _row(mesh: DeviceMesh, dim: int) -> frozenset[int]:
-    """Return the ranks that differ from this one along one dimension of a mesh alone, and this one."""
+    """Return the ranks that only differ from this one along one dimension of a mesh, and this one."""
     here = mesh.get_coordinate()
     if here is None:
         return frozenset()

@@ -454,7 +454,7 @@ class GivenCaches:
 
 def grow_cache(cache: Any, growth: CacheGrowth, device: torch.device) -> None:
     """Let a layer of a cache grow as by a call: by keys and values of one row, head and feature, as code outside of the
-    layer reads their length alone. Mutates the cache."""
+    layer only reads their length. Mutates the cache."""
     if growth.positions:
         new = torch.zeros(1, 1, growth.positions, 1, device=device)
         cache.update(new, new, growth.layer)

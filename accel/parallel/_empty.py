@@ -30,7 +30,7 @@ _STACKS = (
 def stays_empty(comm: Comm, view: ModelView) -> bool:
     """Return whether no rank has values of a model that is not spread, so that they come later. A collective.
 
-    On every rank, no values on the first rank alone, or of a buffer that no checkpoint holds, are a `PrepareError`.
+    If only the first rank lacks values, or a buffer that no checkpoint holds does, every rank raises `PrepareError`.
     """
     held_here = [not each.is_meta for each in view.parameters.values()]
     missing_first = held_here.count(False) if comm.rank == 0 else 0

@@ -60,7 +60,7 @@ def composition(ctx: DistContext) -> Sequence[Spread]:
     """Return the spreads of a model over the ranks of a context, in their order; along other dimensions ranks hold
     replicas, or the user's own parts."""
     asked = {dimension_of(name) for name, axis in ctx.position.axes if axis.size > 1}
-    # DDP takes whole models of plain parameters alone; `fully_shard` has replicas of parts of models too.
+    # DDP only takes full models of plain parameters; `fully_shard` has replicas of parts of models too.
     divides_model = asked & {"pipeline", "tensor", "expert"}
     wanted = {*asked - {"data", "replicate", "shard"}, "shard" if divides_model else data_dimension(ctx.strategy)}
     if asked == {"pipeline"}:  # every rank has another stage, and no peer with the same one
@@ -270,7 +270,7 @@ def _resolved(
     """A spread with the options that ranks decide on together. A collective for some models."""
     if spread.resolve is None:
         return spread, options
-    with all_positions(ctx):  # a rank that tries plans alone must not wait for others along cp
+    with all_positions(ctx):  # a single rank that tries plans must not wait for others along cp
         return spread, spread.resolve(ctx, view, options)
 
 

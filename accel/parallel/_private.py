@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# By what has them. Those of `fully_shard` stand in `_torch_fsdp.py`, which alone uses them; kernels of attention are
-# called in `context/_kernels.py` alone.
+# By owner. The names of `fully_shard` are in `_torch_fsdp.py`, the only file that uses them. Attention kernels are only
+# called in `context/_kernels.py`.
 PRIVATE = {
     # the replica that is running its forward; torch.compile cuts its graphs at its buckets; sets and resets it
     "torch.nn.parallel.DistributedDataParallel": ("_active_ddp_module", "_inside_ddp_forward"),
@@ -173,7 +173,7 @@ def hook_count(tensor: torch.Tensor) -> int:
 
 
 def forward_hooks(module: nn.Module) -> Mapping[int, object]:
-    """Return the hooks that see a module's inputs and outputs, of this module alone."""
+    """Return the hooks that see a module's inputs and outputs, only of this module."""
     return cast(Any, module)._forward_hooks
 
 
@@ -188,7 +188,7 @@ def hooks_with_keywords(module: nn.Module) -> Collection[int]:
 
 
 def forward_pre_hooks(module: nn.Module) -> Mapping[int, object]:
-    """Return the hooks that see a module's inputs, of this module alone."""
+    """Return the hooks that see a module's inputs, only of this module."""
     return cast(Any, module)._forward_pre_hooks
 
 

@@ -155,7 +155,7 @@ HOOKED = ModelRefusal(
     'accel.load_checkpoint_and_dispatch(ctx, accel.init_empty_weights(build), path, "auto").',
 )
 
-# Nothing else can be said of these models, so they are refused alone.
+# No other check applies to these models, so they are refused separately.
 FORMS = (
     HOOKED,
     ModelRefusal(

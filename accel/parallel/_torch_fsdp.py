@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names inside torch's `fully_shard` that this package reads and replaces, in this file alone.
+"""Names inside torch's `fully_shard` that this package reads and replaces, only in this file.
 
 `fully_shard` gives a module a state, and the state a group of parameters for each mesh. Over one step the group's
 methods run in this order, and each hook below is at one of them:
@@ -137,7 +137,7 @@ def sum_unused(unit: nn.Module) -> None:
 
 
 def sum_in_one_format(modules: Iterable[nn.Module]) -> None:
-    """Let modules of `fully_shard` among others sum all gradients of a window in one format, whichever
+    """Let modules of `fully_shard` among others sum all gradients of a window in one dtype, whichever
     micro-batches used their parameters."""
     from torch.distributed.fsdp import FSDPModule
 
@@ -244,7 +244,7 @@ class _Kept:
         self._facts = self._now()
         for whole in (each.whole for each in shards_of(self._module)) if not self._watched else ():
             if whole is not None and whole.requires_grad:
-                sum_at_end(self._module, whole)  # the loss may read the gradient alone, and no output
+                sum_at_end(self._module, whole)  # the loss may only read the gradient, and no output
         self._watched = True
 
     def _now(self) -> list[tuple[int, ...]]:

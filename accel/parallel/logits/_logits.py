@@ -348,7 +348,7 @@ def _flattened(logits: DeferredLogits, start_dim: int = 0, end_dim: int = -1) ->
 
 
 def _indexed(logits: DeferredLogits, index: Any) -> _Changes:
-    """Rows alone, by slices, numbers, masks or tensors of positions."""
+    """Some of the rows, by slices, numbers, masks or tensors of positions."""
     items = cast("tuple[Any, ...]", index) if isinstance(index, tuple) else (index,)
     if logits.is_moved or not all(_is_index(each) for each in items):
         return None

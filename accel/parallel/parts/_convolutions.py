@@ -81,7 +81,7 @@ def _by_groups(
 
 
 def pooled(func: Any, args: Args, kwargs: Named) -> Any:
-    """Pooling and interpolation, of each channel alone."""
+    """Pooling and interpolation, separate for each channel."""
     part = part_of(func, args)
     if part.division is not None and part.division.dim != 1:
         raise no_rule("of a part along another dimension than channels")

@@ -132,7 +132,7 @@ def _is_mask(entry: Any) -> bool:
 
 
 def put(func: Any, args: Args, kwargs: Named) -> Any:
-    """An index in brackets that is assigned, by slices and numbers alone."""
+    """An index in brackets that is assigned, only by slices and numbers."""
     part, index, value = args
     if not isinstance(part, PartTensor):
         raise no_rule("a part written into a plain tensor")

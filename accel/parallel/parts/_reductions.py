@@ -121,7 +121,7 @@ def normed(func: Any, args: Args, kwargs: Named) -> Any:
 
 
 def _normed_over(given: dict[str, Any], layout: RowLayout, *, is_centered: bool) -> PartTensor:
-    """A norm over the divided dimension alone: ranks sum their sums of squares."""
+    """A norm only over the divided dimension: ranks sum their sums of squares."""
     x: PartTensor = given["input"]
     ranks = x.ranks
     if layout.dim != x.dim() - 1 or len(given["normalized_shape"]) > 1 or layout.cut.is_shared(ranks.size):

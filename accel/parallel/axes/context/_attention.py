@@ -158,7 +158,7 @@ def context_attention(
         k, v: keys and values of the own positions, [batch, key heads, own, head dim]; the number of key heads divides
             the number of heads (GQA). With `causal=False` they may be of another sequence, cut as well
             (cross-attention). On one rank there may be more, as from a cache; the last query then sees all.
-        causal: whether a position sees itself and earlier ones alone.
+        causal: whether a position only sees itself and earlier ones.
         documents: numbers of the documents packed into the sequence, integers of shape [batch, own]; a position sees
             its own document alone. None for one document.
         scale: factor of the scores before the softmax; None for 1 / sqrt(head dim).

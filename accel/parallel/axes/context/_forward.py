@@ -102,7 +102,7 @@ class _Positions:
         crosses: whether the model calls `context_attention` itself, and gets own positions as they are.
         is_running: whether a forward of the model runs.
         is_compiled: whether torch compiles a part of the model, which runs as it is.
-        guards: hooks that refuse calls of parts of the model alone.
+        guards: hooks that refuse separate calls of parts of the model.
     """
 
     def __init__(self, ctx: DistContext, *, is_cut: bool, may_cross: bool) -> None:
@@ -267,7 +267,7 @@ class _Positions:
             _LOG.info(text, written_class(model).__name__, self.ranks.size, ", ".join(self.ranks.whole))
 
     def guard(self, modules: Iterable[nn.Module]) -> None:
-        """Refuse calls of these modules alone, and no longer of others. Mutates them, by hooks."""
+        """Refuse separate calls of these modules, and no longer of others. Mutates them, by hooks."""
         for hook in self.guards:
             hook.remove()
         self.guards = [each.register_forward_pre_hook(self.refuse_alone, with_kwargs=True) for each in modules]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention on this rank alone: by torch, or over one block of keys with what merges blocks."""
+"""Attention on a single rank: by torch, or over one block of keys with what merges blocks."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class Terms(NamedTuple):
     """The mask and the scores of an attention over a sequence that ranks share."""
 
-    causal: bool  # whether a position sees itself and earlier ones alone
+    causal: bool  # whether a position only sees itself and earlier ones
     scale: float  # factor of the scores before the softmax
     # Numbers of the documents of the own positions, [batch, own]; None for one document.
     documents: Tensor | None = None

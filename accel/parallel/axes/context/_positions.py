@@ -64,7 +64,7 @@ class PositionRanks(Ranks):
         across: modules in which a position needed positions of other ranks, in the calls that were noted.
         plain: modules that were given no part, of the calls that were noted.
         whole: names of the functions that computed all positions on each rank.
-        agrees: whether ranks compare what comes next before each collective, as in a proof, where one may fail alone.
+        agrees: whether ranks compare the next call before each collective, as in a proof, where a single rank may fail.
     """
 
     __slots__ = ("across", "agrees", "callers", "ctx", "plain", "whole")
@@ -319,7 +319,7 @@ _Again = tuple[_Args, _Named]
 
 
 def _of_product(args: _Args, kwargs: _Named) -> _Again:
-    """Gather the second operand of a product, keys or values; the first where it alone is contracted."""
+    """Gather the second operand of a matmul, keys or values; the first if only the first is contracted."""
     given = list(args)
     named_ones = dict(kwargs)
     places = [at for at, each in enumerate(given) if isinstance(each, Tensor)][-2:]

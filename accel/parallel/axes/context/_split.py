@@ -27,7 +27,7 @@ class RingBlock(NamedTuple):
 
     queries: Halves  # halves of this rank's positions, from and to
     keys: Halves  # halves of the positions of the rank that sent these keys, from and to
-    causal: bool  # whether a query sees the keys up to its own place in the block alone; else all of them
+    causal: bool  # whether a query only sees the keys up to its place in the block; else all of them
 
 
 def pieces(rank: int, size: int) -> tuple[int, int]:
@@ -140,7 +140,7 @@ def is_cut(ctx: DistContext, own: int) -> bool:
 
 @contextlib.contextmanager
 def all_positions(ctx: DistContext) -> Generator[None]:
-    """Let attention see the positions of its inputs alone, where these are all. Mutates the context's handle."""
+    """Let attention only see the positions of its inputs, if these are all. Mutates the context's handle."""
     ctx.comm.notes[_WHOLE] = "yes"
     try:
         yield

@@ -67,7 +67,7 @@ class DispatchedTokens:
         rows: one row for each choice of one of these experts, in the experts' order, shape [rows, ...].
         counts: number of rows of each expert of this rank, in order; some may be 0.
         choices: order in which this rank's own choices left, for `combine_tokens`.
-        journey: exchange that brought the rows; None if they came from this rank alone.
+        journey: exchange that brought the rows; None if they only came from this rank.
     """
 
     rows: Tensor

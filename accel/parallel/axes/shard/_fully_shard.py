@@ -256,7 +256,7 @@ def _spread(ctx: DistContext, outer: ModelView, options: ShardOptions, *, is_emp
     named = [_shard(ctx, view, root, mesh, stage, options, is_empty=is_empty) for root in roots]
     units = [list(each.values()) for each in named]
     if is_empty:
-        if options.offload:  # shards alone: the device computes with all else where it is
+        if options.offload:  # only shards: the device computes with all else where it is
             taken = {id(part.parameter) for each in units for unit in each for part in shards_of(unit)}
             allocate_empty(inner, torch.device("cpu"), taken)
         allocate_empty(inner, ctx.device)

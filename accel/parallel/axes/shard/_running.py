@@ -32,7 +32,7 @@ from accel.parallel._torch_fsdp import (
 
 class CalledUnit(Mixin, nn.Module):
     """Mixin of units: a forward that a model calls itself, as `block.forward(x)`, is a call of the unit. torch gathers
-    in hooks, which run in calls alone."""
+    in hooks, which only run in calls."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unit's own forward within its hooks."""

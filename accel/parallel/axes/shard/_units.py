@@ -57,7 +57,7 @@ def _matches(view: ModelView, entry: str) -> dict[str, nn.Module]:
 
 
 def check_ignored(view: ModelView, ignored: Sequence[str]) -> None:
-    """Raise `PrepareError` for a trainable parameter that a plan leaves alone: nobody would exchange its gradient."""
+    """Raise `PrepareError` for a trainable parameter that a plan ignores: nothing would reduce its gradient."""
     for name, module in modules_named(view, ignored, where="Plan.ignored").items():
         for key, parameter in module.named_parameters():
             if parameter.requires_grad:
@@ -123,7 +123,7 @@ def plan_units(
 ) -> tuple[str, ...]:
     """Return the names of the modules to shard, inner ones first and the model itself, "", last. No communication.
 
-    `leaves`: further units, with no unit inside. `wide`, `ignored`: the `id` of parameters in wider formats, and of
+    `leaves`: further units, with no unit inside. `wide`, `ignored`: the `id` of parameters in wider dtypes, and of
     those not sharded. `together`: the `id` of modules that are no units.
     """
     model = view.model
@@ -182,7 +182,7 @@ def _unit_problem(module: nn.Module, paths: _Paths) -> str:
 
 
 class _Paths(NamedTuple):
-    """Names and formats of a view's parameters; `wide` is as for `plan_units`."""
+    """Names and dtypes of a view's parameters; `wide` is as for `plan_units`."""
 
     view: ModelView
     wide: frozenset[int]

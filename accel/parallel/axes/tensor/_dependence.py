@@ -63,7 +63,7 @@ class _Matmul(NamedTuple):
     """A matmul of an activation and a weight."""
 
     input: Tensor  # as the module made it; the matmul itself took a copy, so that its gradient ends here
-    weight: Tensor  # a parameter, or a tensor made of parameters alone
+    weight: Tensor  # a parameter, or a tensor computed only from parameters
     dims: tuple[int, int]  # contracted dimensions of both
 
 
@@ -153,7 +153,7 @@ class _MatmulRecorder(TorchFunctionMode):
         self.weights += [each for each in tensors if isinstance(each, Tensor) and self._is_weight(each)]
 
     def _is_weight(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a parameter, or made of parameters alone."""
+        """Whether a tensor is a parameter, or computed only from parameters."""
         if not tensor.requires_grad:
             return False
         if tensor.grad_fn is None:

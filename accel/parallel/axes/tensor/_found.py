@@ -84,7 +84,7 @@ class PlanSearch:
     def look(self, within: Sequence[str], *, in_words: bool) -> None:
         """Search in some modules, for styles or for layouts of what styles leave whole."""
         inner_first = sorted(self._units, key=_inner_first)
-        for least in (0.5, 0.0):  # a low-rank correction alone must not keep an attention around it whole
+        for least in (0.5, 0.0):  # a single low-rank correction must not keep an attention around it undivided
             for path in inner_first:
                 if any(is_in(path, around) for around in within):
                     self._look_in(path, least, in_words=in_words)

@@ -119,7 +119,7 @@ def scattered_product(x: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Te
 
 
 def _cast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """Tensors in the format of autocast, which reaches none of a backward."""
+    """Tensors in the dtype of autocast, which does not apply in a backward."""
     tensors = (first, *others)
     dtype = autocast_dtype(first.device.type)
     if dtype is None:

@@ -85,7 +85,7 @@ class _PairPart(Mixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         guard: _Guard = cast(_Guard, notes_of(cast(nn.Module, self)).get("pairs"))
-        if not guard.runs and not runs_in_backward():  # there a layer that is checkpointed alone is computed again
+        if not guard.runs and not runs_in_backward():  # there a layer with its own checkpoint is recomputed
             raise guard.refused(
                 "a linear layer that tensor parallelism divides with another of its Sequential is called by itself",
                 f"a call of {notes_of(cast(nn.Module, self)).get('path')}",

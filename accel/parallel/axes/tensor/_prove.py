@@ -156,7 +156,7 @@ def redrawn(module: nn.Module) -> nn.Module:
         memo[id(each)] = _values(each, draw) if each.is_meta else _in_float64(each.detach().to("cpu", copy=True))
     whole = copied_model(module, memo).eval()
     batch_experts(whole)
-    remove_mixin(whole.modules(), Recomputed)  # a backward does not know of the formats of the proof
+    remove_mixin(whole.modules(), Recomputed)  # a backward does not know the dtypes of the proof
     for each in whole.modules():
         cast(Any, forward_hooks(each)).clear()
         cast(Any, forward_pre_hooks(each)).clear()
@@ -190,7 +190,7 @@ def drawn_inputs(call: ModuleCall) -> Mapping[int, Tensor]:
 
 
 class _Wide(TorchFunctionMode):
-    """Lets a forward that computes in a narrower format compute in float64."""
+    """Lets a forward that computes in a narrower dtype compute in float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in ("float", "half", "bfloat16"):
@@ -214,7 +214,7 @@ def _run(
     *,
     is_forward: bool = False,
 ) -> _ProofRun:
-    """Outputs, and gradients of a random function of them; none of a forward alone."""
+    """Outputs, and gradients of a random function of them; no gradients if only the forward runs."""
     leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
     given: dict[int, Tensor] = {}
     places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]

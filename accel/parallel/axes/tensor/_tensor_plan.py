@@ -316,7 +316,8 @@ def found_styles(
     is_staged: bool = False,
 ) -> FoundPlan:
     """Return the styles that are found and proved for so many ranks, and why candidates stay whole, by path;
-    `with_regions` divides what styles leave whole, too, `is_staged` inside of blocks alone, which stages call."""
+    `with_regions` also divides modules that styles leave undivided; with `is_staged` only inside of blocks, which
+    stages call."""
     if sequence and not with_regions:
         return found_plan(model, size, example, partial(with_sequence, model))
     blocks = [path for group in outermost_groups(block_groups(model)) for path, _ in group.entries]
@@ -399,7 +400,7 @@ def collapsed(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, 
 
 
 def found_pairs(model: nn.Module) -> list[LinearPair]:
-    """Return the pairs of layers that `tensor_plan` divides because of their places in an nn.Sequential alone. Pure."""
+    """Return the pairs of layers that `tensor_plan` divides only because of their places in an nn.Sequential. Pure."""
     try:
         declared = _declared_styles(model)
     except PrepareError:

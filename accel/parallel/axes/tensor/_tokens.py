@@ -2,7 +2,7 @@
 """Sequence parallelism by parts: between divided layers a rank holds its tokens, and reports all of them.
 
 A matmul that ends a region of divided features scatters its sum by tokens, and the next divided layer gathers them.
-Functions of a token alone, such as norms and residuals, compute on the rank's tokens. A function that needs tokens of
+Functions of single tokens, such as norms and residuals, compute on the rank's tokens. A function that needs tokens of
 other ranks gathers them: a part of tokens is one more way to hold a whole tensor, and results do not depend on it.
 """
 

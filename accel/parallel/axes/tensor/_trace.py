@@ -225,7 +225,7 @@ def _without_hooks(copied: nn.Module) -> nn.Module:
 
 
 def batch_experts(copied: nn.Module) -> None:
-    """Let experts of transformers compute as one product, which takes any format and no values. Mutates a copy."""
+    """Let experts of transformers compute as one matmul, which takes any dtype and no values. Mutates a copy."""
     for module in copied.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_experts_implementation"):

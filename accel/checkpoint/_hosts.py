@@ -55,7 +55,7 @@ class HostNote(msgspec.Struct, frozen=True):
     commits: list[tuple[str, str]]  # names of the folder's checkpoints, newest first, each with the number of its save
     leads: bool = False  # whether this rank commits for its host
     save: str = ""  # number of the save that begins; rank 0's is used
-    main: str = ""  # digest of names and shapes of what rank 0 alone would write
+    main: str = ""  # digest of names and shapes of what only rank 0 would write
 
     @property
     def label(self) -> str:

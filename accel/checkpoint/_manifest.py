@@ -188,7 +188,7 @@ def check_step(folder: OpenDirectory, manifest: Manifest, step: int) -> None:
 def check_sizes(folder: OpenDirectory, files: Mapping[str, FileEntry]) -> None:
     """Raise `CheckpointError` for a file of an open folder that is missing or of another size."""
     for name, entry in files.items():
-        # sizes alone show a cut or lost file without reading any byte
+        # sizes show a cut or lost file without reading any byte
         folder.check_size(name, entry.size)
 
 

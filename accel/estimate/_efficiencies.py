@@ -28,7 +28,7 @@ class ProductSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """A matmul of an m x k and a k x n matrix.
 
     Attributes:
-        dtype: format of both matrices: "fp32", "tf32", "bf16", "fp16" or "fp8".
+        dtype: dtype of both matrices: "fp32", "tf32", "bf16", "fp16" or "fp8".
         m: rows of the first.
         n: columns of the second.
         k: length of the sums.

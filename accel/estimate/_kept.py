@@ -43,7 +43,7 @@ class Kept(NamedTuple):
     logits: int  # of the logits, until their backward is done
     peak: int  # further ones while the loss's backward computes
     inside: int  # further ones while a block's backward computes
-    # Of parameters in the compute format, where a forward has been measured; None where they are computed.
+    # Of parameters in the compute dtype, if a forward has been measured; None if they are computed.
     copies: int | None = None
     # Of a block of an encoder of images, and the number of those that are used; None without one.
     tower: tuple[int, KeptBlock] | None = None
@@ -55,7 +55,7 @@ def kept_by(
 ) -> Kept:
     """Return what one micro-batch keeps on a rank with so many blocks: by sizes, or as measured in equal parts.
 
-    `fully_shard` gives autocast parameters in the compute format, other engines fp32 ones.
+    `fully_shard` gives autocast parameters in the compute dtype, other engines fp32 ones.
     """
     sizes = sizes_of(model)
     if step.keep and sizes is None:
@@ -156,7 +156,7 @@ def _block(
 def _of_inputs(
     model: Transformer, axes: Axes, block: KeptBlock, own: int, tokens: int, stream: int, size: int
 ) -> KeptBlock:
-    """Return the memory of a block if its MLP keeps its input alone."""
+    """Return the memory of a block if its MLP only keeps its input."""
     if model.experts:
         raise ConfigError(
             "experts cannot run on parts of a sequence", expected="chunks=1", got="a mixture of experts",

@@ -63,7 +63,7 @@ class Activations(msgspec.Struct, frozen=True, kw_only=True):
     """Tensors that a forward keeps for the backward."""
 
     saved: int  # bytes of tensors that depend on the inputs
-    copies: int  # bytes of copies of parameters in the compute format
+    copies: int  # bytes of copies of parameters in the compute dtype
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +73,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         source: origin, in words.
         parameters: each once, even if several modules share it.
         buffers: likewise.
-        activations: of one step on one rank, by compute format; empty without inputs, and where `sizes` give them.
+        activations: of one step on one rank, by compute dtype; empty without inputs, and where `sizes` give them.
         sizes: of a transformer with known blocks; None for other models.
     """
 

@@ -51,7 +51,7 @@ class StoredTensors:
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], whole: Callable[[str], torch.Tensor], rename: Sequence[Recipe]
     ) -> None:
-        """Plan by names and shapes alone; `whole` returns one of the model's tensors whole, a collective that every
+        """Plan only by names and shapes; `whole` returns one of the model's tensors whole, a collective that every
         rank calls alike."""
         check_recipes(rename, "a sequence of accel.checkpoint.Recipe, which lead in both directions")
         model: dict[str, Strided] = {}

@@ -335,7 +335,7 @@ class ItemLoad(ABC):
 
     @abstractmethod
     def compare(self) -> None:
-        """Compare by the manifest alone. Changes nothing, reads no tensor."""
+        """Compare only by the manifest. Changes nothing, reads no tensor."""
 
     @abstractmethod
     def read(self) -> Sequence[Change]:

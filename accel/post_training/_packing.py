@@ -2,7 +2,7 @@
 """Rows of tokens packed into rows of one length: a stream with a state, for `prepare_loader(stream=)`.
 
 A packed row begins with the oldest row that waits, so none waits for ever, and takes the longest others that fit. Which
-rows come together depends on lengths and order alone, so every number of ranks reads the same.
+rows come together only depends on lengths and order, so every number of ranks reads the same.
 """
 
 from __future__ import annotations

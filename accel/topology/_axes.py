@@ -167,7 +167,7 @@ def coordinates(axes: Axes, rank: int) -> Mapping[str, int]:
 
 
 def rank_rows(axes: Axes, *along: str) -> tuple[tuple[int, ...], ...]:
-    """Return rows of ranks that differ along some axes alone, one for each position on the others."""
+    """Return rows of ranks that only differ along some axes, one for each position on the others."""
     # "ep" divides the ranks along dp or dp_shard, cp and tp anew; "efsdp" are those with the same experts
     if {"ep", "efsdp"} & set(along):
         shape = {"pp": axes.pp, "dp_replicate": axes.dp_replicate, "efsdp": axes.expert_ranks // axes.ep, "ep": axes.ep}
@@ -252,14 +252,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             `_no_split_modules`; patterns or class names; or the least number of parameters of a module.
         together: patterns or class names of modules without units inside, for parts that only some ranks run; the unit
             around them gathers their parameters.
-        ignored: patterns of modules that sharding leaves alone; every rank along dp holds them whole.
+        ignored: patterns of modules that are not sharded; every rank along dp holds them in full.
         reshard_after_forward: whether the parameters of a unit are resharded after its forward; a number for the ranks
             that share the parts then; None for True in all units but the last.
         gather_dtype: dtype in which sharded parameters are gathered; "auto" for the context's compute dtype.
         reduce_dtype: dtype in which gradients are summed over ranks; "auto" for fp32.
         prefetch: number of FSDP units to gather ahead; None for torch's choice.
         offload: tensors that are in the host's memory between uses. True moves sharded parameters, gradients and
-            optimizer state, and the host steps. "optimizer" moves the optimizer's state alone, on any mesh, and each
+            optimizer state, and the host steps. "optimizer" only moves the optimizer's state, on any mesh, and each
             step copies it to the device and back.
         methods: methods of the model, and paths of its submodules, that the script calls besides `model(...)`, as in
             ("encode", "model.encoder"). Each call gathers parameters and exchanges gradients as a forward does.

@@ -313,7 +313,7 @@ def window_block(ctx: DistContext, accum: Accumulation, models: Sequence[nn.Modu
         # Noted here and refused by the step: a gradient that is there already would be summed into this window's.
         note_gradients(models)
     elif accum.micro == 2 and accum.backwards and not accum.sync_each_batch and engine_of(ctx) is None:
-        # The usual slip is zero_grad() in every micro-batch, which leaves the step the gradients of the last alone.
+        # The usual slip is zero_grad() in every micro-batch, which leaves the step only the gradients of the last.
         check_kept(models)
     return block
 

@@ -100,7 +100,7 @@ def fused_step(ctx: DistContext, loss: torch.Tensor, optimizer: Optimizer, *, no
             handle.remove()
     if not done:
         raise StepError("no parameter of the optimizer took part in the loss", where="fused_step")
-    # The second message: all ranks raise, though one alone has seen the gradient.
+    # The second message: all ranks raise, though only one has seen the gradient.
     if looks:
         with agreed(ctx.comm, call):
             if spoilt:

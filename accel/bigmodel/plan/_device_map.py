@@ -237,7 +237,7 @@ class Places(msgspec.Struct, frozen=True, kw_only=True):
     """Places that a plan may use.
 
     Attributes:
-        devices: computing devices with their limits in bytes, in order; the host alone if there is no other.
+        devices: computing devices with their limits in bytes, in order; only the host if there is no other.
         homes: places for segments that leave their device, in order: the host, then files. None for no limit.
     """
 

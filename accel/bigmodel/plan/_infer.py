@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`infer_device_map`: the device map of a model under limits of memory; arithmetic on integers alone."""
+"""`infer_device_map`: the device map of a model under limits of memory; pure arithmetic on integers."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ def read_alerts(folder: Path, problems: list[str] | None = None) -> list[Alert]:
 
 
 _MOST_TITLE, _MOST_TEXT = 200, 2_000  # characters
-_MOST_READ, _MOST_OPEN = 10_000, 1_000  # alerts of a run, and alerts whose repeats are counted
+_MOST_READ, _MOST_OPEN = 10_000, 1_000  # alerts of a run, and alerts with counted repeats
 _MOST_WAITING = 100  # alerts that wait for their delivery
 _PATIENCE_S = 10.0  # for one try of the webhook, and for the command
 _RETRIES, _PAUSE_S = 2, 1.0  # the pause is before the first of them, and twice as long before the second

@@ -191,7 +191,7 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The name of the record, as of `precision`; "custom" if it has none."""
+        """The name of the record, as `precision` takes it; "custom" if it has none."""
         return next((name for name, record in _named() if record == self), "custom")
 
 

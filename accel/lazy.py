@@ -30,7 +30,7 @@ def declared() -> dict[str, str]:
 def exports(
     package: str, homes: Mapping[str, str], others: Mapping[str, str] | None = None, modules: Sequence[str] = ()
 ) -> Callable[[str], object]:
-    """Return a package's `__getattr__`, for names with their modules, as of `declared`.
+    """Return a package's `__getattr__`, for names with their modules, as in `declared`.
 
     A name of the package itself is a module in it. `others` maps names from elsewhere to the sentence with ours.
     `modules` are the public ones in the package: the error of a name that one of them has names the place.

@@ -47,7 +47,7 @@ INSERTED = (
     Inserted("CalledUnit", "parallel/axes/shard/_running.py", "prepare_model: fsdp"),
     # A second forward in backward does not change the caller's containers again.
     Inserted("FillsContainers", "parallel/_containers.py", "prepare_model: fsdp; dispatch_model", "hooks are removed"),
-    # Of a recomputed block the inputs alone leave the device.
+    # Only the inputs of a recomputed block leave the device.
     Inserted("Offloaded", "parallel/_offload.py", "offload_activations"),
     Inserted("InAutocast", "parallel/axes/shard/_options.py", "prepare_model: fsdp"),
     # Recomputation goes through all that computes.
@@ -100,7 +100,7 @@ class Mixin:
 
 
 class KeepsFormat(Mixin):
-    """Base of mixins of modules that compute in the format in which their parameters are stored, whatever the run's."""
+    """Base of mixins of modules that compute in the dtype in which their parameters are stored, whatever the run's."""
 
 
 def add_mixin(objects: Iterable[object], mixin: type[Mixin], **settings: object) -> None:

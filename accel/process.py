@@ -144,7 +144,7 @@ def split_between_processes(ctx: DistContext, inputs: T, *, pad: bool = False) -
 
     Args:
         ctx: the context.
-        inputs: a list, tuple, tensor, or other object whose slices are of its own type (an array); a dataset of torch
+        inputs: a list, tuple, tensor, or other object with slices of its type (an array); a dataset of torch
             or Hugging Face with positions; None; or a nested dict, namedtuple, dataclass, Struct or kind of
             `ctx.containers` of these, of equal length. It stays unchanged.
         pad: repeat the last element until all parts have one length; drop the surplus after gathering.

@@ -188,7 +188,7 @@ def rng_scope(key: Key, *devices: torch.device) -> Generator[None]:
 
 @contextlib.contextmanager
 def torch_rng_scope(key: Key, *devices: torch.device) -> Generator[None]:
-    """Seed torch's streams alone, such as for dropout; afterwards they continue as if the block had not run."""
+    """Seed only torch's streams, such as for dropout; afterwards they continue as if the block had not run."""
     own = _own(devices)
     state = torch.get_rng_state()
     device_states = [(device, get_random_state(device)) for device in own]

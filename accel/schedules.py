@@ -174,7 +174,7 @@ class Polynomial(Curve, frozen=True, kw_only=True):
         check_choice(self.of, ("remaining", "elapsed"), "the part of the time is unknown", where="Polynomial.of")
 
     def gone(self, time: float) -> float:
-        """Return the power of the elapsed time, or the complement of that of the remaining time."""
+        """Return the power of the elapsed time, or the complement of the power of the remaining time."""
         return time**self.power if self.of == "elapsed" else 1 - (1 - time) ** self.power
 
 

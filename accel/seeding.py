@@ -33,15 +33,15 @@ def rank_key(ctx: DistContext, key: Key, *, along: Sequence[str] | None = None, 
     Args:
         ctx: the context.
         key: equal on every rank.
-        along: axes of the mesh along which keys differ, instead of those of data parallelism; ranks that differ along
-            others alone have equal keys. Axes that the mesh does not have are ignored; "dp" means `dp_replicate`
+        along: axes of the mesh along which keys differ, instead of the axes of data parallelism; ranks that only differ
+            along other axes have equal keys. Axes that the mesh does not have are ignored; "dp" means `dp_replicate`
             and `dp_shard` too. Random numbers of activations differ along the axes along which these do: ("dp", "cp")
-            where ranks share positions, and "tp" beside them inside of what tensor parallelism divides.
-        data_rank: index of this rank's share of the samples, from 0; by default that of `ctx.data_parallel`, which
+            where ranks share positions, and also "tp" inside of modules that tensor parallelism divides.
+        data_rank: index of this rank's share of the samples, from 0; by default the index in `ctx.data_parallel`, which
             gives each rank another share without a mesh.
 
     Raises:
-        ConfigError: an index outside of the world, an unknown axis, or `along` beside `data_rank`.
+        ConfigError: an index outside of the world, an unknown axis, or `along` together with `data_rank`.
 
     Examples:
         >>> accel.seeding.rank_key(accel.single(), accel.seeding.Key(0), along=("dp", "tp"))
@@ -95,8 +95,8 @@ def set_seed(
         ctx: the context.
         seed: 0 to 2**63 - 1.
         per_rank: whether ranks with different samples get different streams, for dropout and augmentation.
-        along, data_rank: as of `rank_key`. Random numbers of whole samples, such as augmentation in the loop, must be
-            equal on ranks that share samples, so axes beside data parallelism are for activations alone.
+        along, data_rank: as in `rank_key`. Random numbers of whole samples, such as augmentation in the loop, must be
+            equal on ranks that share samples, so axes other than data parallelism are only for activations.
 
     Returns:
         The key of the streams; fold names into it for further streams.

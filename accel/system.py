@@ -112,7 +112,7 @@ def run_helper(
         limit_s: seconds; `math.inf` for no limit.
         stdin: its standard input.
         most_out: bytes of standard output to keep, beyond which it is killed; 0 discards the output.
-        environ: its environment; that of this process by default.
+        environ: its environment; by default the environment of this process.
         helpers: takes note of the process while it runs.
 
     Raises:

@@ -152,7 +152,8 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def _unstrided(tensor: DTensor) -> DTensor:
     """Gather what `fully_shard` cut again after tensor parallelism had cut it.
 
-    These parts are apart in the whole, so torch gathers them alone in any case, and warns if it has others to gather.
+    These parts are not contiguous in the full tensor, so torch always gathers them separately, and warns if it has
+    others to gather.
     """
     from torch.distributed.tensor import Replicate
 
@@ -186,7 +187,7 @@ def dtensor_around(part: torch.Tensor, template: DTensor) -> DTensor:
 def dtensor_like(part: torch.Tensor, template: DTensor, shape: torch.Size | None = None) -> DTensor:
     """Make a DTensor of local parts, on the mesh and the device of another one. No communication.
 
-    `shape` is that of the whole; None for a part that is the whole, alike on every rank.
+    `shape` is the full shape; None for a part that is the full tensor, the same on every rank.
     """
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -325,8 +326,8 @@ def is_fake(tensor: object) -> bool:
 
 @contextmanager
 def emptied_caches() -> Generator[None]:
-    """Empty, behind a block that runs models on fake tensors, the `functools` caches of functions that hold some, as of
-    positions or masks: a later forward would get them."""
+    """Empty the `functools` caches of functions that hold fake tensors, such as positions or masks, behind a block that
+    runs models on them: a later forward would get them."""
     try:
         yield
     finally:
@@ -337,7 +338,7 @@ def emptied_caches() -> Generator[None]:
 
 def _caches() -> list[Any]:
     """The caches of functions in imported modules, and of methods of their classes."""
-    found: dict[int, Any] = {}  # not those of gc.get_objects, which has none behind gc.freeze
+    found: dict[int, Any] = {}  # not from gc.get_objects, which lists none after gc.freeze
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in _NO_MODELS and name != "__main__":
             continue

@@ -125,7 +125,7 @@ def show_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def is_notebook_stream(stream: object) -> bool:
-    """Return whether a stream is that of a notebook's kernel, which shows it below a cell."""
+    """Return whether a stream belongs to a notebook's kernel, which shows it below a cell."""
     return type(stream).__module__.partition(".")[0] == "ipykernel"
 
 
@@ -175,7 +175,7 @@ class ProgressBar:
         unit: text behind amounts.
         every_s: seconds between two lines; by default 0.2 on a terminal, 1 in a notebook and 10 elsewhere.
         patience_s: seconds before the first line.
-        columns: width of the terminal behind a pipe, at whose other end a launcher redraws lines; 0 for none.
+        columns: width of the terminal behind a pipe to a launcher that redraws lines; 0 for none.
     """
 
     def __init__(

@@ -133,7 +133,7 @@ def test_no_text_is_no_mesh() -> None:
         ("dp_shards=2", "unknown axis of a mesh: got 'dp_shards' in 'dp_shards=2' .* Did you mean `dp_shard`?"),
         ("fsdp=2", "unknown axis of a mesh: got 'fsdp'"),
         ("dp=-1,tp=-1", "two sizes are -1: got 'dp=-1,tp=-1'"),
-        ("dp=2,dp_shard=2", "two names for data parallelism: .*got dp=2 beside dp_shard=2 - at here"),
+        ("dp=2,dp_shard=2", "two names for data parallelism: .*got dp=2 together with dp_shard=2 - at here"),
         ("dp=2,ep=-1", "the size of an axis is not valid: expected 1 or more, got ep=-1"),
         ("dp=2,tp=2,ep=3", "experts cannot be divided among these ranks: expected an ep that divides 4, .* got ep=3"),
         ("dp_replicate=4,ep=2", "expected an ep that divides 1, "),

@@ -87,7 +87,7 @@ def describe(
     """Return the skeleton of a model, which may be empty. No communication.
 
     Each block is a segment. So is each largest module without a block in it, and the parameters and buffers that a
-    module with blocks in it has itself. Segments are in the order of registration, or in that of a call. A tensor
+    module with blocks in it has itself. Segments are in the order of registration, or of a call. A tensor
     with several paths is one weight, found by identity. Of a DTensor the part that this rank holds counts.
 
     Args:
@@ -96,8 +96,8 @@ def describe(
             default the repeated ones of a ModuleList, ModuleDict or Sequential, or under numbered attributes.
         dtype: dtype that floating-point weights will have; None for their own.
         call: calls the model once, as in `lambda model: model(ids)`, without gradients. Segments then stand in the
-            order of their first calls, which matters where it is not that of registration. Of an empty model, inputs
-            are empty too: on "meta".
+            order of their first calls, which matters if it differs from the order of registration. For an empty model,
+            inputs are empty too: on "meta".
         storage_dtype: dtype of matrices at home, such as torch.float8_e4m3fn; they are cast on the way to their
             computing device, or for each call of their block if they stay there (layer-wise casting). Embeddings,
             buffers, and weights of less than two dimensions, as norms and biases have, keep theirs. None for no cast.
@@ -199,7 +199,7 @@ def _weight(group: Sequence[_FoundTensor], names: Mapping[torch.dtype, str]) -> 
     if is_lazy(first.tensor):
         raise ConfigError(
             "a weight without a shape",
-            expected="a model whose weights have shapes",
+            expected="a model with shapes for all weights",
             where=first.path,
             fix="Call the model once with a batch, so that its lazy modules become what they are.",
         )

@@ -50,7 +50,7 @@ def init_empty_weights(make: Callable[[], M]) -> M:
         The model that `make` returns.
 
     Raises:
-        ConfigError: a value that is needed depends on that of a parameter, or `make` is a model or returns none.
+        ConfigError: a needed value depends on the value of a parameter, or `make` is a model or returns none.
     """
     _check_function(make, "init_empty_weights")
     tape = _Tape()

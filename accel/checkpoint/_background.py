@@ -175,7 +175,7 @@ class Saving:
             self._thread.join()
             raise
         self._thread.join()
-        # rank 0 alone has committed: its error becomes that of all
+        # only rank 0 has committed: its error becomes the error of all ranks
         with agreed(self._ctx.comm, Call("Saving.result: committing", site=site)):
             self._committed.result()
         return self.path
@@ -268,7 +268,7 @@ def copy_to_host(
     tensors: Mapping[str, torch.Tensor], spare: dict[str, torch.Tensor], streams: DeviceStreams
 ) -> dict[str, torch.Tensor]:
     """Copy tensors, so that training may change its own, and wait for the copies. Memory of `spare`, former copies by
-    name, is reused. Mutates it: it then holds the new ones, pinned memory apart."""
+    name, is reused. Mutates it: it then holds the new ones, except for pinned memory."""
     copies = dict[str, torch.Tensor]()
     doors, used = {streams.device: streams}, list[DeviceStreams]()
     for name in spare.keys() - tensors.keys():

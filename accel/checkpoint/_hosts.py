@@ -55,7 +55,7 @@ class HostNote(msgspec.Struct, frozen=True):
     commits: list[tuple[str, str]]  # names of the folder's checkpoints, newest first, each with the number of its save
     leads: bool = False  # whether this rank commits for its host
     save: str = ""  # number of the save that begins; rank 0's is used
-    main: str = ""  # digest of names and shapes of what rank 0 alone would write
+    main: str = ""  # digest of names and shapes of what only rank 0 would write
 
     @property
     def label(self) -> str:
@@ -249,7 +249,7 @@ def _hold(
         bad = skipped.reasons.keys() | skipped.gone
         wanted = [(name, save) for name, save in note.commits if is_newest or name == path.name]
         note = msgspec.structs.replace(note, commits=[each for each in wanted if each not in bad])
-    # by numbers of saves: one step's name may be that of different saves on two hosts
+    # by numbers of saves: one step's name may belong to different saves on two hosts
     notes = exchange_values(ctx.comm, call, note, HostNote)
     common = on_all_hosts(notes)
     for name, save in notes[ctx.rank].commits:
@@ -276,7 +276,7 @@ def check_notes(notes: Sequence[HostNote]) -> None:
     if leads != sorted({each.node for each in notes}):
         raise CheckpointError(
             "hosts without one rank that writes for them",
-            expected="a context whose ranks know their nodes: one rank of each with local_rank 0",
+            expected="a context with ranks that know their nodes: one rank of each with local_rank 0",
             got=f"such ranks on the nodes {leads} of {sorted({each.node for each in notes})}",
             where="HostFolder",
         )
@@ -346,7 +346,7 @@ def places_seen_from(node: int, writes: HostWrites, nodes: Sequence[int]) -> dic
 
 def settle(out: Place, commits: Sequence[tuple[str, str]], common: Set[str]) -> None:
     """Give a checkpoint its name back where this host had replaced it, but not all hosts had. Needs the lock. `commits`
-    are this host's checkpoints by name, with the numbers of their saves; `common` those of all hosts."""
+    are this host's checkpoints by name, with the numbers of their saves; `common` are the saves of all hosts."""
     saves = dict(commits)
     for left in out.leftovers():
         if left.kind == "old" and saves.get(left.path.name) in common and saves.get(left.target) not in common:

@@ -180,7 +180,7 @@ def read_manifest(folder: OpenDirectory) -> tuple[Manifest, str]:
 
 
 def check_step(folder: OpenDirectory, manifest: Manifest, step: int) -> None:
-    """Raise `CheckpointError` unless a manifest's step is that of its folder's name."""
+    """Raise `CheckpointError` unless a manifest's step is the step in its folder's name."""
     if manifest.step != step:
         raise folder.refusal(MANIFEST, "of another step", expected=f"step {step}", got=f"step {manifest.step}")
 
@@ -188,7 +188,7 @@ def check_step(folder: OpenDirectory, manifest: Manifest, step: int) -> None:
 def check_sizes(folder: OpenDirectory, files: Mapping[str, FileEntry]) -> None:
     """Raise `CheckpointError` for a file of an open folder that is missing or of another size."""
     for name, entry in files.items():
-        # sizes alone show a cut or lost file without reading any byte
+        # sizes show a cut or lost file without reading any byte
         folder.check_size(name, entry.size)
 
 

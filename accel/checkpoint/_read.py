@@ -334,7 +334,7 @@ def hold_newest(
 
 
 def is_checkpoint(path: Place) -> bool:
-    """Return whether a path is that of a checkpoint, not of a run's folder."""
+    """Return whether a path is a checkpoint, not a run's folder."""
     return _is_of_step(path) or MANIFEST in (path.names() if path.exists() else ())
 
 

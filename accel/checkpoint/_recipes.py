@@ -157,7 +157,7 @@ def _moved(box: Box, shift: Sequence[int], sign: int) -> Box:
 
 
 def _reshaped(tensor: Strided, change: Callable[[Sequence[int], int], tuple[int, ...]]) -> Strided:
-    """Change the dimensions of a tensor and its parts: `change` takes a value for each, and that of an added one."""
+    """Change the dimensions of a tensor and its parts: `change` takes a value for each, and the value for a new one."""
     parts = (
         StridedPart(
             part.file,

@@ -81,8 +81,8 @@ def check_keep(keep: int | Keep | None) -> Keep | None:
 
 
 def check_metrics(metrics: Mapping[str, float] | None, keep: Keep | None) -> dict[str, float]:
-    """Return metrics as they are stored; raises `ConfigError` unless they are finite, with that of `keep` among
-    them."""
+    """Return metrics as they are stored; raises `ConfigError` unless they are finite and the metric of `keep` is
+    among them."""
     where = "save_state, metrics="
     for name, value in (metrics or {}).items():
         if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:

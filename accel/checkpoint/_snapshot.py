@@ -40,7 +40,7 @@ class Content:
     own: Mapping[str, torch.Tensor]  # tensors of this rank that others need not have; copies are equal
     loose: Mapping[str, torch.Tensor]  # likewise, but copies may differ; the lowest rank's are saved
     items: Mapping[str, Item]  # everything else by item; rank 0's are saved
-    row: bytes  # bytes saved for this rank alone
+    row: bytes  # bytes saved only for this rank
     divided: bytes = b""  # bytes of items that ranks divide, for `join`
     # Maps this rank's items, and the `divided` of all ranks, to the checkpoint's items; None for rank 0's items.
     join: Callable[[Mapping[str, Item], Sequence[bytes]], Mapping[str, Item]] | None = None
@@ -164,7 +164,7 @@ class WritePlan(NamedTuple):
     """The writing of a checkpoint."""
 
     ranks: Sequence[Sequence[NamedBox]]  # boxes that each rank writes
-    places: Mapping[NamedBox, int]  # rank whose file holds each box, for the manifest in this rank's folder
+    places: Mapping[NamedBox, int]  # rank with the file of each box, for the manifest in this rank's folder
     sent: Mapping[NamedBox, int] = {}  # boxes that a rank writes without holding them, each with the rank that sends it
     missing: Set[NamedBox] = frozenset()  # those that this rank receives
     # The part of the checkpoint in this rank's folder; unset for all of it.
@@ -202,12 +202,12 @@ def take_snapshot(
     offer: Offer, ranks: Sequence[Statement], rows: Sequence[bytes], rank: int, agreed: Agreement, *, step: int
 ) -> Snapshot:
     """Compare what the ranks hold, and divide the writing among them. No communication, the same error on all. `rows`
-    are those of all ranks, on rank 0; empty elsewhere."""
+    are the rows of all ranks, on rank 0; empty elsewhere."""
     content = offer.content
     items, metrics = agreed.stored
     tensors = {**offer.tensors, **_stubs(ranks), **content.own, **content.loose}
     tensors[RANKS] = _stack(rows, [each.row_bytes for each in ranks])
-    # from here on statements alone decide, so every rank makes the same plan
+    # from here on only statements decide, so every rank makes the same plan
     held = _held_by_name(offer.sharded, ranks)
     differing = [name for name, parts in held.items() if not _copies_agree(parts)]
     if len({each.checksum for each in ranks}) > 1:
@@ -271,7 +271,7 @@ def _held_by_name(sharded: Sequence[str], ranks: Sequence[Statement]) -> dict[st
     first = set[tuple[str, Box | None]]()
     for rank in ranks:
         places = {each.name: (each.name, each.held.box if each.held is not None else None) for each in rank.own}
-        # where copies may differ, the lowest rank's counts alone
+        # where copies may differ, only the lowest rank's counts
         own.append({each.name: each.held for each in rank.own if each.exact or places[each.name] not in first})
         first |= set(places.values())
     found = {name: [rank.held[at] for rank in ranks] for at, name in enumerate(sharded)}

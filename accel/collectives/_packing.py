@@ -19,7 +19,7 @@ from accel.errors import ConfigError, TreeError
 
 _LARGE_BYTES = 64 * 1024  # from this size on, a tensor is sent by itself: that costs less than a copy
 
-KEPT_PLANS = 64  # training repeats few calls, and plans follow from dtypes and shapes alone
+KEPT_PLANS = 64  # training repeats few calls, and plans only depend on dtypes and shapes
 
 _ALIGN = 16  # the widest dtype's size
 
@@ -49,7 +49,7 @@ def is_large(dtype: torch.dtype, count: int) -> bool:
 def plan_buckets(
     dtypes: Sequence[torch.dtype], counts: Sequence[int], device_types: Sequence[str]
 ) -> list[tuple[int, ...]]:
-    """Put tensors of one message into buckets, by number: small ones by type of device, each large one alone."""
+    """Put tensors of one message into buckets, by number: small ones by type of device, each large one separately."""
     small: dict[str, list[int]] = {}
     large: list[tuple[int, ...]] = []
     for i, (dtype, count, place) in enumerate(zip(dtypes, counts, device_types, strict=True)):
@@ -230,7 +230,7 @@ def make_call(
 
 
 def _padding(ours: str, theirs: str) -> str:
-    """Return the fix for tensors that differ in a size alone, from lines such as "$.logits: float32[*, 7]"."""
+    """Return the fix for tensors that only differ in a size, from lines such as "$.logits: float32[*, 7]"."""
     mine = _LINE.fullmatch(ours)
     other = _LINE.fullmatch(theirs)
     if mine is None or other is None or mine["kind"] != other["kind"] or mine["place"] != other["place"]:

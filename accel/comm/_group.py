@@ -84,7 +84,7 @@ class Comm:
         bell: ends the wait of all ranks; see `alarm`.
         closure: call with a running closure, "closure=" or "optimizer.step"; None outside of one.
         steps: decisions about optimizer steps that all ranks take together.
-        deferred: reads the outcome of a step that the device alone knows, and raises its error; None without.
+        deferred: reads the outcome of a step that only the device knows, and raises its error; None without.
         defers: whether parameters of a step are marked as "deferred".
         units: units of sharded models that this rank has run.
         lost: why the ranks no longer communicate; empty while they do.

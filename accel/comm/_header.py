@@ -32,7 +32,7 @@ from accel.errors._base import ErrorRecord, rebuild
 
 _LAYOUT = struct.Struct("<16s16sQ8sI3x?Q")  # the fields of Head; `failed` is the highest byte of its word
 HEADER_BYTES = _LAYOUT.size  # a multiple of 16
-# Large groups reduce headers by the minimum alone; the maximum is the complement of the complements' minimum.
+# Large groups only reduce headers by the minimum; the maximum is the complement of the complements' minimum.
 _ONES = (1 << 8 * HEADER_BYTES) - 1
 
 
@@ -188,7 +188,7 @@ def check_order(comm: Comm, call: Call, earlier: Met | None, heads: list[Head]) 
     """Raise `CollectiveMismatch` if ranks made this call and the one before in opposite orders. A collective then."""
     places = [head.place for head in heads]
     if places.count(places[0]) == len(places):
-        return  # the headers differ in size or variant alone
+        return  # the headers only differ in size or variant
     now = Met(heads[0].fingerprint, places, call_trace())
     comm.met = now
     ranks = crossed(earlier, now)

@@ -33,7 +33,7 @@ class _Meeting:
 
 
 class ThreadGroup(_Untyped):
-    """One rank's view of a group of threads. It knows the collectives of `accel.comm._gradients` alone.
+    """One rank's view of a group of threads. It only knows the collectives of `accel.comm._gradients`.
 
     Tensors of different shapes break the meeting, for all ranks, with a `threading.BrokenBarrierError`.
     """

@@ -53,7 +53,7 @@ _DEVICES = {
     "xla": "TPUs, through torch_xla",
 }
 _LOG_LEVELS = {
-    "auto": "the script's choice, else that of Python's logging",
+    "auto": "the script's choice, else the level of Python's logging",
     "debug": "everything",
     "info": "what a run does",
     "warning": "what may be wrong",

@@ -75,7 +75,7 @@ class DistContext:
 
     @property
     def precision(self) -> Precision:
-        """The number formats of the run; `autocast`, `loss_scale` and `prepare` follow them."""
+        """The dtypes of the run's precision; `autocast`, `loss_scale` and `prepare` follow them."""
         return cast(Precision, self.settings.precision)
 
     @property
@@ -125,7 +125,7 @@ class DistContext:
     def axes(self) -> Axes:
         """The sizes of the mesh's axes; `dp` of all ranks without a mesh.
 
-        Of a mesh that another framework made, axes under their own names alone count.
+        In a mesh that another framework made, only axes under their own names count.
         """
         return Axes(**{name: axis.size for name, axis in self.position.axes if name in AXES})
 
@@ -265,7 +265,7 @@ def group_of(ctx: DistContext, *axes: str) -> dist.ProcessGroup | None:
         axes: names as for `ctx.axis`.
 
     Returns:
-        The group; None where it would have this rank alone.
+        The group; None if it would only have this rank.
 
     Raises:
         ConfigError: no mesh has an axis of that name.

@@ -164,7 +164,7 @@ def from_group(
         local_rank: this rank's place on its node; by default its rank, as on one node.
         local_world_size: number of ranks on this node; by default all.
         settings: `device`, `precision`, `accumulation`, `strategy` and `deepspeed`, as for `from_env`; `timeout_s`, the
-            group's own time-out in seconds, for the group is not changed. The defaults are those of `from_env`.
+            group's own time-out in seconds, for the group is not changed. The defaults are the same as in `from_env`.
 
     Raises:
         ConfigError: ranks or a setting outside their range.
@@ -204,7 +204,7 @@ def from_mesh(
 ) -> DistContext:
     """Make a context on the ranks of a mesh that another framework made; nothing of it is destroyed here.
 
-    Its group is the default one if the mesh has all ranks, else that of the mesh's only dimension.
+    Its group is the default one if the mesh has all ranks, else the group of the mesh's only dimension.
 
     Args:
         mesh: mesh of this rank and others.
@@ -298,7 +298,7 @@ def from_env(
 
     Args:
         environ: variables; `os.environ` when left out.
-        init_method: place where ranks meet, as of torch's `init_process_group`: "tcp://HOST:PORT", served by rank 0, or
+        init_method: place where ranks meet, as in torch's `init_process_group`: "tcp://HOST:PORT", served by rank 0, or
             "file:///PATH" of a file system that all share. None or "env://" for the launcher's address. A single
             process meets nobody.
         settings: any of these.
@@ -347,9 +347,9 @@ def session(
 ) -> Generator[DistContext]:
     """Give a context from the environment, and close what it opened at the end of the block. A collective.
 
-    Arguments and errors are those of `from_env`. After the block the context refuses to communicate. The end of the
-    block waits for a save in the background and raises what went wrong with it, and the error of a deferred step; after
-    an exception it only waits.
+    Arguments and errors are the same as in `from_env`. After the block the context refuses to communicate. The end of
+    the block waits for a save in the background, and raises its error and the error of a deferred step. After an
+    exception it only waits.
 
     Examples:
         >>> with accel.session() as ctx:

@@ -68,7 +68,7 @@ def read_env(environ: Mapping[str, str], *, init_method: str | None = None) -> L
         The record; rank 0 of 1 for a process that no launcher started.
 
     Raises:
-        EnvError: variables contradict each other, are missing beside others, or have invalid values.
+        EnvError: variables contradict each other, are missing although others are set, or have invalid values.
         ConfigError: an `init_method` that names no such place.
     """
     values, sources = _settings(environ)

@@ -17,7 +17,7 @@ from accel.errors import AccelError, ConfigError, EnvError, MissingExtraError
 
 
 def not_pickled(obj: object, error: Exception, where: str, parts: str) -> ConfigError:
-    """Make the error for an object whose `__reduce__` raised `error`; `parts` names values to send in its place."""
+    """Make the error for an object that raised `error` in `__reduce__`; `parts` names values to send in its place."""
     return ConfigError(
         "the object cannot be pickled",
         got=f"{type(obj).__name__}: {error}",
@@ -27,7 +27,7 @@ def not_pickled(obj: object, error: Exception, where: str, parts: str) -> Config
 
 
 def not_unpickled(error: Exception, where: str) -> ConfigError:
-    """Make the error for an object that cannot be unpickled here, from the error of its own `__setstate__`."""
+    """Make the error for an object that cannot be unpickled here, from the error of its `__setstate__`."""
     prepared = "process group" in str(error)  # DDP's, where no rank runs
     return ConfigError(
         "the object cannot be unpickled here",
@@ -111,8 +111,7 @@ def check_choice(
 
 
 def check_kinds(record: object, types: Mapping[str, object], expected: Mapping[str, str], *, where: str) -> None:
-    """Raise `ConfigError` for a field, of those that `expected` describes, whose value is not of its type, as "yes" is
-    no bool."""
+    """Raise `ConfigError` for a field in `expected` with a value that is not of its type, as "yes" is no bool."""
     for name, kind in expected.items():
         value = getattr(record, name)
         try:

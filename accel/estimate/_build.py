@@ -132,7 +132,7 @@ def read_config(path: Path) -> DescribedModel:
 def measure(
     make: Callable[[], nn.Module], source: str, inputs: Sequence[Input] = (), *, labelled: bool = False
 ) -> Model:
-    """Return a model's shapes and, with inputs, its activations in each format; on fake tensors.
+    """Return a model's shapes and, with inputs, its activations in each compute dtype; on fake tensors.
 
     Args:
         make: makes the model; its code runs unchanged.
@@ -196,7 +196,7 @@ def kept_by_forward(
 ) -> Activations:
     """Run a forward and return the bytes that it keeps for a backward, each storage once.
 
-    `stored` is the assumed format of trained parameters, which stay unchanged; None for their own.
+    `stored` is the assumed dtype of trained parameters, which stay unchanged; None for their own.
     """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -235,7 +235,7 @@ def kept_by_forward(
 def as_on_gpus() -> AbstractContextManager[object]:
     """Count as on GPUs during the block: dropout keeps a mask of bytes, and attention no matrix, unlike on the CPU.
 
-    Grouped products have any format, as torch computes them with values; without values it takes bf16 alone.
+    Grouped matmuls may have any dtype, as torch computes them with values; without values torch only accepts bf16.
     """
     import torch
     from torch.nn import functional

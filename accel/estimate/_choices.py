@@ -70,7 +70,7 @@ def mesh_problem(axes: Axes, model: Transformer, plan: Plan, *, tokens: int) -> 
         expected = f"{model.layers} stages at most, one for each layer"
         return ConfigError("a stage would have no layer", expected=expected, got=f"pp={axes.pp}, {stages} stages")
     if axes.tp > 1 and model.experts and axes.ep == 1:
-        expected = "ep beside tp, or a mesh without tp"
+        expected = "ep together with tp, or a mesh without tp"
         return ConfigError("each rank along tp would compute all experts", expected=expected, got=f"tp={axes.tp}")
     if axes.tp > 1 and model.experts and plan.sequence:
         return ConfigError("estimates of shared tokens do not know experts", expected="sequence=False", got="True")
@@ -170,7 +170,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         rows: sequences of a micro-batch.
         precision: as in `accel.formats.precision`.
         optimizer: one of `OPTIMIZERS`.
-        compiled: whether `torch.compile` fuses the operators between products.
+        compiled: whether `torch.compile` fuses the operators between matmuls.
         hosts: speeds of the machine.
         images: number of images of a sequence, for models with an encoder of them.
         side: side of an image in pixels, for encoders that take images of any size.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time of a training step on a mesh, from products to compute and bytes to send along each axis; pure."""
+"""Time of a training step on a mesh, from matmuls to compute and bytes to send along each axis; pure."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of a step.
 
     Attributes:
-        products: of products with parameters.
+        products: of matmuls with parameters.
         attention: of attention.
         memory: of operators that read and write more than they compute: norms, activations, casts, the optimizer.
         bubble: of ranks along pp that wait for others.
@@ -312,7 +312,7 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def compute(self) -> float:
-        """The sum of products, attention and memory."""
+        """The sum of matmuls, attention and memory."""
         return self.products + self.attention + self.memory
 
     @property
@@ -406,7 +406,7 @@ def _attention_time(
 
 
 def _tower_time(tower: Tower, axes: Axes, step: EstimatedStep, hosts: Hosts, passes: int) -> tuple[float, float]:
-    """Seconds of an encoder's attention and products in a micro-batch. Blocks with unused output have no backward."""
+    """Seconds of an encoder's attention and matmuls in a micro-batch. Blocks with unused output have no backward."""
     parts = Axes(tp=axes.tp if tower.divided else 1)
     side = tower_side(tower, step)
     images = msgspec.structs.replace(step, rows=step.rows * step.images, tokens=tower.patches(side))
@@ -427,7 +427,7 @@ def _block_time(
     model: Transformer, axes: Axes, step: EstimatedStep, hosts: Hosts, passes: int, *, backward: int = 2,
     dense: bool = False,
 ) -> float:  # fmt: skip
-    """Seconds of a block's products with its parameters in a micro-batch."""
+    """Seconds of a block's matmuls with its parameters in a micro-batch."""
     tokens = step.rows * step.tokens // axes.cp
     dtype = "fp8" if formats(step.precision).fp8 is not None else _dtype(step)
     total = 0.0
@@ -451,7 +451,7 @@ def _block_time(
 
 
 def _head_time(model: Transformer, axes: Axes, step: EstimatedStep, hosts: Hosts) -> float:
-    """Seconds of the head's product in a micro-batch; recipes of fp8 leave it alone."""
+    """Seconds of the head's matmul in a micro-batch; fp8 recipes do not change it."""
     if model.compared:
         return _product_time(step.rows, model.compared, model.width, _dtype(step), hosts, 1)
     out = model.vocabulary // axes.tp if model.divided_ends else model.vocabulary
@@ -463,7 +463,7 @@ def _dtype(step: EstimatedStep) -> str:
 
 
 def _product_time(m: int, n: int, k: int, dtype: str, hosts: Hosts, passes: int, *, backward: int = 2) -> float:
-    """Seconds of a product with a parameter, and of its backward: products for the weight and for the input."""
+    """Seconds of a matmul with a parameter, and of its backward: matmuls for the weight and for the input."""
     work = 2 * m * n * k
     if hosts.flops:
         return (passes + backward) * work / hosts.flops

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speeds of a device by shape: of products, attention, memory and collectives; published ones, and a benchmark."""
+"""Speeds of a device by shape: of matmuls, attention, memory and collectives; published ones, and a benchmark."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ T = TypeVar("T")
 
 
 class ProductSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """A product of an m x k and a k x n matrix.
+    """A matmul of an m x k and a k x n matrix.
 
     Attributes:
-        dtype: format of both matrices: "fp32", "tf32", "bf16", "fp16" or "fp8".
+        dtype: dtype of both matrices: "fp32", "tf32", "bf16", "fp16" or "fp8".
         m: rows of the first.
         n: columns of the second.
         k: length of the sums.
@@ -46,7 +46,7 @@ class AttentionSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """Causal attention; its masked half counts no operations.
 
     Attributes:
-        dtype: as for products.
+        dtype: as for matmuls.
         tokens: length of a sequence.
         head_width: size of a head.
         forward: operations a second of the forward.
@@ -88,11 +88,11 @@ class Efficiencies(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         torch: version of torch; empty for published figures.
         date: of the measurement.
         bandwidth: bytes a second that elementwise operators read and write.
-        products: of matrices.
+        products: of matmuls.
         attention: causal.
         messages: collectives; empty where one rank measured.
         sources: addresses of published figures.
-        power_w: power limit of the device in watts while its products and attention were measured; 0 if not known.
+        power_w: power limit of the device in watts while its matmuls and attention were measured; 0 if not known.
 
     Raises:
         ConfigError: no products, or a number that is not above 0.
@@ -121,7 +121,7 @@ class Efficiencies(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def dtypes(self) -> list[str]:
-        """Formats of the products, each once."""
+        """Dtypes of the matmuls, each once."""
         return list(dict.fromkeys(each.dtype for each in self.products))
 
 
@@ -137,13 +137,13 @@ def _check_numbers(record: msgspec.Struct, where: str, unknown: Collection[str] 
 
 
 def product_flops(table: Efficiencies, dtype: str, m: int, n: int, k: int) -> float:
-    """Return operations a second of a product: of measured shapes the mean, by their nearness.
+    """Return operations a second of a matmul: the mean over measured shapes, weighted by their nearness.
 
     Shapes count by the inverse fourth power of their distance, in doublings of m, n and k. So a measured shape has its
     own speed, and others lie between the slowest and the fastest.
 
     Raises:
-        ConfigError: the table has no products of this format.
+        ConfigError: the table has no matmuls of this dtype.
     """
     return _product(table, dtype, m, n, k)
 
@@ -164,7 +164,7 @@ def _product(table: Efficiencies, dtype: str, m: int, n: int, k: int) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def attention_flops(table: Efficiencies, dtype: str, tokens: int, head_width: int) -> tuple[float, float]:
-    """Return operations a second of causal attention, forward and backward; a product's where none is known."""
+    """Return operations a second of causal attention, forward and backward; a matmul's if none is known."""
     rows = [each for each in table.attention if each.dtype == dtype]
     if not rows:
         speed = _product(table, dtype, tokens, tokens, head_width)
@@ -291,7 +291,7 @@ def measure_efficiencies(
 
     Args:
         ctx: the context.
-        sizes: of m, n and k of products, and lengths of attention; by the kind of device by default.
+        sizes: of m, n and k of matmuls, and lengths of attention; by the kind of device by default.
         least_s: seconds to measure each operation for.
         date: of the measurement, as stored.
     """
@@ -369,7 +369,7 @@ def _seconds(device: torch.device, least_s: float, call: Callable[[], object]) -
 def _measured_product(
     device: torch.device, dtype: str, m: int, n: int, k: int, timed: Callable[[Callable[[], object]], float]
 ) -> ProductSpeed | None:
-    """The speed of a product; None where the device has none of this format."""
+    """The speed of a matmul; None if the device has none of this dtype."""
     import torch
 
     before = torch.backends.cuda.matmul.allow_tf32
@@ -465,7 +465,7 @@ class Hosts(msgspec.Struct, frozen=True, kw_only=True):
         between: bytes a second that a GPU sends to other hosts.
         latency_s: seconds of a message, whatever its length.
         efficiencies: speeds of a GPU by shape; those published for H100 by default.
-        flops: operations a second of a GPU, in their place, for products and attention of any shape and format.
+        flops: operations a second of a GPU to use instead, for matmuls and attention of any shape and dtype.
         power_w: power limit of a GPU in watts; the table's by default.
 
     Raises:

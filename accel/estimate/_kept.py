@@ -28,7 +28,7 @@ class KeptBlock(NamedTuple):
 
     whole: int  # of all that it keeps
     entry: int  # of its input, which it keeps where it computes again in backward
-    products: int = 0  # of outputs of products and attention
+    products: int = 0  # of outputs of matmuls and attention
 
 
 _LEAST_ROWS = 256  # of a chunk of deferred logits
@@ -43,7 +43,7 @@ class Kept(NamedTuple):
     logits: int  # of the logits, until their backward is done
     peak: int  # further ones while the loss's backward computes
     inside: int  # further ones while a block's backward computes
-    # Of parameters in the compute format, where a forward has been measured; None where they are computed.
+    # Of parameters in the compute dtype, if a forward has been measured; None if they are computed.
     copies: int | None = None
     # Of a block of an encoder of images, and the number of those that are used; None without one.
     tower: tuple[int, KeptBlock] | None = None
@@ -55,7 +55,7 @@ def kept_by(
 ) -> Kept:
     """Return what one micro-batch keeps on a rank with so many blocks: by sizes, or as measured in equal parts.
 
-    `fully_shard` gives autocast parameters in the compute format, other engines fp32 ones.
+    `fully_shard` gives autocast parameters in the compute dtype, other engines fp32 ones.
     """
     sizes = sizes_of(model)
     if step.keep and sizes is None:
@@ -79,7 +79,7 @@ def kept_by(
 
 def _kept_by_sizes(model: Transformer, axes: Axes, plan: Plan, step: EstimatedStep, engine: Engine) -> Kept:
     tokens = step.rows * step.tokens // axes.cp
-    own = tokens // axes.tp if plan.sequence else tokens  # of the tensors between products
+    own = tokens // axes.tp if plan.sequence else tokens  # of the tensors between matmuls
     size = step.compute_bytes
     stream = stream_bytes(step, engine)
     block = _block(model, axes, plan, own, tokens, stream, size)
@@ -128,7 +128,7 @@ def _of_tower(tower: Tower | None, axes: Axes, step: EstimatedStep, stream: int)
 
 
 def _around_tower(tower: Tower | None, step: EstimatedStep, stream: int) -> int:
-    """Bytes of inputs of the products around an encoder's blocks, of outputs between two of them, and of a norm."""
+    """Bytes of inputs of the matmuls around an encoder's blocks, of outputs between two of them, and of a norm."""
     if tower is None:
         return 0
     images = step.rows * step.images
@@ -143,7 +143,7 @@ def _block(
     model: Transformer, axes: Axes, plan: Plan, own: int, tokens: int, stream: int, size: int, *, dense: bool = False
 ) -> KeptBlock:
     """Return what one block keeps: the last one, or one with an MLP in the place of experts."""
-    first = 1 if model.fused else 3 if model.latent is None else 2  # products behind a norm
+    first = 1 if model.fused else 3 if model.latent is None else 2  # matmuls behind a norm
     second = 2 if model.gated else 1
     norms = _norm(model, own, tokens, stream, size, first) + _norm(model, own, tokens, stream, size, second)
     return KeptBlock(
@@ -156,7 +156,7 @@ def _block(
 def _of_inputs(
     model: Transformer, axes: Axes, block: KeptBlock, own: int, tokens: int, stream: int, size: int
 ) -> KeptBlock:
-    """Return the memory of a block if its MLP keeps its input alone."""
+    """Return the memory of a block if its MLP only keeps its input."""
     if model.experts:
         raise ConfigError(
             "experts cannot run on parts of a sequence", expected="chunks=1", got="a mixture of experts",
@@ -182,7 +182,7 @@ def _inside_parts(
 
 
 def _norm(model: Transformer, own: int, tokens: int, stream: int, size: int, products: int) -> int:
-    """Bytes of a norm: its input and its result in between, and what the products behind it read."""
+    """Bytes of a norm: its input, its intermediate result, and the input of the matmuls behind it."""
     between = stream if model.layer_norms else _FP32 + stream  # an RMSNorm keeps both in fp32, and normalised
     casts = products if stream > size else min(products, 1)  # autocast converts for each product
     return own * model.width * between + tokens * model.width * size * casts
@@ -233,13 +233,13 @@ def _inside(model: Transformer, axes: Axes, own: int, tokens: int, size: int) ->
     mlp = _mlp(model, axes, tokens, size)
     if model.layer_norms or model.experts:
         return 3 * mlp // 4
-    # gradients of two products in the compute format; an RMSNorm's, in fp32, of its result and of both factors
+    # gradients of two matmuls in the compute dtype; an RMSNorm's, in fp32, of its result and of both factors
     norm = model.width * (2 * tokens * size + own * (3 * _FP32 + size))
     return max(3 * mlp // 4, norm - mlp)
 
 
 def _products(model: Transformer, axes: Axes, plan: Plan, tokens: int, size: int, *, dense: bool = False) -> int:
-    """Bytes of the outputs of products and attention."""
+    """Bytes of the outputs of matmuls and attention."""
     heads, keys = own_heads(model, axes)
     # a rank of a ring has an output of attention for each part of the keys; the last rank's are all whole
     parts = axes.cp if plan.context == "ring" else 1
@@ -259,7 +259,7 @@ def _products(model: Transformer, axes: Axes, plan: Plan, tokens: int, size: int
     return tokens * (token + routed) + rows * (first * model.inner + model.width) * size
 
 
-# Bytes that the operators between products read and write, for each value of a token between blocks, in heads and
+# Bytes that the operators between matmuls read and write, for each value of a token between blocks, in heads and
 # inside the MLP, in a step and in its forward alone: of transformers' Llama, where RMSNorm and rotations are many
 # operators, and of a block of torch's LayerNorm and GELU.
 _EAGER = ((307, 52, 28), (79, 20, 10))
@@ -267,13 +267,13 @@ _PLAIN = ((60, 0, 10), (20, 0, 4))
 # The same where each chain of operators reads its inputs once and writes its result, as torch.compile fuses them.
 _FUSED = ((48, 8, 16), (18, 4, 6))
 _LOGIT = {False: 45, True: 10}
-_CAST = 15  # of fp8: a tensor is read for its maximum, read again and written, for three products of two tensors
+_CAST = 15  # of fp8: a tensor is read for its maximum, read again and written, for three matmuls of two tensors
 
 
 def passed_bytes(
     model: Transformer, axes: Axes, step: EstimatedStep, plan: Plan, held: HeldParameters, *, heads: int
 ) -> float:
-    """Return the bytes that operators other than products and attention read and write; `heads`: runs of the head."""
+    """Return the bytes that operators other than matmuls and attention read and write; `heads`: runs of the head."""
     tokens = step.rows * step.tokens // axes.cp
     own = tokens // axes.tp if plan.sequence else tokens
     dense = sum(held.dense)

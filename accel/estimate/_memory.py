@@ -378,7 +378,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
 
     about: str  # description
     name: StrategyName  # strategy of the axis `dp`
-    dealt: bool = False  # whether they share the optimizer's state alone
+    dealt: bool = False  # whether they only share the optimizer's state
     plan: Plan = Plan()  # options of the spreading
 
     def of(self, step: EstimatedStep) -> EstimatedStep:

@@ -25,7 +25,7 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
         file_dtype: the same for its checkpoint; None for `dtype`.
         trained: whether it has a gradient.
         stored: whether checkpoints hold it; False for a non-persistent buffer.
-        looked_up: whether it is known as a lookup table, without a product.
+        looked_up: whether it is known as a lookup table, without a matmul.
         whole: whether it is known that ranks along tp hold it whole, whatever its name.
     """
 
@@ -63,7 +63,7 @@ class Activations(msgspec.Struct, frozen=True, kw_only=True):
     """Tensors that a forward keeps for the backward."""
 
     saved: int  # bytes of tensors that depend on the inputs
-    copies: int  # bytes of copies of parameters in the compute format
+    copies: int  # bytes of copies of parameters in the compute dtype
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +73,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         source: origin, in words.
         parameters: each once, even if several modules share it.
         buffers: likewise.
-        activations: of one step on one rank, by compute format; empty without inputs, and where `sizes` give them.
+        activations: of one step on one rank, by compute dtype; empty without inputs, and where `sizes` give them.
         sizes: of a transformer with known blocks; None for other models.
     """
 
@@ -188,12 +188,12 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
         inner: size of a token inside the MLP, or inside an expert.
         vocabulary: number of token ids.
         positions: rows of a learned embedding of positions; 0 without one.
-        gated: whether the MLP multiplies two products, as SwiGLU does.
-        qkv_bias: whether the products of queries, keys and values have biases.
-        biases: whether all other products have biases, and norms are LayerNorms.
+        gated: whether the MLP multiplies the outputs of two matmuls, as SwiGLU does.
+        qkv_bias: whether the projections of queries, keys and values have biases.
+        biases: whether all other linear layers have biases, and norms are LayerNorms.
         rms: whether norms are RMSNorms even so.
         unbiased: whether norms are LayerNorms without biases.
-        fused: whether queries, keys and values are cut from one product.
+        fused: whether queries, keys and values are cut from the output of one matmul.
         inner_kept: number of tensors of the size `inner` that an MLP keeps for the backward.
         head_norms: whether queries and keys are normalised head by head.
         latent: sizes of latents that queries, keys and values come from; None without.

@@ -117,7 +117,7 @@ def read_source(source: ModelSource, inputs: Sequence[Input] = ()) -> Model:
 def from_headers(path: Path) -> Model:
     """Return the model of a file of weights, of an index of several, or of a folder with either.
 
-    Floating-point tensors count as trained in fp32, whatever their stored format; others keep it and are not trained.
+    Floating-point tensors count as trained in fp32, whatever their stored dtype; others keep it and are not trained.
     """
     headers = read_headers(path)
     parameters: list[Parameter] = []

@@ -51,7 +51,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
 
 @functools.lru_cache(maxsize=64)
 def formats(name: PrecisionName) -> Precision:
-    """Return the formats of a precision."""
+    """Return the dtypes of a precision."""
     return precision(name)
 
 
@@ -65,13 +65,13 @@ class EstimatedStep(msgspec.Struct, frozen=True, kw_only=True):
         precision: as in `accel.formats.precision`; fp8 counts as bf16.
         optimizer: one of `OPTIMIZERS`.
         strategy: "ddp" or "fsdp", for the axis `dp`; ranks along `dp_shard` hold shards in any case.
-        recompute: whether blocks keep their inputs alone and compute the rest again in backward.
-        keep: "products" if blocks that compute again keep the outputs of products and attention all the same, as by
+        recompute: whether blocks only keep their inputs and recompute the rest in backward.
+        keep: "products" if blocks that are recomputed keep the outputs of matmuls and attention all the same, as by
             `checkpoint_activations(keep="products")`.
         offload: whether what blocks keep, but for the last one, is in the host's memory, as by `offload_activations`.
         chunks: parts of the sequence by which MLPs run, as by `chunk_sequence`; of a transformer without experts.
         held: whether gradients wait on their rank for the last micro-batch; else each one exchanges them.
-        compiled: whether `torch.compile` fuses the operators between products, which counts for the time alone.
+        compiled: whether `torch.compile` fuses the operators between matmuls, which only affects the time.
         dealt: whether ranks of DDP share the optimizer's state, as by `ZeroRedundancyOptimizer`.
         balance: cost by which `stage_plan` divides the blocks among the stages of a pipeline.
         images: number of images of a sequence, for models with an encoder of them.
@@ -118,7 +118,7 @@ class EstimatedStep(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes of a value in products."""
+        """Bytes of a value in matmuls."""
         return _COMPUTE_BYTES[formats(self.precision).compute]
 
     @property
@@ -168,7 +168,7 @@ def wire_bytes(step: EstimatedStep, plan: Plan) -> tuple[int, int]:
 
 
 def stream_bytes(step: EstimatedStep, engine: Engine) -> int:
-    """Return the bytes of a value between blocks: of the compute format, or fp32 where autocast leaves it."""
+    """Return the bytes of a value between blocks: of the compute dtype, or fp32 if autocast keeps that."""
     return step.compute_bytes if engine == "fully_shard" or step.stored_bytes == 2 else 4
 
 
@@ -197,7 +197,8 @@ def keeps_blocks(plan: Plan, axes: Axes) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def stage_layers(model: Transformer, stages: int, balance: Balance) -> tuple[int, ...]:
-    """Return the number of blocks of each stage, as `stage_plan` divides the calls of the model; 0 for a head alone."""
+    """Return the number of blocks of each stage, as `stage_plan` divides the calls of the model. A stage with only the
+    head has 0."""
     calls = model.calls or _calls_by_sizes(model)
     prices = [each.price for each in calls]
     if model.tower is not None:  # stages that are named by their blocks
@@ -297,7 +298,7 @@ def held_by(
 ) -> HeldParameters:
     """Return the parameters of the rank at an index along pp.
 
-    A model without sizes has meshes of data parallelism alone; others are a `ConfigError`.
+    A model without sizes only has meshes of data parallelism; others are a `ConfigError`.
     """
     if (sizes := sizes_of(model)) is not None:
         return _held_by_sizes(

@@ -31,10 +31,10 @@ class Folder:
     collective. The checkpoint gets the files of all ranks, by their paths in the folder; of a path that several ranks
     wrote, with as many bytes, the lowest rank's. Empty folders are not kept.
 
-    On a load, after every check, `load(folder)` runs on every rank, with a folder of all files, or those of `select`.
-    It runs after the other items have taken their state, but before the tensors of modules are copied in place. If it
-    raises, or another rank fails, the other items get their former state back; what `load` did itself stays. The
-    folders are deleted when the functions have returned, so nothing may keep files of them open.
+    On a load, after every check, `load(folder)` runs on every rank, with a folder of all files, or of those in
+    `select`. It runs after the other items have taken their state, but before the tensors of modules are copied in
+    place. If it raises, or another rank fails, the other items get their former state back; what `load` did stays.
+    The folders are deleted when the functions have returned, so nothing may keep files of them open.
 
     Attributes:
         save: writes files into a folder; None where only loads are made. It gets the folder's path.

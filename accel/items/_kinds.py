@@ -41,13 +41,13 @@ _ONLY = "load_state, only="
 class Part:
     """This rank's part of a module, an optimizer or an object's state that ranks divide by names, as pipelines do.
 
-    Names are those of the whole: a rank with the last two layers of ten has `layers.8.weight` and so on. Ranks with the
-    same name hold the same tensor, or parts of one DTensor.
+    Names are the names in the full model: a rank with the last two layers of ten has `layers.8.weight` and so on. Ranks
+    with the same name hold the same tensor, or parts of one DTensor.
 
     Attributes:
         item: the module, or an optimizer of it; with as many parameter groups as on other ranks, empty ones included.
-            Or an object whose `state_dict` is a dict of this rank's values by name, and whose `load_state_dict` takes
-            one with the same names.
+            Or an object with a `state_dict` that returns a dict of this rank's values by name, and a `load_state_dict`
+            that takes a dict with the same names.
     """
 
     item: nn.Module | torch.optim.Optimizer | Stateful

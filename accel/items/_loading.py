@@ -359,7 +359,7 @@ class Matching:
             apply_rng(self.source.ctx, self.source.saved, self.streams)
         own = self._replaced()
         ended = (item for name, item in self.passed.items() if name not in own or isinstance(item, nn.Module))
-        begin_again(ended)  # of a window that ends here; those of an engine's optimizers are gone by now
+        begin_again(ended)  # of a window that ends here; the gradients of an engine's optimizers are gone by now
 
     def results(self) -> dict[str, object]:
         """Return every item by name: live objects, and new records and values."""

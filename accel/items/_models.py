@@ -51,7 +51,7 @@ class StoredTensors:
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], whole: Callable[[str], torch.Tensor], rename: Sequence[Recipe]
     ) -> None:
-        """Plan by names and shapes alone; `whole` returns one of the model's tensors whole, a collective that every
+        """Plan only by names and shapes; `whole` returns one of the model's tensors whole, a collective that every
         rank calls alike."""
         check_recipes(rename, "a sequence of accel.checkpoint.Recipe, which lead in both directions")
         model: dict[str, Strided] = {}
@@ -140,7 +140,7 @@ def save_model(
         ConfigError: the folder is a URL, `max_shard_size` is no size, or `rename` is no sequence of recipes.
         PrepareError: the model was prepared empty, and nobody has filled it.
 
-    Reference: the layout is that of transformers' `save_pretrained`.
+    Reference: the layout is the one of transformers' `save_pretrained`.
     """
     target = local_target(folder, "save_model, folder")
     site = call_site()

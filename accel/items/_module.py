@@ -306,7 +306,7 @@ def _unwritable(tensor: torch.Tensor) -> str:
         return "a weight that is not in memory; load before dispatch_model"
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "one that was made in inference mode; make the module outside of it, or load within it"
-    return "a DTensor whose elements share memory; clone it" if is_dtensor(tensor) and overlaps(tensor) else ""
+    return "a DTensor with elements that share memory; clone it" if is_dtensor(tensor) and overlaps(tensor) else ""
 
 
 def overlaps(tensor: torch.Tensor) -> bool:

@@ -80,7 +80,7 @@ class OptimizerValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer inside of wrappers that share its state, as those of Accelerate and Fabric do."""
+    """Return the optimizer inside of wrappers that share its state, as the wrappers of Accelerate and Fabric do."""
     held = getattr(optimizer, "optimizer", None)
     if not isinstance(held, torch.optim.Optimizer) or held is optimizer:
         return optimizer

@@ -161,12 +161,12 @@ def save_state(
             writes from there; the next save and the end of the session wait for it, and raise its failure unless
             `result` has.
         allow_non_finite: whether parameters and optimizer state may hold inf or NaN, and other tensors inf or NaN
-            beside the -inf of masks.
+            other than the -inf of masks.
         transform: maps the modules' tensors, by name, to the tensors to save, with other names, other dtypes or fewer;
             a pure function. The parameters of optimizers follow.
 
     Returns:
-        The checkpoint's folder, `out/step-00000003`, on every rank, after the commit. In mode "async" a `Saving`, whose
+        The checkpoint's folder, `out/step-00000003`, on every rank, after the commit. In mode "async" a `Saving`; its
         `result` returns the folder.
 
     Raises:
@@ -218,7 +218,7 @@ def save_state(
 
 
 def capture(ctx: DistContext, items: Mapping[str, object], transform: SaveTransform | None = None) -> Content:
-    """Return this rank's content of a checkpoint. Nothing is copied; no communication, save that of `Folder.save`."""
+    """Return this rank's content of a checkpoint. Nothing is copied; no communication except in `Folder.save`."""
     shared: dict[str, torch.Tensor] = {}
     main: dict[str, torch.Tensor] = {}
     own: dict[str, torch.Tensor] = {}

@@ -335,7 +335,7 @@ class ItemLoad(ABC):
 
     @abstractmethod
     def compare(self) -> None:
-        """Compare by the manifest alone. Changes nothing, reads no tensor."""
+        """Compare only by the manifest. Changes nothing, reads no tensor."""
 
     @abstractmethod
     def read(self) -> Sequence[Change]:
@@ -410,7 +410,7 @@ def is_floating(dtype: str) -> bool:
 
 
 def belongs(key: str, inside: Set[str]) -> bool:
-    """Return whether a name is that of a value, or of something inside it."""
+    """Return whether a name belongs to a value, or to something inside it."""
     return any(key == path or key.startswith((f"{path}.", f"{path}[")) for path in inside)
 
 

@@ -163,7 +163,7 @@ def _is_staged(ctx: DistContext, live: Stateful) -> bool:
 def _divided(where: str, got: str) -> CheckpointError:
     """Return the error for an optimizer that does not keep state by parameter."""
     return CheckpointError(
-        "an optimizer whose state dict is not in torch's form is divided among ranks",
+        "an optimizer with a state dict that is not in torch's form is divided among ranks",
         expected="a state dict with state and param_groups, as torch's, which belong to parameters by their positions",
         got=got,
         where=where,

@@ -84,7 +84,7 @@ def get_state_dict(ctx: DistContext, model: nn.Module, *, dst: int = 0) -> dict[
 def get_state_dict(ctx: DistContext, model: nn.Module, *, dst: int | None = 0) -> dict[str, torch.Tensor] | None:
     """Return a model's parameters and persistent buffers whole, on the CPU. A collective.
 
-    Names are those of the model without wrappers. Sharded tensors are gathered one at a time, so a rank without the
+    Names are the names in the model without wrappers. Sharded tensors are gathered one at a time, so a rank without the
     result needs memory for one of them. Tensors that are whole on the CPU are the live ones, not copies.
 
     Args:
@@ -128,7 +128,7 @@ def distinct_tensors(
 
     Args:
         own: this rank's tensors, of `live_tensors`.
-        stages: those of all stages, of a model with a pipeline.
+        stages: the tensors of all stages, for a model with a pipeline.
 
     Returns:
         The tensors, some on the meta device; the first name of each other name; and a function that returns a tensor

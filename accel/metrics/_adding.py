@@ -40,7 +40,7 @@ Groups = dict[tuple[str, ...], ScalarGroup]
 
 
 class States(msgspec.Struct, frozen=True, eq=False):
-    """The states of metrics, each in one place; the attributes are those of `Metrics`."""
+    """The states of metrics, each in one place; the attributes are named as in `Metrics`."""
 
     kinds: dict[str, Kind] = {}
     by_rank: tuple[str, ...] = ()

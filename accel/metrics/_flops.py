@@ -130,7 +130,7 @@ def _convolution_backward(gradient: _Shape, inputs: _Shape, weights: _Shape, *re
 
 
 class Peak(NamedTuple):
-    """Peak rates of a device in 10**12 FLOP/s, without sparsity; 0 for a format that it does not have."""
+    """Peak rates of a device in 10**12 FLOP/s, without sparsity; 0 for a dtype that it does not have."""
 
     half: float  # bf16 and fp16
     tf32: float  # fp32 values rounded to tf32
@@ -160,7 +160,7 @@ _PEAKS = {
 
 
 def peak_flops(device_name: str, precision: Precision) -> float | None:
-    """Return the peak FLOP/s of a device by torch's name of it, in a run's format; None if it is not known."""
+    """Return the peak FLOP/s of a device by torch's name of it, in a run's compute dtype; None if it is not known."""
     found = next((peak for name, peak in _PEAKS.items() if re.search(rf"\b{name}\b", device_name)), None)
     if found is None:
         return None

@@ -130,7 +130,7 @@ class Metrics(States, frozen=True, eq=False):
         return read_values(self, rows), emptied(self)
 
     def without_rank_part(self) -> Metrics:
-        """Return what is common to all ranks, which a checkpoint stores once: the declaration alone."""
+        """Return what is common to all ranks, which a checkpoint stores once: only the declaration."""
         return emptied(self)
 
     def declared_as(self, live: Metrics) -> Metrics:

@@ -119,7 +119,7 @@ def straggler(values: Mapping[str, Any]) -> str | None:
     if time["slowest_own_s"] <= _UNEVEN * time["own_s"] or late < _SHARE * time["step_s"]:
         return None
     for_data = time["slowest_data_wait_s"] - time["data_wait_s"] > late / 2
-    cause = "it takes longer before the backward"  # to compute, or to sleep: times alone do not show which
+    cause = "it takes longer before the backward"  # to compute, or to sleep: the times do not show which
     if for_data:
         cause = f"it waits for data, {show_seconds(time['slowest_data_wait_s'])} a step"
     own = f"rank {int(time['slowest_rank'])} takes {show_seconds(time['slowest_own_s'])} a step of its own"
@@ -354,7 +354,7 @@ def _times_of(ctx: DistContext, rows: Sequence[MetricsRow], found: Mapping[str, 
 
 
 def _forward_is_own(ctx: DistContext) -> bool:
-    """Return whether a forward pass waits for no other rank: on data-parallel replicas alone."""
+    """Return whether a forward pass waits for no other rank: only on data-parallel replicas."""
     others = (size for name, size in ctx.axes.sizes.items() if name not in ("dp", "dp_replicate"))
     return data_dimension(ctx.strategy) == "replicate" and all(size == 1 for size in others)
 

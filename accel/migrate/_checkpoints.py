@@ -40,7 +40,7 @@ _NEWEST = "accel.resume finds the newest checkpoint, or begins anew: the search 
 _FOLDER = (
     "checkpoints are folders step-N of one folder, named by optimizer steps; folders of Accelerate are not read here"
 )
-_BESIDE = "files beside a save are no part of it, and keep= spares its folder; accel.items.Folder(save=) takes them in"
+_BESIDE = "files next to a save are no part of it, and keep= spares its folder; accel.items.Folder(save=) takes them in"
 
 
 class Checkpoints(ScopePass):

@@ -34,7 +34,7 @@ from accel.migrate._tree import (
     with_block,
 )
 
-_SHARE = "batch_size= is that of each rank, as before; prepare_loader(global_batch=) cuts one batch over all ranks"
+_SHARE = "batch_size= is the size on each rank, as before; prepare_loader(global_batch=) cuts one batch over all ranks"
 
 
 class Epochs(NamedTuple):

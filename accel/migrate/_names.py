@@ -270,7 +270,7 @@ class Names(ScriptPass):
         if not alone:
             self._needs_context("set_seed")
         else:
-            self._change("set_seed before there is a context seeds no device beside the CPU")
+            self._change("set_seed before there is a context seeds no device other than the CPU")
         ctx = "accel.single()" if alone else self._script.ctx
         return expression(f"accel.seeding.set_seed({ctx}, {{seed}}{options})", seed=args[0].value)
 

@@ -127,7 +127,7 @@ class Tracking:
             counted = own or expression(f"{self._script.state}.updates")
             args = [args[0].with_changes(comma=cst.MaybeSentinel.DEFAULT), keyword_arg("step", counted)]
             if not in_steps and own is None:
-                self._change("log needs a step: that of the optimizer")
+                self._change("log needs a step: the step of the optimizer")
         if len(args) < len(call.args):
             args[-1] = args[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
         first = [cst.Arg(cst.Name(self._script.ctx)), cst.Arg(cst.Name(self._script.trackers))]

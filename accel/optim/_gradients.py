@@ -426,7 +426,7 @@ def guard_closures(comm: Comm, optimizer: Optimizer) -> None:
             return (args[0], guarded, *args[2:]), kwargs
         return args, {**kwargs, "closure": guarded}
 
-    with contextlib.suppress(AttributeError):  # a wrapper that is an Optimizer by name alone
+    with contextlib.suppress(AttributeError):  # a wrapper that is an Optimizer only by name
         _ = optimizer.register_step_pre_hook(cast(Any, look))
 
 

@@ -2,7 +2,7 @@
 """Optimizers that know their ranks; and matrices that ranks hold parts of: each goes to its owner by one message, and
 the result comes back by another.
 
-The elements of each rank follow from shapes and placements alone, so all ranks make the same plan without a message.
+The elements of each rank only depend on shapes and placements, so all ranks make the same plan without a message.
 """
 
 from __future__ import annotations
@@ -241,8 +241,8 @@ def through_owners(
     Args:
         updates: this rank's part of each parameter's tensor, by number; all of one dtype.
         matrices: matrices of the plan to compute with.
-        group: the ranks; None for this one alone.
-        compute: makes the result of a matrix [rows, columns]; its owner alone calls it.
+        group: the ranks; None for only this one.
+        compute: makes the result of a matrix [rows, columns]; only its owner calls it.
         place: takes this rank's part of a result, and where it is in the update.
     """
     me, size = (0, 1) if group is None else (group.rank(), group.size())

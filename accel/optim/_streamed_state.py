@@ -225,7 +225,7 @@ def _check_options(
         if changed := [key for key in new if key not in old or (new[key] is not old[key] and new[key] != old[key])]:
             raise StepError(
                 "this optimizer counts its steps per group, so it cannot step one bucket of parameters after the other",
-                expected="an optimizer like those of torch.optim",
+                expected="an optimizer that steps like torch.optim's",
                 got=f"{type(optimizer).__name__}, which changed {', '.join(changed)}",
                 where=_WHERE,
                 fix="Leave offload out of the plan, and begin again: some parameters have moved.",

@@ -67,7 +67,7 @@ def blocks_of(model: nn.Module | Mapping[str, nn.Module], *, nested: bool = Fals
     A block contains modules, and has a sibling of its class: in a ModuleList, a ModuleDict, a Sequential,
     a list of lists, or under numbered attributes. Entries of None are skipped. A list is stronger evidence than the
     keys of a ModuleDict or the names of attributes: if a module under such a name contains a list of blocks, as each of
-    two towers does, the blocks are those of the list. Blocks of other pipeline stages count, and are not returned.
+    two towers does, the blocks are the entries of the list. Blocks of other pipeline stages count but are not returned.
 
     Args:
         model: on any device; or its modules by path.
@@ -161,7 +161,7 @@ def _stem(key: str) -> str:
 
 
 def _numbered(module: nn.Module, path: str) -> list[tuple[tuple[str, nn.Module], ...]]:
-    """The attributes of a module that differ in a number alone, by name."""
+    """The attributes of a module with names that only differ in a number, by name."""
     found: dict[str, list[tuple[str, nn.Module]]] = {}
     for name, child in _children(module, path):
         if (stem := _stem(name.rpartition(".")[2])) and not is_container(child):

@@ -106,7 +106,7 @@ def _managed(model: nn.Module) -> Mapping[tuple[int, str], frozenset[int]]:
 
 
 def _row(mesh: DeviceMesh, dim: int) -> frozenset[int]:
-    """Return the ranks that differ from this one along one dimension of a mesh alone, and this one."""
+    """Return the ranks that only differ from this one along one dimension of a mesh, and this one."""
     here = mesh.get_coordinate()
     if here is None:
         return frozenset()
@@ -115,8 +115,8 @@ def _row(mesh: DeviceMesh, dim: int) -> frozenset[int]:
 
 
 def _are_experts(each: _Brought, dims: Sequence[int]) -> bool:
-    """Return whether a parameter is of experts that get the tokens of all ranks; raise `PrepareError` for those of
-    another library that `fully_shard` has not taken, whose gradients nobody scales."""
+    """Return whether a parameter belongs to experts that get the tokens of all ranks. Raise `PrepareError` for experts
+    of another library that `fully_shard` has not taken, because nothing scales their gradients."""
     names = each.mesh.mesh_dim_names or ()
     if not any(dimension_of(names[at]) == "expert" for at in dims if names):
         return False

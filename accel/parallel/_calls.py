@@ -267,7 +267,7 @@ def unchanged(model: nn.Module) -> Generator[None]:
         with kept:
             yield
     finally:
-        installed = not _hooks_of(model) <= hooked  # hooks stay, and so does a flag that notes them, as of transformers
+        installed = not _hooks_of(model) <= hooked  # hooks stay, and so does a flag that notes them, as in transformers
         for each, attributes, buffers in modules:
             # new objects stay, as they note hooks and gathered parameters
             for name in [name for name, value in vars(each).items() if isinstance(value, _VALUES)]:
@@ -323,7 +323,7 @@ class _KeptValues(TorchDispatchMode):
 
 
 class Tree(NamedTuple):
-    """A tree taken apart."""
+    """A flattened tree."""
 
     leaves: list[Any]  # its tensors and other values
     rebuild: Callable[[Sequence[Any]], Any]  # returns a tree of the same structure with as many other leaves
@@ -333,7 +333,7 @@ _Build = Callable[[Iterator[Any]], Any]
 
 
 def take_apart(tree: Any, containers: Containers = ()) -> Tree:
-    """Take a tree of any kind apart: mappings, sequences, dataclasses, what torch's pytree knows, and `containers`.
+    """Flatten a tree of any kind: mappings, sequences, dataclasses, what torch's pytree knows, and `containers`.
 
     Objects of other kinds are leaves.
     """
@@ -454,7 +454,7 @@ class GivenCaches:
 
 def grow_cache(cache: Any, growth: CacheGrowth, device: torch.device) -> None:
     """Let a layer of a cache grow as by a call: by keys and values of one row, head and feature, as code outside of the
-    layer reads their length alone. Mutates the cache."""
+    layer only reads their length. Mutates the cache."""
     if growth.positions:
         new = torch.zeros(1, 1, growth.positions, 1, device=device)
         cache.update(new, new, growth.layer)

@@ -158,7 +158,7 @@ def checkpoint_activations(model: M, select: Select = "repeated", *, keep: Keep 
             a class or a tuple of classes; or a predicate of a module's name and the module. Of nested blocks the outer
             one counts, so the model's own class is all of it.
         keep: names of operators that keep their outputs and do not run again, such as "aten.mm.default"; "products"
-            for matrix products, convolutions and attention, which take most of the time and little of the memory.
+            for matmuls, convolutions and attention, which take most of the time and little of the memory.
 
     Returns:
         The model that was passed.
@@ -246,8 +246,8 @@ def compile_model(
         The model that was passed.
 
     Raises:
-        ConfigError: torch has no such backend, nothing is chosen, mode beside options, the eager backend for blocks
-            that `checkpoint_activations` recomputes, or layers that `Plan(overlap=True)` divides.
+        ConfigError: torch has no such backend, nothing is chosen, mode together with options, the eager backend for
+            blocks that `checkpoint_activations` recomputes, or layers that `Plan(overlap=True)` divides.
 
     Reference: torch.nn.Module.compile.
     """
@@ -280,8 +280,8 @@ def compile_model(
 
 
 def _by_size(regions: Iterable[nn.Module]) -> dict[str, list[nn.Module]]:
-    """Regions whose class torch's graphs are not to be kept by, by the sizes of their parameters: those of torch's own
-    classes, whose forward it would not trace, and of classes with several sizes."""
+    """Regions that must not share torch's graphs by class, by the sizes of their parameters. They are regions of
+    torch's classes, because torch would not trace their forward, and of classes with several sizes."""
     found: dict[type, dict[str, list[nn.Module]]] = {}
     for each in regions:
         sizes = ", ".join("x".join(map(str, parameter.shape)) for parameter in each.parameters())

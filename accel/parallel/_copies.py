@@ -20,8 +20,8 @@ from accel.parallel.parts._elementwise import changes
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """Copy a module, whose attributes are shared; a parametrized one as well, which `copy.copy` refuses, and a compiled
-    one, whose forward it makes anew."""
+    """Copy a module and share its attributes. A parametrized module, which `copy.copy` refuses, is copied too. A
+    compiled one gets a new forward."""
     if not is_parametrized(module) and wrapped_name(module) is None:
         return copy.copy(module)
     found = type(module).__new__(type(module))
@@ -31,9 +31,9 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 
 def copied_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of a model, with a `memo` of `copy.deepcopy`. Functions among its attributes that hold
-    modules or lists of the model, as `self.mlp = lambda x: self.down(self.up(x))` and hooks do, hold those of the
-    copy. A tensor that a forward left among the attributes or in containers of them, as a loss of its own, has no graph
-    of gradients there."""
+    modules or lists of the model, as `self.mlp = lambda x: self.down(self.up(x))` and hooks do, hold the copy's modules
+    and lists. A tensor that a forward left among the attributes or in containers of them, such as a loss, has no
+    autograd graph there."""
     for each in _tensors_kept(model):
         if not each.is_leaf:
             _ = memo.setdefault(id(each), each.detach().clone())
@@ -47,7 +47,7 @@ def _rebound(value: Any, memo: dict[int, Any]) -> Any:
     """An attribute of a copied module, where functions hold what the copy has in the place of what they held."""
     if type(value) in (list, tuple) and any(isinstance(each, FunctionType) for each in value):
         return type(value)(_rebound(each, memo) for each in value)
-    if isinstance(value, dict):  # as of hooks
+    if isinstance(value, dict):  # such as a dict of hooks
         held_by_name = cast("dict[Any, Any]", value)
         for key, each in held_by_name.items():
             if isinstance(each, FunctionType):

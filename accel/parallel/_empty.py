@@ -30,7 +30,7 @@ _STACKS = (
 def stays_empty(comm: Comm, view: ModelView) -> bool:
     """Return whether no rank has values of a model that is not spread, so that they come later. A collective.
 
-    On every rank, no values on the first rank alone, or of a buffer that no checkpoint holds, are a `PrepareError`.
+    If only the first rank lacks values, or a buffer that no checkpoint holds does, every rank raises `PrepareError`.
     """
     held_here = [not each.is_meta for each in view.parameters.values()]
     missing_first = held_here.count(False) if comm.rank == 0 else 0
@@ -118,8 +118,8 @@ def expect_values(comm: Comm, model: nn.Module) -> None:
 
 
 def check_filled(model: nn.Module, *, where: str) -> None:
-    """Raise `PrepareError` for a model that was spread empty, and whose values have not come by its first forward;
-    later it is not checked."""
+    """Raise `PrepareError` for a model that was spread empty and has no values by its first forward; later it is not
+    checked."""
     model = unwrap_model(model)
     empty = names_of_empty(model) if "expects_values" in prepared_of(model) else []
     if empty:

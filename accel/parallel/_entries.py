@@ -2,7 +2,7 @@
 """Methods and submodules of a spread model that are called besides its forward.
 
 Each of them runs inside a call of the prepared model, so that gathers of parameters, exchanges of gradients, buffers
-and hooks are those of a forward. A submodule of a sharded model that is called otherwise raises an error with the line
+and hooks work as in a forward. A submodule of a sharded model that is called otherwise raises an error with the line
 to write.
 """
 
@@ -63,7 +63,7 @@ class _Gate:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Gate:
         copied = _Gate()
         outer = None if self._outer is None else memo.get(id(self._outer()))
-        if outer is not None:  # a part that is copied alone leads nowhere
+        if outer is not None:  # a separate copy of a part leads nowhere
             copied.lead_to(outer, needs_grad=self._needs_grad)
         return copied
 
@@ -248,7 +248,7 @@ def lead_entries(model: nn.Module, prepared: nn.Module, methods: Sequence[str]) 
     if gate is None:
         return
     is_wrapped = isinstance(prepared, DistributedDataParallel)
-    # without gradients a replica has nothing to exchange, and one rank may run alone
+    # without gradients a replica has nothing to exchange, and a single rank may run
     gate.lead_to(prepared if is_wrapped else model, needs_grad=is_wrapped)
     shown = {each: _Shown(each) for each in methods if "." not in each}
     if is_wrapped and shown:

@@ -23,9 +23,9 @@ _LARGE = 1 << 14  # bytes
 
 
 def without_memory(model: nn.Module, device: torch.device) -> nn.Module:
-    """Copy a model, with fake parameters on a device. Small buffers are real copies. Large ones, as of masks and of
-    rotations, are the model's own where they are on the device: run the copy within `unchanged`. Buffers on the meta
-    device become fake.
+    """Copy a model, with fake parameters on a device. Small buffers are real copies. Large ones, such as masks
+    and rotations, are shared with the model if they are on the device: run the copy within `unchanged`. Buffers on the
+    meta device become fake.
 
     No communication. The model may be on the meta device.
     """
@@ -121,7 +121,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
 
 
 def run_operator(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator, on fake tensors or real ones. torch knows grouped products of fake tensors in bf16 alone."""
+    """Run an operator, on fake tensors or real ones. torch supports grouped matmuls of fake tensors only in bf16."""
     if func is not torch.ops.aten._grouped_mm.default or not is_fake(args[0]):
         return func(*args, **kwargs)
     narrow = [each.to(torch.bfloat16) for each in args[:2]]

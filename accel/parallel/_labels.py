@@ -31,8 +31,8 @@ def label_parameters(
 ) -> None:
     """Label a model's parameters with their names. Mutates them by one attribute, which nothing computes with.
 
-    `needed`: a step needs the gradient of each, but for those whose names begin with one of `spared`. `viewed`: an
-    exchanged gradient is a view of its bucket.
+    `needed`: a step needs the gradient of each, except parameters with names that begin with one of `spared`.
+    `viewed`: an exchanged gradient is a view of its bucket.
     """
     for name, parameter in named.items():
         note_tensor(parameter, name=name, needed=needed and not name.startswith(spared), viewed=viewed)

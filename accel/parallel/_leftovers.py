@@ -30,7 +30,7 @@ def clear_gradients(*models: nn.Module) -> None:
     """Drop all gradients of models, such as in a window that is given up. No communication.
 
     It reaches what `optimizer.zero_grad()` leaves: parameters that no optimizer has, and under `fsdp` the gradients of
-    micro-batches whose exchange has not come yet. Of an engine's model it reaches what the engine holds.
+    micro-batches that are not exchanged yet. Of an engine's model it reaches what the engine holds.
 
     Args:
         models: plain or from `prepare_model`. The `.grad` of their parameters becomes None.

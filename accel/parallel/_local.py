@@ -62,7 +62,7 @@ class _OwnPart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[DTensor, None]:
         parameter: DTensor = ctx.parameter
-        # autograd does not see behind a DTensor that memory is another gradient's too, such as that of a summand
+        # autograd does not see behind a DTensor that another gradient, such as a summand's, shares its memory
         grad = grads[0].clone(memory_format=torch.contiguous_format) if ctx.copies else grads[0].contiguous()
         if grad.requires_grad or grad.dtype != parameter.dtype:  # a backward that is differentiated, for one
             return dtensor_of(grad, parameter), None

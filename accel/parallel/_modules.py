@@ -57,7 +57,7 @@ def matching(paths: Iterable[str], pattern: str) -> list[str]:
 
 
 def written_class(module: nn.Module) -> type:
-    """The class of a module behind those that parallelism has put before it, such as that of a first block alone."""
+    """The class of a module behind the classes that parallelism has put before it, such as the first block's class."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     before = (Mixin, getattr(fsdp, "FSDPModule", Mixin))  # another thread may be importing the module
     return next(each for each in type(module).__mro__ if not issubclass(each, before))
@@ -65,8 +65,8 @@ def written_class(module: nn.Module) -> type:
 
 @functools.lru_cache(maxsize=256)
 def passes_keyword(kind: type, callee: str, keyword: str) -> bool | None:
-    """Return whether the forward that a class has written passes a keyword to any call of functions whose name matches
-    the pattern `callee`; None where it has no such call, or no source."""
+    """Return whether the forward that a class has written passes a keyword to any call of functions with names that
+    match the pattern `callee`; None if it has no such call, or no source."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cast(Any, kind).forward))))
     except (OSError, TypeError, AttributeError, SyntaxError):
@@ -171,7 +171,7 @@ class ModuleNotes(TypedDict, total=False):
     answer: Any  # function that answers its calls. By replays, until they end
     chunks: Any  # parts of the sequence on which it runs. By chunk_sequence; read by its forwards
     compute: Any  # function that a head runs instead of its forward. By a loss without logits, for one call
-    early: Any  # product of a column-wise layer that is there before its call. For one call of the module around it
+    early: Any  # matmul result of a column-wise layer, computed before its call. For one call of the module around it
     eager: str  # option by which torch cannot compile it. By prepare_model, along tp; read by compile_model
     elsewhere: bool  # another stage holds it. By prepare_model, along pp; read wherever modules are chosen
     emptied: str  # engine that empties its parameters between passes. By DeepSpeed's engine; read by losses

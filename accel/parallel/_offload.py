@@ -193,7 +193,7 @@ def _view(
 
 
 class _StayingTensors:
-    """Tensors that stay on the device: parameters, buffers, and what is computed from parameters alone.
+    """Tensors that stay on the device: parameters, buffers, and results computed only from parameters.
 
     torch shows a hook no history. A tensor of a weight's shape counts as a weight: a copy in autocast's dtype, or one
     that a quantized layer makes.
@@ -311,14 +311,14 @@ def offload_activations(
 
     Copies run during the computation. The last block's activations stay, since its backward comes first.
     Values and gradients are the same. Parameters, buffers and tensors of a weight's shape never move. Nothing is
-    wrapped. Recomputed blocks move their inputs alone; before `prepare_model` the order of both calls does not matter.
+    wrapped. Recomputed blocks only move their inputs; before `prepare_model` the order of both calls does not matter.
 
     Args:
         model: plain, or from `prepare_model`.
         select: blocks, as for `checkpoint_activations`.
         min_bytes: size of a storage from which it moves.
         max_pinned_bytes: bound of pinned memory; beyond it tensors stay on the device. None for no bound.
-        prefetch: number of blocks whose activations come back before their backward.
+        prefetch: number of blocks for which activations are copied back before their backward.
 
     Returns:
         The model that was passed.

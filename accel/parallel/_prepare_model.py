@@ -60,7 +60,7 @@ def composition(ctx: DistContext) -> Sequence[Spread]:
     """Return the spreads of a model over the ranks of a context, in their order; along other dimensions ranks hold
     replicas, or the user's own parts."""
     asked = {dimension_of(name) for name, axis in ctx.position.axes if axis.size > 1}
-    # DDP takes whole models of plain parameters alone; `fully_shard` has replicas of parts of models too.
+    # DDP only takes full models of plain parameters; `fully_shard` has replicas of parts of models too.
     divides_model = asked & {"pipeline", "tensor", "expert"}
     wanted = {*asked - {"data", "replicate", "shard"}, "shard" if divides_model else data_dimension(ctx.strategy)}
     if asked == {"pipeline"}:  # every rank has another stage, and no peer with the same one
@@ -145,11 +145,11 @@ def prepare_model(
 
     Raises:
         DeviceError: a parameter or buffer on another device; named. Or a GPU that is not the current one, for `fsdp`.
-        PrepareError: not a module, one that is wrapped or spread already beside options that it would need to be
-            wrapped with, one with a wrapper inside, a sharded one whose gradients would not reach every rank, parts of
-            one tensor on ranks that get different samples, a model that the plan cannot spread, `allocate=False` beside
-            replicas or shards, or what `fully_shard` cannot take.
-        StageError: a module does what stages cannot play back, such as a result whose tensors are not known.
+        PrepareError: not a module, a model that is already wrapped or sharded together with options that it would need
+            to be wrapped with, one with a wrapper inside, a sharded one with gradients that would not reach every rank,
+            parts of one tensor on ranks that get different samples, a model that the plan cannot shard,
+            `allocate=False` together with replicas or shards, or a model that `fully_shard` does not accept.
+        StageError: a module does what stages cannot play back, such as a result with unknown tensors.
         ConfigError: options outside their range, that contradict each other, or that the strategy does not have.
         MissingExtraError: PowerSGD without numpy.
         CollectiveMismatch: ranks passed other options, or models of other parameters.
@@ -270,7 +270,7 @@ def _resolved(
     """A spread with the options that ranks decide on together. A collective for some models."""
     if spread.resolve is None:
         return spread, options
-    with all_positions(ctx):  # a rank that tries plans alone must not wait for others along cp
+    with all_positions(ctx):  # a single rank that tries plans must not wait for others along cp
         return spread, spread.resolve(ctx, view, options)
 
 

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# By what has them. Those of `fully_shard` stand in `_torch_fsdp.py`, which alone uses them; kernels of attention are
-# called in `context/_kernels.py` alone.
+# By owner. The names of `fully_shard` are in `_torch_fsdp.py`, the only file that uses them. Attention kernels are only
+# called in `context/_kernels.py`.
 PRIVATE = {
-    # the replica whose forward runs, at whose buckets torch.compile cuts its graphs; sets and resets it
+    # the replica that is running its forward; torch.compile cuts its graphs at its buckets; sets and resets it
     "torch.nn.parallel.DistributedDataParallel": ("_active_ddp_module", "_inside_ddp_forward"),
     "torch._C._distributed_c10d.Reducer": ("_rebuild_buckets", "_set_mixed_precision_param_dtype"),
     "torch.Tensor": ("_is_view", "_backward_hooks", "_post_accumulate_grad_hooks", "_make_wrapper_subclass"),
@@ -63,7 +63,7 @@ PRIVATE = {
     ),
     "torch.autograd": ("_get_sequence_nr", "_unsafe_preserve_version_counter"),
     "torch.autograd.graph.Node": ("_sequence_nr",),
-    "torch.nn.TransformerEncoderLayer": ("_ff_block",),  # compared, as that of nn.TransformerDecoderLayer
+    "torch.nn.TransformerEncoderLayer": ("_ff_block",),  # compared, like nn.TransformerDecoderLayer's
     "torch.distributed.tensor.DTensor": ("_spec", "_local_tensor"),  # and the arguments of its constructor
     "torch.distributed.device_mesh.DeviceMesh": ("_get_root_mesh",),
     "torch.distributed.pipelining.PipelineStage": ("_post_metadata_inference_cleanup",),  # overridden to do nothing
@@ -173,7 +173,7 @@ def hook_count(tensor: torch.Tensor) -> int:
 
 
 def forward_hooks(module: nn.Module) -> Mapping[int, object]:
-    """Return the hooks that see a module's inputs and outputs, of this module alone."""
+    """Return the hooks that see a module's inputs and outputs, only of this module."""
     return cast(Any, module)._forward_hooks
 
 
@@ -188,7 +188,7 @@ def hooks_with_keywords(module: nn.Module) -> Collection[int]:
 
 
 def forward_pre_hooks(module: nn.Module) -> Mapping[int, object]:
-    """Return the hooks that see a module's inputs, of this module alone."""
+    """Return the hooks that see a module's inputs, only of this module."""
     return cast(Any, module)._forward_pre_hooks
 
 

@@ -117,7 +117,7 @@ class UnitCall(msgspec.Struct, frozen=True):
     growths: tuple[Growth, ...] = ()  # items that it adds to lists and dictionaries
     taps: tuple[Tap, ...] = ()  # results that hooks within it are given
     flops: float = 0.0  # of its forward
-    reentrant: bool = False  # whether it runs in a checkpoint of the reentrant kind, whose first run has no gradient
+    reentrant: bool = False  # whether it runs in a reentrant checkpoint, which has no gradient in its first run
     hidden: frozenset[int] = frozenset()  # numbers of the leaves that such a checkpoint keeps without a gradient
     cached: tuple[CacheGrowth, ...] = ()  # growths of the caches of keys and values that it is given
 
@@ -191,7 +191,7 @@ class Decision(NamedTuple):
 class HeldTensor(NamedTuple):
     """A parameter or buffer of the model."""
 
-    names: tuple[str, ...]  # all its names, the first one being that of labels
+    names: tuple[str, ...]  # all its names; the first one is the name in labels
     bytes: int  # its size
     is_parameter: bool  # whether it is one
 

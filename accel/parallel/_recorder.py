@@ -376,7 +376,7 @@ class Recorder(TorchDispatchMode):
     def _check_value(self, now: RunningCall, value: Any) -> None:
         if not isinstance(value, _PLAIN):
             raise StageError(
-                "a module returns an object whose tensors are not known",
+                "a module returns an object with unknown tensors",
                 expected="tensors, numbers, and containers of them",
                 got=f"{type(value).__qualname__} of {now.path}",
                 where=WHERE,

@@ -155,7 +155,7 @@ HOOKED = ModelRefusal(
     'accel.load_checkpoint_and_dispatch(ctx, accel.init_empty_weights(build), path, "auto").',
 )
 
-# Nothing else can be said of these models, so they are refused alone.
+# No other check applies to these models, so they are refused separately.
 FORMS = (
     HOOKED,
     ModelRefusal(
@@ -185,7 +185,7 @@ FORMS = (
     ModelRefusal(
         "the model has parameters without a shape yet",
         _shapeless,
-        expected="a model whose lazy modules have seen an input",
+        expected="a model with lazy modules that have seen an input",
         fix="Run the model once on the CPU, before it is prepared.",
     ),
     ModelRefusal(

@@ -139,7 +139,7 @@ def _read_without_call(error: Exception) -> PrepareError:
     line = f"line {own[-1].lineno} of {own[-1].filename}, {own[-1].line}" if own else str(error)
     return PrepareError(
         "the forward reads parameters of a module that it does not call, and they are DTensors on a mesh with tp",
-        expected="modules that are called, or whose style gives plain tensors to whoever reads them",
+        expected="modules that are called, or that have a style which gives plain tensors to readers",
         got=line,
         where="forward, plan.tensor",
         fix="Let accel.prepare(ctx, model, optimizer, example=batch) find what is read; or name these modules: "
@@ -150,13 +150,13 @@ def _read_without_call(error: Exception) -> PrepareError:
 def compare_batches(ctx: DistContext, view: ModelView) -> None:
     """Let a model compare its first batches on the ranks that share them. Mutates it. A collective at first.
 
-    A model that its user has spread along tp may get parts of a batch, so it is left alone.
+    A model that its user has sharded along tp may get parts of a batch, so it is not checked.
     """
     group = group_of(ctx, *AXES)
     if group is None:
         return
     inner = view.inner.model
-    # Where each rank has the whole model, one of them may evaluate alone.
+    # If each rank has the full model, a single rank may evaluate.
     modes = ("training", "evaluation") if is_pipelined(inner) or _is_cut(view.inner) else ("training",)
     note_prepared(inner, same_batches=SameBatches(adopt(group, ctx.device), ctx.rank, ctx.containers, modes))
     if not is_pipelined(inner):

@@ -51,7 +51,7 @@ def holds_dtensors(model: nn.Module) -> bool:
 
 
 def sharded_roots(model: nn.Module) -> Sequence[Sharded]:
-    """Return the outermost modules that `fully_shard` was called on; none for tensor parallelism alone."""
+    """Return the outermost modules that `fully_shard` was called on; none if there is only tensor parallelism."""
     if is_pipelined(model):
         return [root for stage in stage_modules(model) for root in sharded_roots(stage)]
     # The class is asked first: a protocol's isinstance takes 10 us for a module that does not fit.
@@ -114,7 +114,7 @@ def check_adopted(ctx: DistContext, model: nn.Module) -> None:
 def check_replicated(ctx: DistContext, replica: DistributedDataParallel) -> None:
     """Refuse a DDP of the user's that exchanges gradients between others than the ranks with the same parameters.
 
-    No communication: a group that torch has not opened is adopted, as its manager alone knows its ranks.
+    No communication: a group that torch has not opened is adopted, because only its manager knows its ranks.
     """
     group = cast(Any, replica).process_group
     if group is ctx.comm.group and ctx.mesh is None:

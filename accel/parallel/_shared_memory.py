@@ -20,7 +20,7 @@ _COMPILED = "CompiledFunctionBackward"  # class of the node that torch makes for
 def compiled_leaves(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the leaves without a gradient that a backward from `roots` reaches, if torch has compiled a part of it.
 
-    Without a compiled part the list is empty. Call it where `has_compiled` is true alone, as it walks the graph.
+    Without a compiled part the list is empty. Only call it if `has_compiled` is true, because it walks the graph.
     """
     leaves: list[torch.Tensor] = []
     has_compiled_part = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names inside torch's `fully_shard` that this package reads and replaces, in this file alone.
+"""Names inside torch's `fully_shard` that this package reads and replaces, only in this file.
 
 `fully_shard` gives a module a state, and the state a group of parameters for each mesh. Over one step the group's
 methods run in this order, and each hook below is at one of them:
@@ -63,7 +63,7 @@ NAMES = {
     f"{_INSIDE}._fsdp_param.ParamModuleInfo": ("module", "param_name", "shared_modules", "shared_param_names"),
 }
 _SUM_UNUSED = "set_reduce_scatter_unused_params"  # public; of torch 2.13
-# Before torch 2.15 gradients of several formats wait apart, and this method brings one to the format of the sum.
+# Before torch 2.15 gradients of several dtypes wait separately, and this method casts one to the dtype of the sum.
 _TO_ONE_FORMAT, _WAITING = "to_accumulated_grad_if_needed", "unsharded_accumulated_grad"
 # the methods of a group in which a rank waits for others
 GATHERS, SUMS = ("unshard", "wait_for_unshard"), "post_backward"
@@ -137,7 +137,7 @@ def sum_unused(unit: nn.Module) -> None:
 
 
 def sum_in_one_format(modules: Iterable[nn.Module]) -> None:
-    """Let modules of `fully_shard` among others sum all gradients of a window in one format, whichever
+    """Let modules of `fully_shard` among others sum all gradients of a window in one dtype, whichever
     micro-batches used their parameters."""
     from torch.distributed.fsdp import FSDPModule
 
@@ -148,8 +148,8 @@ def sum_in_one_format(modules: Iterable[nn.Module]) -> None:
 
 
 def _widened(group: Any, post_backward: Callable[..., None], *unused: object) -> None:
-    """Sum the gradients of a group of `fully_shard`. Those of earlier micro-batches wait in the format of the sum, and
-    torch takes no others beside them."""
+    """Sum the gradients of a group of `fully_shard`. Gradients of earlier micro-batches wait in the dtype of the sum,
+    and torch takes no others together with them."""
     if not any(hasattr(each, "_unsharded_param") for each in group.fsdp_params):
         return  # torch looks for gradients of a module that no forward has run
     if group.reduce_grads and any(each.unsharded_accumulated_grad is not None for each in group.fsdp_params):
@@ -244,7 +244,7 @@ class _Kept:
         self._facts = self._now()
         for whole in (each.whole for each in shards_of(self._module)) if not self._watched else ():
             if whole is not None and whole.requires_grad:
-                sum_at_end(self._module, whole)  # the loss may read the gradient alone, and no output
+                sum_at_end(self._module, whole)  # the loss may only read the gradient, and no output
         self._watched = True
 
     def _now(self) -> list[tuple[int, ...]]:
@@ -281,7 +281,7 @@ class _Kept:
 
 
 def keep_for_graphs(modules: Iterable[nn.Module]) -> None:
-    """Let a backward that makes a graph (double backward, as of a gradient penalty) leave modules of `fully_shard`
+    """Let a backward that makes a graph (double backward, as for a gradient penalty) leave modules of `fully_shard`
     gathered until the next backward, which sums the gradients; let one within a forward sum nothing. Mutates the
     modules."""
     for module in modules:

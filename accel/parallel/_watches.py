@@ -77,7 +77,7 @@ class _ParameterChanges(TorchFunctionMode):
 
 
 def _is_same(tensor: torch.Tensor, data: torch.Tensor) -> bool:
-    """Whether data that a tensor is set to is its own, as of a `Module.to` that changes nothing."""
+    """Whether a tensor is set to its own data, as by a `Module.to` that changes nothing."""
     own = local_part(tensor)
     other = local_part(data)
     return own.dtype == other.dtype and own.device == other.device and own.data_ptr() == other.data_ptr()
@@ -104,7 +104,7 @@ class _FirstForward:
         return self
 
     def begin(self, module: nn.Module) -> bool:
-        """Begin to look; False where the model is to be left alone."""
+        """Begin to look; False if the model must not be watched."""
         raise NotImplementedError
 
     def end(self) -> None:
@@ -179,7 +179,7 @@ def refuse_changes(view: ModelView) -> None:
     lose the change. Mutates the model, by hooks that go after it.
 
     A forward that bounds parameters, as Gemma 3n's, does so at each call, and is warned about. Models with regions that
-    torch compiles are left alone.
+    torch compiles are not changed.
     """
     _ = _ChangesWatch(view)
 
@@ -230,7 +230,7 @@ def _statistics(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def log_changed_buffers(ctx: DistContext, model: nn.Module) -> None:
     """Let the first training forward of a prepared model log which buffers it changes, once for each stage. Mutates the
-    model, by hooks that go after it. A model that torch compiles as a whole is left alone."""
+    model, by hooks that go after it. A model that torch compiles as a whole is not changed."""
     others = (axis for name, axis in ctx.position.axes if dimension_of(name) != "pipeline")
     is_first = ctx.data_parallel[0] == 0 and all(axis.rank == 0 for axis in others)
     if is_first and any(each.requires_grad for each in model.parameters()):

@@ -122,7 +122,7 @@ def sequence_sums(ctx: DistContext, values: Tensor, mask: Tensor) -> Tensor:
     if group is None:
         return own
     total = all_reduce_flat(adopt(group, ctx.device), own.detach().clone(), "sum")
-    # Each rank along cp counts its copy of a row's loss, and reaches its own tokens alone.
+    # Each rank along cp counts its copy of a row's loss, and only reaches its own tokens.
     copies = group.size()
     return total + copies * (own - own.detach())
 

@@ -2,7 +2,7 @@
 """Rows of tokens packed into rows of one length: a stream with a state, for `prepare_loader(stream=)`.
 
 A packed row begins with the oldest row that waits, so none waits for ever, and takes the longest others that fit. Which
-rows come together depends on lengths and order alone, so every number of ranks reads the same.
+rows come together only depends on lengths and order, so every number of ranks reads the same.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def pack(
             expected="rows that can be read again in the next epoch",
             got=type(rows).__name__,
             where="pack",
-            fix="Pass list(rows), or an object whose __iter__ reads them.",
+            fix="Pass list(rows), or an object that reads them in __iter__.",
         )
     if seed is not None and not _is_indexed(rows):
         raise DataError(

@@ -197,7 +197,7 @@ def group_advantages(
 ) -> Tensor:
     """Return rewards less the mean of their group, the answers to one prompt.
 
-    A collective with `scale="batch"` alone (two messages).
+    A collective only with `scale="batch"` (two messages).
 
     Args:
         ctx: the context.

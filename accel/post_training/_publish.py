@@ -93,7 +93,7 @@ def publish(
     Raises:
         ServerError: a server is gone, refuses the version, a name, shape or dtype, or has received other bits,
             or gives other log-probabilities.
-        CheckpointError, CollectiveMismatch, PrepareError: as of `save_model`.
+        CheckpointError, CollectiveMismatch, PrepareError: as in `save_model`.
         ConfigError: rank 0 without a server, or adapters that are not low-rank ones.
 
     Examples:

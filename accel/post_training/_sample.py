@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples asked of a server, now or later: a draw is a function of key, prompt, sample and place alone."""
+"""Samples asked of a server, now or later: a draw only depends on key, prompt, sample and place."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def sample(
 ) -> Samples:
     """Return `n` samples of each prompt, in the order of the prompts.
 
-    A draw depends on the key, the numbers of prompt and sample, and the token's place alone. Any number of ranks, any
+    A draw only depends on the key, the numbers of prompt and sample, and the token's place. Any number of ranks, any
     batch and any order give the same samples in float64. In fp32 the random numbers are the same, and rows differ where
     two tokens are nearly equal; in bf16 the distribution is the same.
 
@@ -224,7 +224,7 @@ def sample_later(
         **options: the keywords of `sample`.
 
     Raises:
-        ConfigError: as of `sample`.
+        ConfigError: as in `sample`.
 
     Examples:
         >>> class Next(nn.Module):

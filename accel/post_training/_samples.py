@@ -243,7 +243,7 @@ def token_ids(ids: Any, where: str, *, or_one: bool = False) -> Tensor:
     """Return tokens as int64 of shape [tokens], with `or_one` also of a single number; raise `DataError` for others."""
     if isinstance(ids, Set | Iterator | bytes):
         ids = [*cast("Iterable[Any]", ids)]
-    try:  # a copy: torch warns of memory that may only be read, as of a file of tokens
+    try:  # a copy: torch warns of read-only memory, such as a file of tokens
         found = ids if isinstance(ids, Tensor) else torch.tensor(ids)
     except (TypeError, ValueError, RuntimeError):  # texts, objects, rows of several lengths
         found = torch.zeros((1, 1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixed precision while a model runs: `autocast`, the formats of a block's arithmetic, and the scale of its losses.
+"""Mixed precision while a model runs: `autocast`, the dtypes of a block's arithmetic, and the scale of its losses.
 
 The loss scale is a frozen record with a pure update. Dynamic loss scaling: Micikevicius et al. 2018, "Mixed precision
 training", arXiv:1710.03740.
@@ -73,7 +73,7 @@ def autocast(
 ) -> AbstractContextManager[object]:
     """Compute the block's eligible operations in the context's precision, or in another. Blocks nest.
 
-    Outputs keep the format they were computed in. A context in fp32 or tf32 leaves an autocast around the block as it
+    Outputs keep the computed dtype. A context in fp32 or tf32 leaves an autocast around the block as it
     is; `precision="fp32"` turns it off within, and tf32 too.
 
     Args:
@@ -86,7 +86,7 @@ def autocast(
         A context manager for one block. No communication.
 
     Raises:
-        DeviceError: the device does not support the format.
+        DeviceError: the device does not support the precision.
         ConfigError: an unknown precision.
 
     Examples:
@@ -125,7 +125,7 @@ def _scope(ctx: DistContext, chosen: Precision, cache: bool) -> AbstractContextM
 
 @contextlib.contextmanager
 def _nested(device: torch.device, scope: AbstractContextManager[object]) -> Generator[None]:
-    """Enter a scope within others. torch's cache of converted parameters ignores their format, so it is cleared."""
+    """Enter a scope within others. torch's cache of converted parameters ignores their dtype, so it is cleared."""
     available = torch.amp.is_autocast_available(device.type)
     torch.clear_autocast_cache()
     try:

@@ -25,7 +25,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_compute(device: torch.device, compute: Compute) -> None:
-    """Raise `DeviceError` unless a device supports a format; the CPU has bf16 and fp16, slowly, only CUDA tf32."""
+    """Raise `DeviceError` unless a device supports a precision; the CPU has bf16 and fp16, slowly, only CUDA tf32."""
     if reason := _reason(device, compute):
         formats: tuple[Compute, ...] = ("fp32", "bf16", "fp16")
         others = [other for other in formats if not _reason(device, other)]
@@ -44,7 +44,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def _reason(device: torch.device, compute: Compute) -> str:
-    """Return why a device does not support a format; "" if it does."""
+    """Return why a device does not support a precision; "" if it does."""
     if compute == "fp32" or (device.type == "cpu" and compute != "tf32"):
         return ""
     if device.type == "cuda":

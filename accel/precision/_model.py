@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`apply_precision`: the formats of a model's parameters, submodules, outputs and gradients."""
+"""`apply_precision`: the dtypes of a model's parameters, submodules, outputs and gradients."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ class WithOutputs(Mixin, nn.Module):
 
 @context_first
 def apply_precision(ctx: DistContext, model: M) -> M:
-    """Convert a model to the formats of the context's precision, in place. `prepare` calls it. No communication.
+    """Convert a model to the dtypes of the context's precision, in place. `prepare` calls it. No communication.
 
     Parameters are converted and stay the same objects, as an optimizer may hold them. (fp8 weights gathered in fp8 do
-    not: build the optimizer after this call.) Buffers keep their format, and so do the parameters of batch norms, with
+    not: build the optimizer after this call.) Buffers keep their dtype, and so do the parameters of batch norms, with
     statistics in fp32. Submodules named in `fp32_modules` get fp32 parameters and inputs. Names in `state_dict` stay.
     A second call changes nothing.
 
@@ -108,7 +108,7 @@ def apply_precision(ctx: DistContext, model: M) -> M:
 
     Raises:
         ConfigError: a name that no submodule has, or no layer for fp8 or to quantize.
-        DeviceError: the device does not support a format.
+        DeviceError: the device does not support a dtype.
         MissingExtraError: a package for fp8 or quantization is missing.
         PrepareError: parameters to convert have gradients, or are sharded.
     """
@@ -155,7 +155,7 @@ def _spared(model: nn.Module, precision: Precision) -> set[str]:
 
 
 def _formats(model: nn.Module, precision: Precision, spared: set[str]) -> list[tuple[str, nn.Parameter, torch.dtype]]:
-    """List parameters to convert, each once; of modules that share one, the wider format wins."""
+    """List parameters to convert, each once; of modules that share one, the wider dtype wins."""
     wanted: dict[int, torch.dtype] = {}
     for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
         for parameter in module.parameters(recurse=False):

@@ -180,7 +180,7 @@ def _launchers(a: RunData, b: RunData) -> tuple[set[str], FactDifference | None]
     for run in (a, b):
         launched, settled = settings_of(run)
         mine |= launched.keys() - settled.keys()
-    own = f"accel launch, {len(mine)} setting{'s' * (len(mine) != 1)} of its own"
+    own = f"accel launch, with {len(mine)} setting{'s' * (len(mine) != 1)}"
     by = [own if run.launches else "another command" for run in (a, b)]
     return mine, FactDifference("setting", _STARTED, *by)
 

@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 
 def write_json(path: str | os.PathLike[str], value: object) -> None:
-    """Write a value as JSON to a file of this process alone, so that a reader finds all of it or nothing."""
+    """Write a value as JSON to a file that only this process writes, so that a reader finds all of it or nothing."""
     replace_file(path, msgspec.json.encode(value))
 
 
 def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write a file of this process alone by one rename, so that a reader finds all of it or nothing."""
+    """Write a file that only this process writes by one rename, so that a reader finds all of it or nothing."""
     partial = f"{os.fspath(path)}.partial"
     with open(partial, "wb") as file:
         _ = file.write(content)

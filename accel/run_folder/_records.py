@@ -27,8 +27,8 @@ _CONFLICTING = re.compile(r"accel-[^-]+\.(dist|egg)-info", re.IGNORECASE)
 _PATIENCE_S = 5.0  # a status of a large tree on a slow disk
 _MOST_STATUS = 64_000_000  # bytes of its output
 _MOST_NAMES = 1_000_000
-# Variables, as a repository's own settings override those of a command line that are less specific. Nothing is
-# fetched, by a program of the repository, for a partial clone.
+# Variables, because a repository's settings override less specific settings of a command line. Nothing is fetched, by a
+# program of the repository, for a partial clone.
 _GIT_ENVIRON = ("GIT_OPTIONAL_LOCKS=0", "GIT_NO_LAZY_FETCH=1", "GIT_ALLOW_PROTOCOL=none", "GIT_TERMINAL_PROMPT=0")
 # A repository can name programs in its settings, and whoever wrote the folder may not be this user.
 _GIT_SETTINGS = ("core.fsmonitor=false", "core.hooksPath=/dev/null", "core.pager=cat", "diff.autoRefreshIndex=false")

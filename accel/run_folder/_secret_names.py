@@ -86,7 +86,7 @@ def is_secret_before_colon(name: str) -> bool:
 
 
 def _is_hook(words: Sequence[str]) -> bool:
-    """Return whether a name is that of a webhook or its URL."""
+    """Return whether a name is the name of a webhook or its URL."""
     before, last = ["", "", *words][-2:]
     return last in _HOOKS or (last in ("url", "urls", "uri") and before in _HOOKS)
 

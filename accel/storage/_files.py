@@ -230,7 +230,7 @@ def _advice(number: int | None) -> str:
 
 
 class OpenDirectory:
-    """A folder held open: its files stay as of one moment, even if it is renamed meanwhile."""
+    """A folder held open: its files stay the files of one moment, even if it is renamed meanwhile."""
 
     __slots__ = ("_file", "path")
 
@@ -318,7 +318,7 @@ class OpenDirectory:
 
     def refusal(self, name: str, problem: str, *, expected: str = "", got: str = "") -> CheckpointError:
         """Make the error for one file."""
-        fix = "Load an older checkpoint; `latest_checkpoint` skips folders whose files are missing or cut."
+        fix = "Load an older checkpoint; `latest_checkpoint` skips folders with missing or cut files."
         return CheckpointError(f"{name}: {problem}", expected=expected, got=got, where=str(self.path / name), fix=fix)
 
     def _check_name(self, name: str) -> None:

@@ -2,7 +2,7 @@
 """A default group for each simulated rank. What torch does not promise to keep is used here and in `_modes` alone.
 
 c10d keeps all that it knows about groups in one object, `distributed_c10d._world`, "experimental extension point to
-override it". While simulations with default groups run, a substitute leads each rank's thread to tables of its own, and
+override it". While simulations with default groups run, a substitute leads each rank's thread to separate tables, and
 any other thread to the real ones. C++ looks groups up by name, in a registry that can be made each thread's own. And
 because caches of DTensor compare meshes without their groups, each rank's meshes get a number that no other rank has,
 by the way that torch made for its own test backend named "threaded".

@@ -21,7 +21,7 @@ from accel.testing._process import outside_of_modes
 
 Kind = Literal["device", "pinned"]
 
-_UNWRITTEN, _FREED = 0xFF, 0xEE  # the former is NaN in every format of floats
+_UNWRITTEN, _FREED = 0xFF, 0xEE  # the former is NaN in every floating-point dtype
 _ROUNDING = 512  # bytes: sizes up to the same multiple of it can have the same memory, as with CUDA's allocator
 _CACHED = 256  # freed allocations that wait for another use
 
@@ -102,7 +102,7 @@ class MemoryBlock:
         """End unknown copies from the memory that a copy by the device is about to write to.
 
         Returns:
-            Whether the host left the memory alone.
+            Whether the host did not touch the memory.
         """
         first, end = span(target)
         read = [each for each in self.unknown if not each.writes and each.overlaps(first, end)]
@@ -114,7 +114,7 @@ class MemoryBlock:
         """Show the host what a copy wrote, but for what later ones write.
 
         Returns:
-            Whether the host left alone what a copy reads.
+            Whether the host did not touch the source of a copy.
         """
         if copy not in self.unknown:  # a later copy by the device has ended it
             return True

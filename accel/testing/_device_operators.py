@@ -52,7 +52,7 @@ class DeviceMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if not _PLAIN.issuperset(types):  # a tensor of another kind first takes itself apart
+        if not _PLAIN.issuperset(types):  # a tensor of another kind first unwraps itself
             return NotImplemented
         with self._device.locked():
             return _Call(self._device, func, args, dict(kwargs or {})).run()

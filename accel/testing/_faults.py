@@ -48,7 +48,7 @@ class Fault(msgspec.Struct, frozen=True, repr_omit_defaults=True):
 
 
 class WriteFault(msgspec.Struct, frozen=True, repr_omit_defaults=True):
-    """A disk's fault in one file that a rank writes; apart from "full" the disk reports success.
+    """A disk's fault in one file that a rank writes; except for "full" the disk reports success.
 
     Attributes:
         rank: the rank that writes.

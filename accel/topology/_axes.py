@@ -35,8 +35,8 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
             and tp, neighbours first, and so is no factor of the number of ranks.
 
     Raises:
-        ConfigError: a size below 1, `dp` beside `dp_replicate` or `dp_shard`, or an `ep` that does not divide the ranks
-            that it takes.
+        ConfigError: a size below 1, `dp` together with `dp_replicate` or `dp_shard`, or an `ep` that does not divide
+            the ranks that it takes.
     """
 
     pp: int = 1
@@ -86,7 +86,7 @@ FACTORS = tuple(name for name in AXES if name != "ep")
 def mesh_sizes(text: str, *, where: str, error: type[AccelError] = ConfigError) -> dict[str, int]:
     """Return the sizes of named axes, in the order of ranks: of "tp=2,dp=-1", {"dp": -1, "tp": 2}.
 
-    Raises `error`: an axis is repeated, unknown, or excluded by another; two sizes are -1, or that of `ep` is.
+    Raises `error`: an axis is repeated, unknown, or excluded by another; two sizes are -1, or the size of `ep` is.
     """
     if not isinstance(text, str) or not re.fullmatch(MESH_TEXT, text):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise error(
@@ -142,7 +142,7 @@ def check_axes_sizes(sizes: Mapping[str, int], *, where: str, error: type[AccelE
         raise error(
             "two names for data parallelism",
             expected="only dp, or dp_replicate and dp_shard",
-            got=f"dp={sizes['dp']} beside {' and '.join(parts)}",
+            got=f"dp={sizes['dp']} together with {' and '.join(parts)}",
             where=where,
             fix="dp means replicas or shards, by the strategy; a mesh of both names both.",
         )
@@ -167,7 +167,7 @@ def coordinates(axes: Axes, rank: int) -> Mapping[str, int]:
 
 
 def rank_rows(axes: Axes, *along: str) -> tuple[tuple[int, ...], ...]:
-    """Return rows of ranks that differ along some axes alone, one for each position on the others."""
+    """Return rows of ranks that only differ along some axes, one for each position on the others."""
     # "ep" divides the ranks along dp or dp_shard, cp and tp anew; "efsdp" are those with the same experts
     if {"ep", "efsdp"} & set(along):
         shape = {"pp": axes.pp, "dp_replicate": axes.dp_replicate, "efsdp": axes.expert_ranks // axes.ep, "ep": axes.ep}
@@ -230,9 +230,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         tensor: tensor-parallel styles by pattern; "model" for what `tensor_plan` finds in the model. Modules that no
             pattern names are replicated, so an empty mapping leaves the model whole on every rank along tp.
-        head: style of the layer that gives the logits, with `tensor="model"`. With "colwise" no rank gathers them:
-            each returns those of its words, for `vocab_cross_entropy`, by which a model of transformers computes the
-            loss of its `labels=`.
+        head: style of the layer that computes the logits, with `tensor="model"`. With "colwise" no rank gathers them:
+            each returns the logits of its words, for `vocab_cross_entropy`. A model of transformers computes the loss
+            of its `labels=` by it.
         logits: "deferred" lets losses be computed without logits, by `defer_logits`; "full" makes them.
         sequence: whether ranks along tp share the tokens between the layers that they share (sequence parallelism);
             with `tensor="model"`; custom styles include it.
@@ -252,14 +252,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             `_no_split_modules`; patterns or class names; or the least number of parameters of a module.
         together: patterns or class names of modules without units inside, for parts that only some ranks run; the unit
             around them gathers their parameters.
-        ignored: patterns of modules that sharding leaves alone; every rank along dp holds them whole.
+        ignored: patterns of modules that are not sharded; every rank along dp holds them in full.
         reshard_after_forward: whether the parameters of a unit are resharded after its forward; a number for the ranks
             that share the parts then; None for True in all units but the last.
         gather_dtype: dtype in which sharded parameters are gathered; "auto" for the context's compute dtype.
         reduce_dtype: dtype in which gradients are summed over ranks; "auto" for fp32.
         prefetch: number of FSDP units to gather ahead; None for torch's choice.
         offload: tensors that are in the host's memory between uses. True moves sharded parameters, gradients and
-            optimizer state, and the host steps. "optimizer" moves the optimizer's state alone, on any mesh, and each
+            optimizer state, and the host steps. "optimizer" only moves the optimizer's state, on any mesh, and each
             step copies it to the device and back.
         methods: methods of the model, and paths of its submodules, that the script calls besides `model(...)`, as in
             ("encode", "model.encoder"). Each call gathers parameters and exchanges gradients as a forward does.
@@ -332,7 +332,7 @@ _KINDS: Mapping[str, str] = {  # of fields that have no choices
 Dimension = Literal["data", "replicate", "shard", "expert", "tensor", "context", "sequence", "pipeline"]
 
 # Names of a mesh's axes by what their ranks do; along "data" ranks hold replicas or shards, by the strategy. A
-# text knows the first of each alone: the others are those of meshes that other frameworks make.
+# text only knows the first of each: the others are names in meshes that other frameworks make.
 AXIS_NAMES: Mapping[Dimension, tuple[str, ...]] = {
     "data": ("dp", "data", "data_parallel", "hsdp"),
     "replicate": ("dp_replicate", "replicate", "ddp"),
@@ -406,7 +406,7 @@ class MeshPosition:
         return tuple(own for own, dimension in both if dimension in ("replicate", "shard"))
 
     def axis(self, name: str, data: Dimension = "data") -> Axis:
-        """Return index and size along an axis, (0, 1) where the mesh has none; arguments and errors as of `find`."""
+        """Return index and size along an axis, (0, 1) if the mesh has none; arguments and errors as in `find`."""
         own = self.find(name, data)
         return _joint(axis for each, axis in self.axes if each in own)
 

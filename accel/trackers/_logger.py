@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loggers that know their rank: the standard library's, seen through a context. The root logger is left alone."""
+"""Loggers that know their rank: the standard library's, seen through a context. The root logger is not changed."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ class RankLogger(_Adapter):
             level: level of the message.
             msg: message, with places for `args`.
             args: values for the places.
-            main_process_only: whether rank 0 alone logs it.
+            main_process_only: whether only rank 0 logs it.
             once_per_node: whether the first rank of every node logs it, and no other.
             in_order: whether ranks log one after another; every rank must make the call, whatever its level.
-            stacklevel: as of `logging.Logger.log`.
-            kwargs: `exc_info`, `stack_info` and `extra`, as of `logging.Logger.log`.
+            stacklevel: as in `logging.Logger.log`.
+            kwargs: `exc_info`, `stack_info` and `extra`, as in `logging.Logger.log`.
         """
         ctx, prefix = self.ctx, ""
         is_chosen = True
@@ -126,7 +126,7 @@ class RankLogger(_Adapter):
 def get_logger(name: str, ctx: DistContext, level: int | str | None = None) -> RankLogger:
     """Return the standard library's logger of a name for this rank. No communication.
 
-    By default rank 0 alone logs. Handlers and formats come from the `logging` module, which stays as it is: neither
+    By default only rank 0 logs. Handlers and formats come from the `logging` module, which stays as it is: neither
     the root logger nor the level of the logger changes.
 
     Args:

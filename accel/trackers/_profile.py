@@ -128,17 +128,17 @@ def profile(
 ) -> Generator[Profile]:
     """Profile the steps of a loop. No communication; every rank calls it.
 
-    Each chosen rank writes the trace `out/profile/rank-00000.json.gz` when the schedule's steps are over, and those of
-    later cycles into `out/profile/cycle-2` and so on. `accel profile OUT` reads them; so do https://ui.perfetto.dev and
-    chrome://tracing. A trace that cannot be written is reported by the logger `accel.trackers`.
+    Each chosen rank writes the trace `out/profile/rank-00000.json.gz` when the schedule's steps are over, and the
+    traces of later cycles into `out/profile/cycle-2` and so on. `accel profile OUT` reads them; so do
+    https://ui.perfetto.dev and chrome://tracing. A trace that cannot be written is logged by `accel.trackers`.
 
     Args:
         ctx: the context.
         out: a folder, best the run's. Older traces of the same ranks in it are deleted.
         schedule: result of `torch.profiler.schedule`; by default steps 6 to 10 are recorded, after 2 of warm-up.
         ranks: ranks to profile; None for all, an empty list for none.
-        memory: whether each trace has a snapshot of CUDA's memory beside it, `memory-00000.pickle`, with the history of
-            allocations, for https://docs.pytorch.org/memory_viz.
+        memory: whether to write a snapshot of CUDA's memory next to each trace, `memory-00000.pickle`, with the history
+            of allocations, for https://docs.pytorch.org/memory_viz.
         activities: kinds of events; by default the CPU's, and CUDA's in a context on cuda.
         on_trace_ready: function of torch's profiler, called on each chosen rank after it has written a trace.
         record_shapes, profile_memory, with_stack, with_flops, with_modules: as for `torch.profiler.profile`.

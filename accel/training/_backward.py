@@ -221,7 +221,7 @@ def matched(factor: float | torch.Tensor, loss: torch.Tensor) -> float | torch.T
 
 
 def rooted(loss: torch.Tensor, factor: float | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return what backward begins at, and its gradient: the factor, which spares a product and its backward."""
+    """Return what backward begins at, and its gradient: the factor, which saves a multiplication and its backward."""
     factor = matched(factor, loss)
     if is_dtensor(loss):
         return times(loss, factor), None
@@ -313,7 +313,7 @@ def window_block(ctx: DistContext, accum: Accumulation, models: Sequence[nn.Modu
         # Noted here and refused by the step: a gradient that is there already would be summed into this window's.
         note_gradients(models)
     elif accum.micro == 2 and accum.backwards and not accum.sync_each_batch and engine_of(ctx) is None:
-        # The usual slip is zero_grad() in every micro-batch, which leaves the step the gradients of the last alone.
+        # The usual slip is zero_grad() in every micro-batch, which leaves the step only the gradients of the last.
         check_kept(models)
     return block
 

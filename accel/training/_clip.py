@@ -89,7 +89,7 @@ def clip_norm(
         scale_(grads, torch.where(norm.isfinite(), shortening(norm, max_norm), 1.0))
     elif math.isfinite(norm):
         scale_(grads, shortening(norm, max_norm))
-    return as_tensor(norm, norm_dtype(grads or listed))  # a stage may hold frozen parameters alone
+    return as_tensor(norm, norm_dtype(grads or listed))  # a stage may only hold frozen parameters
 
 
 @carries_state(3)

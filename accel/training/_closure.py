@@ -162,7 +162,7 @@ def step_by_closure(
 
     Args:
         ctx: the context.
-        optimizers: the optimizer alone.
+        optimizers: the single optimizer.
         state: a state within a batch.
         closure: the user's.
         clips: whether `optimizer_step` is to clip, which is refused.

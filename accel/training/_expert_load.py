@@ -78,7 +78,7 @@ class ExpertLoad:
         model: model from `prepare`. Hooks of its modules count; `close` removes them.
         experts: number of experts by pattern of the modules to count at, which are called with the experts of tokens,
             or return them: integers of shape [..., k]. With "model", the experts that `expert_plan` finds.
-        speed: step of the bias, such as 0.001; None to count alone.
+        speed: step of the bias, such as 0.001; None to only count.
         bias: name of the bias in the module of experts, or one next to it.
 
     Raises:

@@ -171,7 +171,7 @@ def _check_arguments(ctx: DistContext, state: object, low: float, high: float, s
             expected="a mesh without pp",
             got=f"pp={ctx.axis('pp').size}",
             where="find_lr",
-            fix="Run the test on another mesh: the rate is that of the model and of the global batch.",
+            fix="Run the test on another mesh: the rate depends on the model and on the global batch.",
         )
     if engine_of(ctx) is not None:
         raise ConfigError(

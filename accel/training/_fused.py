@@ -100,7 +100,7 @@ def fused_step(ctx: DistContext, loss: torch.Tensor, optimizer: Optimizer, *, no
             handle.remove()
     if not done:
         raise StepError("no parameter of the optimizer took part in the loss", where="fused_step")
-    # The second message: all ranks raise, though one alone has seen the gradient.
+    # The second message: all ranks raise, though only one has seen the gradient.
     if looks:
         with agreed(ctx.comm, call):
             if spoilt:
@@ -121,7 +121,7 @@ def _step_one(
     if counted := [key for key in narrow if key != "params" and narrow[key] is not group.get(key)]:
         raise ConfigError(
             "this optimizer counts its steps per group, so it cannot step single parameters",
-            expected="an optimizer like those of torch.optim",
+            expected="an optimizer that steps like torch.optim's",
             got=f"{type(optimizer).__name__}, which changed {', '.join(counted)}",
             where="fused_step",
             fix="Use accel.backward and accel.optimizer_step, and load the last checkpoint: one parameter has moved.",

@@ -72,7 +72,7 @@ def generate(
         temperature, top_k, top_p: as in transformers: 0 for the most probable token; else a divisor of the logits, and
             limits on the tokens that may be drawn.
         key: source of the draws; equal on every rank. A token is drawn by a number that depends on the key, the row's
-            number and the token's place alone, so that any number of ranks draws the same tokens, but where the
+            number and the token's place, so that any number of ranks draws the same tokens, but where the
             arithmetic of another batch rounds the logits otherwise.
         rows: numbers of this rank's rows among all ranks' rows, each once, from 0. By default each rank counts the rows
             of the ranks before it, by a small message where there is a key.

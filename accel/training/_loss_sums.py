@@ -252,7 +252,7 @@ class LossSums:
             if batch.rows.real < batch.rows.size and is_models_own(found, given[0], batch.rows.real, containers):
                 raise StepError(
                     "the model has computed its loss with rows that fill up a micro-batch",
-                    expected="a batch whose rows the micro-batches divide, or a loss of outputs with rows",
+                    expected="a batch with rows that the micro-batches divide, or a loss of outputs with rows",
                     got=f"{batch.rows.real} rows of the batch in a micro-batch of {batch.rows.size}",
                     where=_WHERE,
                     fix="Pass DataLoader(drop_last=True) and a batch_size that micro_batches divides.",
@@ -273,7 +273,7 @@ class LossSums:
 
 
 class _Rooted(torch.autograd.Function):
-    """A loss that backward runs from, with a factor for its gradient: no kernel, where a product takes two."""
+    """A loss that backward runs from, with a factor for its gradient: no kernel, whereas a multiplication takes two."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

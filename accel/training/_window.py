@@ -100,7 +100,7 @@ def mark_followed(ctx: DistContext, window: StepWindow, call: str) -> None:
 def window_gradients(
     ctx: DistContext, window: Accumulation, *groups: Iterable[torch.Tensor]
 ) -> list[list[torch.Tensor]]:
-    """Return the gradients of groups of parameters as ranks have exchanged them; of sparse ones the rows alone.
+    """Return the gradients of groups of parameters as ranks have exchanged them; for sparse ones only the rows.
 
     A collective if a graph was kept, or where unused parameters have been announced. Sparse gradients are coalesced.
     """
@@ -110,7 +110,7 @@ def window_gradients(
         # stepped.
         drop_unused(ctx, chain.from_iterable(listed))
     found = [_gradients(ctx, window, group) for group in listed]
-    # a stage of a pipeline may hold frozen parameters alone
+    # a stage of a pipeline may only hold frozen parameters
     if not any(found) and (ctx.axis("pp").size == 1 or any(each.requires_grad for group in listed for each in group)):
         raise StepError(
             "there are no gradients",

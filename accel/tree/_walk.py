@@ -148,7 +148,7 @@ def map_leaves(
 ) -> T:
     """Return a copy of the tree in which every leaf is replaced by `function(leaf)`; containers keep type and order.
 
-    Values of `skip_keys`, keys of mappings and names of fields, are kept as they are. Errors as of `leaves`.
+    Values of `skip_keys`, keys of mappings and names of fields, are kept as they are. Errors as in `leaves`.
     """
     try:
         return cast(T, _map(function, tree, None, containers, is_leaf, skip_keys))

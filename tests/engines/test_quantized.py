@@ -279,7 +279,7 @@ def test_checkpoints_of_bitsandbytes_own_layers_load(tmp_path: Path, bits: int) 
     with pytest.raises(accel.errors.ConfigError, match="quantized already"):
         accel.engines.quantized.load_quantized(ctx, net, full, config=config)
     skeleton = accel.bigmodel.describe(net)
-    with pytest.raises(accel.errors.ConfigError, match=r"a class of its own"):
+    with pytest.raises(accel.errors.ConfigError, match=r"a special class"):
         accel.dispatch_model(net, elsewhere(skeleton, "cpu", "cpu:0"))
 
 

@@ -140,7 +140,7 @@ def test_what_a_model_demands_is_named(axes: Axes, plan: Plan, expected: str | N
     ("axes", "plan", "expected"),
     [
         (Axes(dp=4, ep=4), Plan(), "experts cannot be divided along ep: expected ep that divides 6, got ep=4"),
-        (Axes(dp=3, tp=2), Plan(), "each rank along tp would compute all experts: expected ep beside tp"),
+        (Axes(dp=3, tp=2), Plan(), "each rank along tp would compute all experts: expected ep together with tp"),
         (Axes(dp=3, tp=2, ep=6), Plan(sequence=True), "estimates of shared tokens do not know experts"),
         (Axes(dp=3, tp=2, ep=6), Plan(), None),
         (Axes(dp=6, ep=6), Plan(), None),

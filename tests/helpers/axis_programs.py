@@ -429,7 +429,7 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "parallel/axes/context/_checks.py",
-        "on one rank, transformers would not keep packed documents apart beside a cache",
+        "on one rank, transformers would not keep packed documents apart with a cache",
         CUT + "places = accel.parallel.split_sequence(ctx, {'at': torch.arange(8).repeat(2, 1) % 4})['at']\n",
         "model(tokens, position_ids=places, use_cache=True)",
         "use_cache=False",

@@ -383,10 +383,10 @@ def _in_a_dict() -> Net:
     ("make", "told"),
     [
         (_odd, "layers.0.experts: has experts of other parameters or shapes than their neighbours"),
-        (_norms, "layers.0.experts: has the buffer 0.norm.running_mean, which ranks would change apart"),
+        (_norms, "layers.0.experts: has the buffer 0.norm.running_mean, which ranks would change separately"),
         (_tied, "layers.0.experts: shares 1.up.weight with another module"),
         (_narrow, "layers.0.experts: has 0.scale [1], without a dimension that 2 divides"),
-        (_in_a_dict, "layers.0.experts: is in a ModuleDict, whose forward has no loop over it"),
+        (_in_a_dict, "layers.0.experts: is in a ModuleDict, which has no loop over it in its forward"),
     ],
 )
 def test_a_list_that_cannot_be_divided_is_refused(make, told):

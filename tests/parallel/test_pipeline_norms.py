@@ -105,7 +105,7 @@ def test_statistics_of_micro_batches_are_announced(ranks: Simulator, caplog: pyt
         (
             lambda: _net(lambda: nn.BatchNorm1d(4, track_running_stats=False)).eval(),
             None,
-            ("a BatchNorm1d without statistics of its own", "nn.GroupNorm"),
+            ("a BatchNorm1d without running statistics", "nn.GroupNorm"),
         ),
         (lambda: _net(lambda: nn.SyncBatchNorm(4)), PIECES, ("a SyncBatchNorm in training", "process_group")),
     ],

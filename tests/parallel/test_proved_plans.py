@@ -566,7 +566,7 @@ def test_a_plan_is_found_for_what_a_declared_one_passes_over(
         assert divided == {f"{path}.{name}" for path, rule in rules.items() for name in rule.dims}
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
     assert declared == {**kept, "blocks.*.mlp": "copy_input"}
-    rest = ", and one beside it that is found and proved" if found else "; whole: blocks.0.attention and 1 like it: "
+    rest = ", and one in addition that is found and proved" if found else "; whole: blocks.0.attention and 1 like it: "
     assert f"by the plan that it declares{rest}" in caplog.text
 
 

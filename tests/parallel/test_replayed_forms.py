@@ -428,7 +428,7 @@ def test_a_form_runs_in_stages_as_it_is(ranks: Simulator, kind: type[nn.Module])
 @pytest.mark.parametrize(
     ("kind", "told", "named", "helps", "containers"),
     [
-        (OwnObject, "object whose tensors are not known", "State of blocks.0", OwnObject, [STATE]),
+        (OwnObject, "object with unknown tensors", "State of blocks.0", OwnObject, [STATE]),
         (ReturningNumber, "a Python number that it reads", "of blocks.0", ReturningTensor, []),
         (Collecting, "reaches code outside by another way", "blocks.0", CollectingBetween, []),
         (HookedBetween, "registers a hook on a tensor that several stages have", "blocks.0", HookedInside, []),

@@ -123,7 +123,7 @@ def test_a_part_that_runs_by_itself_is_refused_and_the_line_to_write_is_right(
         ):
             model(ROWS)
         model = Net(use, named=named)
-        line = error.value.fix.partition("plan=")[2].partition("). A pair")[0] + ")"
+        line = error.value.fix.partition("plan=")[2].partition("). Leave out")[0] + ")"
         plan = eval(line, {"accel": accel, "model": model})
         return line, gradients(ctx, accel.prepare_model(ctx, model, plan=plan))
 

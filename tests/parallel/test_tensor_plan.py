@@ -319,7 +319,7 @@ ONE_WRONG: dict[str, tuple[Any, Any, int, str]] = {
         "2 heads, not a multiple of tp=8; tp=2 divides them",
     ),
     "packs": (lambda: made(fused=True), {"blocks.*.attention.qkv": "packed_colwise_3"}, 32, "3 packs of tp=32"),
-    "tied": (lambda: made(tied=True), {"head": "colwise"}, 2, r"tied to embedding\.weight.*dimension 0 beside whole"),
+    "tied": (lambda: made(tied=True), {"head": "colwise"}, 2, r"tied to embedding\.weight.*dimension 0 instead of"),
     "around": (made, {"norm": "copy_input"}, 2, "without parameters of their own, and it has weight, bias"),
     "recurrent": (lambda: nn.Sequential(nn.LSTM(4, 4)), {"0": "replicated_local"}, 2, "is whole on each rank"),
     "list": (lambda: nn.ParameterList([torch.ones(2)]), {"": "replicated"}, 2, "a container of parameters"),

@@ -213,7 +213,7 @@ def test_a_forward_that_computes_later_keeps_its_unit_and_says_so(
     assert fsdp[0][1] == ["blocks.0", "blocks.1"]
     told = [each.getMessage() for each in caplog.records]
     assert len(told) == 4  # once for each unit on each rank
-    assert told[0].startswith("blocks.0 returns an object whose tensors cannot be found")
+    assert told[0].startswith("blocks.0 returns an object with tensors that cannot be found")
 
 
 VIEWS: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]] = {

@@ -96,7 +96,7 @@ def test_a_setting_reads_alike_by_whom_and_when_it_was_written(
     found = json.loads(capsys.readouterr().out.partition("\n")[2])
     facts = {each["name"]: (each["a"], each["b"]) for each in found["facts"] if each["kind"] == "setting"}
     assert facts == {
-        "started by": ("another command", "accel launch, 1 setting of its own"),
+        "started by": ("another command", "accel launch, with 1 setting"),
         "system": ("false", "true"),
     }
     assert "True" not in shown

@@ -330,7 +330,7 @@ SEQ2SEQ = {
         ("M2M100Model", "M2M100Config", {**SEQ2SEQ, "encoder_layerdrop": 0.1}, "layerdrop=0, got 0.1 at encoder"),
         ("BartModel", "BartConfig", {**SEQ2SEQ, "decoder_layerdrop": 0.1}, "layerdrop=0, got 0.1 at decoder"),
         ("HubertModel", "HubertConfig", {**SMALL, **HEADS, **SOUND}, "layerdrop=0, got 0.1 at encoder"),
-        ("ConvNextModel", "ConvNextConfig", {"hidden_sizes": [4, 4, 4, 4], "depths": [1, 1, 1, 1]}, "no module is an"),
+        ("ConvNextModel", "ConvNextConfig", {"hidden_sizes": [4, 4, 4, 4], "depths": [1, 1, 1, 1]}, "attention module"),
         ("SwinModel", "SwinConfig", {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2]}, "in each module of"),
     ],
 )  # fmt: skip

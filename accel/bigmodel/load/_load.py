@@ -127,7 +127,7 @@ def load_checkpoint_in_model(
             accel, or a run's folder; on a local disk or in a store.
         device_map: home of each segment, or one device. None for the context's device where tensors are empty; those
             with values stay where they are. Segments with a home in files stay empty.
-        dtype: of floating-point tensors of an empty model; None for that of each tensor. The storage dtypes of a
+        dtype: of floating-point tensors of an empty model; None for the dtype of each tensor. The storage dtypes of a
             device map count first.
         rename: maps a stored name to the model's; or recipes, for a checkpoint with another layout than the model's.
         allow_missing: names of the model that may be missing, or patterns of such names. They stay as they are.

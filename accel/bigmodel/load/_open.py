@@ -246,7 +246,7 @@ Rename = Callable[[str], str] | Sequence[Recipe]
 def open_weights(
     path: str | os.PathLike[str] | RemotePath, *, rename: Rename = (), readers: int = 4, direct: bool = True
 ) -> FileWeights:
-    """Open the weights at a path; reads headers alone.
+    """Open the weights at a path; only reads headers.
 
     Args:
         path: a safetensors file, a file of torch.save, the index of several, a folder with either, a checkpoint of

@@ -155,7 +155,7 @@ class FileWeights:
         parts = self.stored[name].parts
         part = parts[0]
         if len(parts) > 1 or any(at % dtype.itemsize for at in (part.start, *part.strides)):
-            problem = f"{name!r} cannot be mapped, as its bytes are apart or not aligned"
+            problem = f"{name!r} cannot be mapped, because its bytes are not contiguous or not aligned"
             raise ConfigError(problem, where=entry.where, fix="Use the home 'disk' or 'cpu'.")
         if not isinstance(self.ranges, LocalRanges):
             raise ConfigError(

@@ -124,7 +124,7 @@ def find_targets(
 ) -> list[LoadTarget]:
     """List what a load fills: parameters and persistent buffers, tied ones once.
 
-    `default` is the device of empty tensors without a map; a dtype of None keeps that of each tensor.
+    `default` is the device of empty tensors without a map; a dtype of None keeps the dtype of each tensor.
     """
     check_model(model, where="load_checkpoint_in_model")
     check_dtype(dtype, where="dtype=")
@@ -143,7 +143,7 @@ def find_targets(
     for raw, value in model.state_dict(keep_vars=True).items():
         if is_absent(value):
             raise StreamError(
-                "a load into a model whose weights are elsewhere, by dispatch_model",
+                "a load into a model with weights that dispatch_model has put elsewhere",
                 where=f"load_checkpoint_in_model, {raw!r}",
                 fix="Build it anew by accel.init_empty_weights; or close it, and dispatch it again with source=path.",
             )

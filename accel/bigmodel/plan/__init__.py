@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Homes and computing devices of a model's segments, planned from plain values. Free of torch.
 
-Begin with `_infer.py`: a `_skeleton.py` and limits of memory become a `DeviceMap` (`_device_map.py`), whose segments
-`_placement.py` keeps with their neighbours. `_explain.py` prints it.
+Begin with `_infer.py`: a `_skeleton.py` and limits of memory become a `DeviceMap` (`_device_map.py`). `_placement.py`
+keeps its segments with their neighbours. `_explain.py` prints it.
 """
 
 from accel.bigmodel.plan._device_map import (

@@ -237,7 +237,7 @@ class Places(msgspec.Struct, frozen=True, kw_only=True):
     """Places that a plan may use.
 
     Attributes:
-        devices: computing devices with their limits in bytes, in order; the host alone if there is no other.
+        devices: computing devices with their limits in bytes, in order; only the host if there is no other.
         homes: places for segments that leave their device, in order: the host, then files. None for no limit.
     """
 
@@ -339,7 +339,7 @@ def check_device_map(
     device. Without a device the host computes.
 
     Args:
-        skeleton: the model, as of `describe`.
+        skeleton: the model, as `describe` returns it.
         places: a GPU's number, a device's name, "cpu", "mmap" or "disk" by path of a segment or of a module around
             several; "" for the model.
         max_memory: limits as for `infer_device_map`; None to check none.

@@ -183,7 +183,7 @@ def _segments(device_map: DeviceMap, compute: Mapping[str, float] | None, bandwi
 
 
 def _numbered(name: str) -> tuple[str, str]:
-    """Divide the path of a block into that of its list and its number; "" for no number."""
+    """Divide the path of a block into the path of its list and its number; "" for no number."""
     path = name.rstrip("0123456789")
     return (path, name[len(path) :]) if path.endswith(".") or not path else (name, "")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`infer_device_map`: the device map of a model under limits of memory; arithmetic on integers alone."""
+"""`infer_device_map`: the device map of a model under limits of memory; pure arithmetic on integers."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def infer_device_map(
     are for weights: leave room for activations and caches.
 
     Args:
-        skeleton: the model, as of `describe`.
+        skeleton: the model, as `describe` returns it.
         max_memory: bytes, or a text such as "20GB", by place, in the order in which devices compute. Places are the
             number of a GPU or a device's name, "cpu" for the host's memory, "mmap" and "disk" for files, where None
             means no limit. Absent ones are not used. Without another device the host computes.
@@ -246,7 +246,8 @@ def _map_or_error(found: DeviceMap | Homeless) -> DeviceMap:
 
 
 def _best(maps: Mapping[tuple[int, Fill], DeviceMap]) -> DeviceMap:
-    """Return the map that reads the least from files, then one with two slots, then that of the evenest streams."""
+    """Return the map that reads the least from files, then a map with two slots, then the map with the evenest
+    streams."""
     costs = {way: _cost(each) for way, each in maps.items()}
     best = min(costs, key=lambda way: (costs[way][:2], _SLOTS.index(way[0]) if way[0] in _SLOTS else 0, costs[way][2]))
     names = [f"{_named(fill)}, slots={slots}" for slots, fill in maps]

@@ -329,7 +329,7 @@ _NAMES = {
 
 
 def torch_name(name: str) -> str:
-    """Return torch's name of a dtype by that of safetensors, as `format_name` gives it."""
+    """Return torch's name of a dtype by the name in safetensors, as `format_name` returns it."""
     return next(key for key, known in _NAMES.items() if known == name)
 
 

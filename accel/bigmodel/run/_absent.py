@@ -309,7 +309,7 @@ def _refuse_statistics(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _refuse_write(func: object, target: object) -> None:
-    if isinstance(target, list | tuple):  # operators on lists of tensors, as of optimizers with foreach= or fused=
+    if isinstance(target, list | tuple):  # operators on lists of tensors, such as optimizers' with foreach= or fused=
         for each in cast("Sequence[object]", target):
             _refuse_write(func, each)
     if isinstance(target, AbsentTensor):
@@ -329,7 +329,7 @@ def _refuse_apply(absent: object) -> None:
     for _ in range(_APPLY_DEPTH):
         if frame.f_code is moves and isinstance(absent, AbsentTensor):
             raise StreamError(
-                "a model whose weights are elsewhere cannot be moved or cast",
+                "a model with weights elsewhere cannot be moved or cast",
                 where=absent.origin.name,
                 fix="Give devices and dtypes by the device map, or change the model before dispatch_model.",
             )

@@ -118,7 +118,7 @@ def dispatch_model(
     Segments at home on their computing device stay there, without hooks. The others stream: a block's weights are put
     into the model while it runs, and the next block's are fetched meanwhile, in the order in which blocks ran
     last. Wherever else such a weight is used, it fetches itself. No forward is patched. With several devices, inputs go
-    to the device of the segment that takes them, and outputs to that of the model's inputs.
+    to the device of the segment that takes them, and outputs to the device of the model's inputs.
 
     Args:
         model: the model; parameters on the meta device are taken from the source.

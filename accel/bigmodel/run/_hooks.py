@@ -188,7 +188,7 @@ class Arrivals:
 
 
 def move_inputs(model: nn.Module, device_map: DeviceMap, opened: ExitStack) -> None:
-    """Let inputs of segments go to the devices that compute them, and the model's outputs to that of its inputs."""
+    """Send inputs of segments to the devices that compute them, and the model's outputs to the device of its inputs."""
     # With one device nothing crosses, and hooks would cost each call.
     if len(device_map.devices) < 2:
         return

@@ -133,7 +133,7 @@ def packed_places(model: nn.Module) -> dict[str, WeightPlace]:
 
 
 def check_undispatched(model: nn.Module) -> None:
-    """Raise `StreamError` for a model whose weights an open handle streams."""
+    """Raise `StreamError` for a model with weights that an open handle streams."""
     for name, tensor in _named(model):
         part = held(tensor)
         if isinstance(part, AbsentTensor) and not part.origin.is_closed:

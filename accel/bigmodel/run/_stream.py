@@ -134,7 +134,7 @@ def failed_fill(error: Exception, name: str) -> AccelError:
 
 
 class ObservedOrder:
-    """The successor of each block: that of the plan until it ran once, then the one that followed it last.
+    """The successor of each block: the successor in the plan until it ran once, then the block that followed it last.
 
     Blocks are numbers from 0 in the order of the plan.
     """

@@ -299,7 +299,7 @@ def _check_is_plain(task: Task) -> None:
     kind = type(held(task.places[0].tensor))
     if task.way != "resident" and kind not in (torch.Tensor, nn.Parameter, AbsentTensor):
         raise ConfigError(
-            "a weight of a class of its own, as quantizers have, stays on its device",
+            "a weight of a special class, as quantizers have, stays on its device",
             expected="a plain parameter or buffer",
             got=kind.__name__,
             where=f"dispatch_model, {task.weight.name!r}",

@@ -171,7 +171,7 @@ _STREAM = "a stream"  # the `of` of a stream's cursors
 
 
 class BatchStep(NamedTuple):
-    """One step of a rank without its data; attributes are those of `Batch`."""
+    """One step of a rank without its data; attributes are named as in `Batch`."""
 
     valid: SampleCount
     rows: int

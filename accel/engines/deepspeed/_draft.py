@@ -195,7 +195,7 @@ def check_conflicts(draft: Draft, facts: RunFacts, stage: int) -> None:
     narrow = facts.precision.compute == "bf16" and facts.precision.params is None
     if stage == 1 and narrow and draft.said(_DEVICE) in (None, "none") and draft.said(_ACCUMULATES) in _FP32:
         draft.problem(
-            f"{draft.shown(_ACCUMULATES)}, for which stage 1 takes another optimizer of DeepSpeed's, whose gradients "
+            f"{draft.shown(_ACCUMULATES)}, for which stage 1 takes another optimizer of DeepSpeed's. Its gradients "
             "cannot be cleared between windows. Leave it out, or take stage 2."
         )
 

@@ -305,8 +305,8 @@ def _check_values(model: nn.Module, stage: int) -> None:
     wrong = [name for name, kind in kinds.items() if stage == 3 or kind.__module__.startswith("torchao.")]
     if wrong:
         raise PrepareError(
-            "DeepSpeed neither divides quantized weights nor moves those of torchao",
-            expected="plain weights, or those of bitsandbytes at stage 1 or 2",
+            "DeepSpeed neither divides quantized weights nor moves torchao's",
+            expected="plain weights, or weights of bitsandbytes at stage 1 or 2",
             got=f"stage {stage}, {len(wrong)} weights such as {wrong[0]}",
             where="prepare",
             fix="Use strategy='ddp', which keeps all of them on each rank.",

@@ -250,7 +250,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         ranks: data-parallel ranks.
-        precision: number formats of the run.
+        precision: precision of the run.
         rows: samples of a rank's micro-batch.
         accumulation: micro-batches of an optimizer step.
         max_norm: norm to which `optimizer_step` clips.

@@ -84,7 +84,7 @@ def initialized(model: Any, **arguments: Any) -> tuple[Any, Any, Any, Any]:
     try:
         return found.initialize(model=model, **arguments)
     except Exception as error:
-        if isinstance(error, RuntimeError):  # of torch, such as of memory or of a lost peer
+        if isinstance(error, RuntimeError):  # from torch, such as for memory or a lost peer
             raise
         if not isinstance(error, AssertionError) or "LOCAL_RANK" not in str(error):
             raise PrepareError(

@@ -44,7 +44,7 @@ class ShardNames:
     def _tensor(self, leaf: Any, held: Sequence[tuple[int, ...]]) -> tuple[str, torch.Tensor]:
         """Return name and tensor of a part.
 
-        `held`: offsets of its row's parts on this rank. Several, as of a gated layer, are a tensor each.
+        `held`: offsets of its row's parts on this rank. Several, as in a gated layer, are a tensor each.
         """
         key, index = _row(leaf)
         name = key + "".join(f"[{each}]" for each in index)

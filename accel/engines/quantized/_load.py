@@ -301,8 +301,8 @@ def load_quantized(
     """Load weights into a model, and quantize its linear layers on the way. A collective. Mutates the model.
 
     Weights are read, quantized on their computing device and put away one at a time, so that memory holds one of them
-    as it was. Weights that are quantized already, as `save_model` writes them, are read as they are. Layers whose
-    weight another module uses, such as a head tied to an embedding, stay as they are.
+    as it was. Weights that are quantized already, as `save_model` writes them, are read as they are. Layers with
+    a weight that another module uses, such as a head tied to an embedding, stay as they are.
 
     Args:
         ctx: the context. Each rank loads the whole model.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of other libraries. Only here are pickles read: as data, or by torch's weights-only loader.
 
-Begin with `_accelerate.py`, for Hugging Face Accelerate's. `_dcp.py` converts torch's distributed checkpoints, whose
-metadata `_described.py` reads without running the pickle.
+Begin with `_accelerate.py`, for Hugging Face Accelerate's. `_dcp.py` converts torch's distributed checkpoints;
+`_described.py` reads their metadata without running the pickle.
 """
 
 from accel.items.foreign._accelerate import (

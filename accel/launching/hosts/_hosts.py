@@ -44,7 +44,7 @@ class AgentOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     target: LaunchTarget  # program of every process
     config: LaunchConfig  # settings of the launch
-    parent: int  # process whose end ends the agent
+    parent: int  # process; the agent ends when it ends
     added: tuple[str, ...]  # variables of the agent alone, which its ranks do not get
     record: LaunchRecord | None = None  # record of the launch; None to keep none
     summary: bool = False  # whether the last line reports the end of the run

@@ -102,7 +102,7 @@ def _echo(failure: Failure) -> int:
 
 
 WORKER = "/launching/local/_worker.py"  # end of the path of what each process executes
-DECORATOR = "wrapper"  # c10d's name for the function around each of its own
+DECORATOR = "wrapper"  # c10d's name for the function around each of its functions
 _ENTRY = re.compile(r'  File "([^"\n]+)", line \d+')
 
 

@@ -41,9 +41,9 @@ _LOG = logging.getLogger("accel.parallel")
 
 
 class DefersLogits(Mixin):
-    """A linear head whose call returns `DeferredLogits`."""
+    """A linear head that returns `DeferredLogits` when it is called."""
 
-    accel_reshards: bool = False  # whether its parameters are those of a unit of `fully_shard` around it
+    accel_reshards: bool = False  # whether its parameters belong to an FSDP unit around it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the placeholder; the logits in regions of torch.compile, and where users' hooks look at them."""
@@ -55,7 +55,7 @@ class DefersLogits(Mixin):
         hidden = leave(args[0])  # of the tokens that ranks share, all
         if type(hidden) is not Tensor:
             return cast(Any, super()).__call__(hidden)
-        if is_unit(head):  # whose hooks would gather its parameters for nothing
+        if is_unit(head):  # its hooks would gather its parameters for nothing
             return self._deferred(hidden)
         note_module(head, compute=self._deferred)
         try:
@@ -73,7 +73,7 @@ class DefersLogits(Mixin):
 
 
 def _is_plain(head: nn.Module) -> bool:
-    """Whether a head's outputs are `hidden @ weight.T + bias` of its classes or those of this rank."""
+    """Whether a head's outputs are `hidden @ weight.T + bias` of its classes or of this rank's classes."""
     layer: Layer | None = getattr(head, "accel_layer", None)
     if layer is None:
         return True
@@ -125,7 +125,7 @@ def defer_logits(model: M, head: str | None = None, *, recompute: bool | None = 
 
 
 def head_path(model: nn.Module, head: str | None = None) -> str:
-    """Return the path of the layer whose logits can be deferred; `PrepareError` for none, or several."""
+    """Return the path of the layer with logits that can be deferred; `PrepareError` for none, or several."""
     modules = dict(named_modules(model))
     heads = word_layers(model).heads if head is None else {head: modules.get(head)}
     found = [path for path, each in heads.items() if isinstance(each, nn.Linear) and _is_linear(each)]

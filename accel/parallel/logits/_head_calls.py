@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call of a head whose logits are deferred: its input and mode, and how the head runs later."""
+"""A call of a head with deferred logits: its input and mode, and how the head runs later."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HeadCall:
         forward: the head's own forward.
         autocast: dtype of autocast then; None where it was off.
         grad: whether autograd recorded then.
-        kept: copies of parameters that are resharded before they are needed; None for those of the layer.
+        kept: copies of parameters that are resharded before they are needed; None for the layer's parameters.
         hooks: hooks by which torch.distributed waits for the backward to begin.
     """
 
@@ -66,7 +66,7 @@ class HeadCall:
                 forget(self.head, "compute")
 
     def hooked(self, output: Tensor) -> Tensor:
-        """Return a tensor whose gradient begins the backward."""
+        """Return the output with the hooks that run when the backward begins at it."""
         if output.requires_grad:
             for hook in self.hooks:
                 _ = cast(Any, output).register_hook(hook)
@@ -108,7 +108,7 @@ def _refuse_resharded(head: nn.Module) -> None:
     if is_resharded(head):
         raise PrepareError(
             "the loss is computed after the head's parameters were resharded",
-            expected="the loss in the model's forward, or a head whose parameters are there",
+            expected="the loss in the model's forward, or a head with unsharded parameters",
             got="Plan(reshard_after_forward=...) of the unit around the head",
             where=WHERE,
             fix="Compute the loss in the forward, as labels= of transformers does; or leave reshard_after_forward out: "

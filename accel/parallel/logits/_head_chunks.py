@@ -36,7 +36,7 @@ class Words(NamedTuple):
 
 
 class _Settings(NamedTuple):
-    """Constants of a call; `chunk`: rows whose logits exist at a time."""
+    """Constants of a call; `chunk`: number of rows with logits in memory at a time."""
 
     chunk: int
     softcap: float | None
@@ -78,7 +78,7 @@ def loss_of_rows(
 ) -> Tensor:
     """Return the loss from this rank's part of the head. A collective where `words` has a communicator.
 
-    With `entropy`, for `reduction="none"`: losses and the entropies of all rows, shape [2, *that of `target`].
+    With `entropy`, for `reduction="none"`: losses and the entropies of all rows, shape [2, *target.shape].
     """
     rows = in_autocast(input.reshape(-1, input.shape[-1]))
     again = _recomputes(recompute, rows, words, reduction)
@@ -108,7 +108,7 @@ def _recomputes(recompute: bool | None, rows: Tensor, words: Words, reduction: s
     reasons = {
         "classes that ranks along tp split": words.comm is not None,
         'reduction="none"': reduction == "none",
-        "inputs of float16, whose gradients need the loss scale": rows.dtype == torch.float16,
+        "inputs of float16, because their gradients need the loss scale": rows.dtype == torch.float16,
     }
     needed = ", ".join([reason for reason, holds in reasons.items() if holds])
     if recompute is False and needed:
@@ -127,7 +127,7 @@ def _factors(
     words: Words,
     count: int,
 ) -> _Factors:
-    """Return the factors; `classes`: those of the call, and the label smoothing; `count`: of classes on this rank."""
+    """Return the factors. `classes`: class weights and label smoothing of the call. `count`: classes on this rank."""
     weight, smoothing = classes
     counted = target != ignored
     is_class = (target >= 0) & (target < words.total)

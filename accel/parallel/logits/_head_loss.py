@@ -37,7 +37,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the cross entropy of a linear head without making the logits of all rows.
 
-    The result is that of `cross_entropy(linear(input, linear_weight, linear_bias), target, ...)`. Logits exist for
+    The result equals `cross_entropy(linear(input, linear_weight, linear_bias), target, ...)`. Logits exist for
     `chunk_size` rows at a time, in float32 for 16-bit inputs. Along tp, where ranks have different classes, the forward
     makes one all-gather of two numbers a row (three with label smoothing), and the backward one all-reduce of the
     gradient of `input`. A plain `linear_weight` takes one more message there. Elsewhere there is no communication.
@@ -58,13 +58,14 @@ def linear_cross_entropy(
         scale: factor of logits, before `softcap`.
         z_loss: factor of the square of each row's log-sum-exp, which is added to its loss.
         token_weights: factor of each row in the loss, and in the divisor of "mean"; shape [...]. It gets no gradient.
-        chunk_size: rows whose logits exist at a time. None for logits about as large as `input`, at least 256 rows.
+        chunk_size: number of rows with logits in memory at a time. None for logits about as large as `input`, at least
+            256 rows.
         recompute: False makes gradients in the forward, which is faster and holds the gradient of `linear_weight` until
             the backward, which can run once. True makes logits again in the backward. None is True along tp, for
-            `reduction="none"` and for fp16, whose gradients need the loss scale of the backward.
+            `reduction="none"` and for fp16, because fp16 gradients need the loss scale of the backward.
 
     Returns:
-        The loss: shape [], or that of `target` for "none". float64 for inputs of float64, else float32.
+        The loss: shape [], or the shape of `target` for "none". float64 for inputs of float64, else float32.
 
     Raises:
         ConfigError: shapes that do not fit each other, a weight that is sharded along dp, an option out of its range,

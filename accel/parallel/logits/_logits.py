@@ -115,7 +115,7 @@ class DeferredLogits(Tensor):
         """Return the logits themselves, made once. A collective where the head gathers its outputs along tp."""
         if self._made is None:
             with torch.set_grad_enabled(self.call.grad):
-                if self.numel() == 0:  # as of a micro-batch without rows, whose gradients are zeros
+                if self.numel() == 0:  # as in a micro-batch without rows; its gradients are zeros
                     self._made = self.call.hooked(self.call.run(lambda _: self.call.forward(self.hidden)))
                 elif self._step is None:
                     _report(self.call.head)
@@ -158,7 +158,7 @@ class DeferredLogits(Tensor):
     def loss(self, targets: Tensor, *, is_split: bool = False, **options: Any) -> Tensor | None:
         """Return the cross entropy of rows, or None where only real logits give it. A collective along tp.
 
-        `is_split`: whether logits of this rank's classes are meant. `options` are those of `loss_of_rows`.
+        `is_split`: whether logits of this rank's classes are meant. `options` are passed to `loss_of_rows`.
         """
         if self.is_made or is_split != self.is_split:
             return None
@@ -348,7 +348,7 @@ def _flattened(logits: DeferredLogits, start_dim: int = 0, end_dim: int = -1) ->
 
 
 def _indexed(logits: DeferredLogits, index: Any) -> _Changes:
-    """Rows alone, by slices, numbers, masks or tensors of positions."""
+    """Some of the rows, by slices, numbers, masks or tensors of positions."""
     items = cast("tuple[Any, ...]", index) if isinstance(index, tuple) else (index,)
     if logits.is_moved or not all(_is_index(each) for each in items):
         return None

@@ -23,7 +23,7 @@ _MANY = 32_000  # words from which a gathered head is worth a line
 def vocab_cross_entropy(
     ctx: DistContext, logits: torch.Tensor, targets: torch.Tensor, ignore_index: int = -100
 ) -> torch.Tensor:
-    """Return the sum of cross entropies of rows whose classes are divided among the ranks along tp.
+    """Return the sum of cross entropies of rows with classes that are divided among the ranks along tp.
 
     No rank holds a whole row: two small all-reduces along tp join the maxima, then the sums. The backward makes none.
     On one rank along tp it is `torch.nn.functional.cross_entropy(reduction="sum")`.
@@ -108,7 +108,7 @@ def row_scores(
         targets: classes of all ranks, int64 of shape [...].
         comm: of the ranks along tp that divide the classes; None where each has all of them.
         entropy: whether the second result is needed; else it is zeros.
-        ignore_index: target whose cross entropy is 0.
+        ignore_index: target with a cross entropy of 0.
 
     Returns:
         Cross entropies and entropies, shape [...].
@@ -164,11 +164,11 @@ def _reduced(comm: Comm | None, numbers: torch.Tensor, op: Literal["max", "sum"]
 
 
 class VocabLoss:
-    """The loss of a model of transformers from its `labels=`, where each rank has the logits of its own words.
+    """The loss of a model of transformers from its `labels=`, with the logits of one part of the words on each rank.
 
     Attributes:
         ctx: the context.
-        shifts: whether a token's label is that of the next one.
+        shifts: whether a token is compared with the label of the next one.
     """
 
     def __init__(self, ctx: DistContext, *, shifts: bool) -> None:
@@ -206,7 +206,7 @@ def set_own_loss(ctx: DistContext, model: nn.Module) -> None:
 
 
 def _with_loss(model: nn.Module) -> Any:
-    """The model that computes a loss of its own; None for none."""
+    """The model that computes its loss itself; None for none."""
     outer: Any = model
     inner: Any = outer.get_base_model() if hasattr(outer, "get_base_model") else outer  # of peft
     return inner if isinstance(getattr(inner.__class__, "loss_function", None), property) else None
@@ -218,6 +218,6 @@ def gathered_note(words: int, itemsize: int, size: int) -> str:
         return ""
     return (
         f"the head gathers the logits of {words} words: {words * itemsize} bytes for each token along tp={size}. With"
-        ' plan=accel.parallel.Plan(head="colwise") each rank keeps its own, and the loss is that of labels= or'
+        ' plan=accel.parallel.Plan(head="colwise") each rank keeps its own, and the loss comes from labels= or'
         " accel.parallel.vocab_cross_entropy"
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts: a rank's rows of a tensor, which report the shape of the whole.
 
-Begin with `_layout.py`, which is arithmetic alone: a layout is a dimension and the cut of its rows, a row of segments
+Begin with `_layout.py`, which is pure arithmetic: a layout is a dimension and the cut of its rows, a row of segments
 of (length, ways), repeated. Rank r of n holds piece `r * ways // n` of each segment. `_part.py` has the tensor, and
 how plain tensors enter a region of parts and how a region ends. `_rules.py` has the table: each function of torch has
 a rule in a file of its family, and a function without one raises `NoRuleError` with its name. The law of every rule:

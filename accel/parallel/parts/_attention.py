@@ -53,7 +53,7 @@ def scaled_dot_product(func: Any, args: Args, kwargs: Named) -> Any:
         given["attn_mask"] = own.pop()
     if not given.get("dropout_p") or layout is None:
         return make(func(*own, **given), layout, ranks)
-    # Each rank draws for its heads, from a stream of its own that the shared stream gives.
+    # Each rank draws for its heads, from a separate stream that is derived from the shared stream.
     seed = int(torch.randint(2**62, (), device="cpu"))
     with torch_rng_scope(Key(seed).fold_in("tp", ranks.rank), own[0].device):
         return make(func(*own, **given), layout, ranks)

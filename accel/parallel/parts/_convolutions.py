@@ -67,7 +67,7 @@ def convolved(func: Any, args: Args, kwargs: Named) -> Any:
 def _by_groups(
     func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, own: RowLayout, given: dict[str, Any], ranks: Ranks
 ) -> Any:
-    """Groups of channels, whole on each rank: as of one segment, or a channel each."""
+    """Groups of channels, full on each rank, such as groups of one segment, or of one channel each."""
     groups = given["groups"]
     channels, outputs = own.cut.total, whole_shape(weight)[0]
     is_one = len(own.cut.listed) == 1
@@ -81,7 +81,7 @@ def _by_groups(
 
 
 def pooled(func: Any, args: Args, kwargs: Named) -> Any:
-    """Pooling and interpolation, of each channel alone."""
+    """Pooling and interpolation, separate for each channel."""
     part = part_of(func, args)
     if part.division is not None and part.division.dim != 1:
         raise no_rule("of a part along another dimension than channels")

@@ -63,7 +63,7 @@ def _quotient_by(divisor: Tensor, value: Any) -> Tensor:
 
 
 def _chosen(func: Any, args: Args, kwargs: Named) -> Any:
-    """`where`, with values to take or with a condition alone."""
+    """`where`, with values to take or only with a condition."""
     return (alike if len(args) == 1 and not kwargs else elementwise)(func, args, kwargs)
 
 
@@ -104,7 +104,7 @@ def _changed(func: Any, args: Args, kwargs: Named) -> Any:
 
 
 def same(func: Any, args: Args, kwargs: Named) -> Any:
-    """A function of one part that keeps its rows: of each element alone, a copy, or another dtype or memory."""
+    """A function of one part that keeps its rows: an element-wise function, a copy, or another dtype or memory."""
     part = part_of(func, args)
     found = func(*args, **kwargs)
     is_own = found is part and not is_dynamo_compiling()  # there two names of one tensor are one
@@ -130,7 +130,7 @@ def alike(func: Any, args: Args, kwargs: Named) -> Any:
 
 
 def dropped(func: Any, args: Args, kwargs: Named) -> Any:
-    """dropout: all ranks draw for the whole and keep their part, so that the result is that of one process."""
+    """dropout: all ranks draw for the full tensor and keep their part, so the result is the same as in one process."""
     part = part_of(func, args)
     given = named("input p training inplace", args, kwargs)
     rate = given.get("p", 0.5)

@@ -117,7 +117,7 @@ def get(func: Any, args: Args, kwargs: Named) -> Any:
 def _place_after(entries: Sequence[Any], place: int) -> int:
     """The dimension of the result for the slice at a place of an index."""
     kept = sum(each is None or isinstance(each, slice) for each in entries[:place])
-    # an int beside tensors is one of the tensors
+    # an int together with tensors counts as one of the tensors
     tensors = [at for at, each in enumerate(entries) if isinstance(each, Tensor | list)]
     if not tensors:
         return kept
@@ -132,7 +132,7 @@ def _is_mask(entry: Any) -> bool:
 
 
 def put(func: Any, args: Args, kwargs: Named) -> Any:
-    """An index in brackets that is assigned, by slices and numbers alone."""
+    """An index in brackets that is assigned, only by slices and numbers."""
     part, index, value = args
     if not isinstance(part, PartTensor):
         raise no_rule("a part written into a plain tensor")

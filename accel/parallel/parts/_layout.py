@@ -36,7 +36,7 @@ def no_rule(problem: str) -> NoRuleError:
     """Return the error of a function that cannot compute on parts; its name is put before the problem of arguments."""
     return NoRuleError(
         "a function has no rule for a tensor that ranks along tp divide",
-        expected="functions whose result on each rank's rows is that rank's part of the result on all of them",
+        expected="functions that give each rank, from its rows, its part of the result on all rows",
         got=problem,
         where="forward, in a module that ranks along tp divide",
         fix="Divide by styles: plan=accel.parallel.Plan(tensor=accel.parallel.tensor_plan(model, example=batch)).",
@@ -160,8 +160,9 @@ def places_of(need: RowCut, have: RowCut | None, rank: int, size: int) -> Places
 def viewed(shape: tuple[int, ...], layout: RowLayout, new: tuple[int, ...]) -> tuple[RowLayout, tuple[int, ...]]:
     """Return the layout and this rank's shape of a view of a whole shape as another, which may have one -1.
 
-    All dimensions are merged into one, whose cut is that of the divided one, repeated by those before it and
-    lengthened by those behind it. It is then split again: one dimension of the new shape must have all of the cut.
+    All dimensions are merged into one. Its cut is the cut of the divided dimension, repeated by the dimensions before
+    it and lengthened by the dimensions behind it. It is then split again: one dimension of the new shape must have all
+    of the cut.
     """
     count = math.prod(shape)
     if -1 in new:
@@ -217,7 +218,7 @@ def piece_of(cut: RowCut, start: int, stop: int) -> RowPiece:
 @kept
 def stepped(cut: RowCut, start: int, step: int) -> tuple[RowPiece, int]:
     """Return every `step`-th row from `start` on, with the step among this rank's rows; each piece must have as many
-    of each kind, as of interleaved gates."""
+    of each kind, as interleaved gates do."""
     if start >= step or any(length // abs(ways) % step for length, ways in cut.segments):
         raise no_rule(f"every {step}-th row from {start} on of {cut}")
     fewer = RowCut(cut.repeat, tuple((length // step, ways) for length, ways in cut.segments))
@@ -230,7 +231,7 @@ def scaled(cut: RowCut, times: int) -> RowCut:
 
 
 def finest(cuts: Sequence[RowCut]) -> RowCut:
-    """Return the cut whose ranks hold fewest rows, the first of several."""
+    """Return the cut that leaves ranks the fewest rows, the first of several."""
     found = cuts[0]
     for each in cuts[1:]:  # torch.compile knows no min with a key
         if each.local < found.local:
@@ -241,8 +242,8 @@ def finest(cuts: Sequence[RowCut]) -> RowCut:
 def fit(needed: Sequence[frozenset[int]], length: int) -> RowCut | None:
     """Return the cut by which each rank holds the rows that it needs; None where no cut does, or all need the same.
 
-    `needed` has the rows of each rank. Rows that no rank needs, such as those of inactive units, may lie anywhere;
-    where there are some, equal packs are tried first.
+    `needed` has the rows of each rank. Rows that no rank needs, such as rows of inactive units, may be anywhere; if
+    there are some, equal packs are tried first.
     """
     size = len(needed)
     if not all(needed) or all(len(each) == length for each in needed):

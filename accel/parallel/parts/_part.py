@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part: a rank's rows of a tensor, reporting the whole shape; how tensors enter a region of parts and leave it.
 
-A plain tensor has a complete gradient. It enters a region of parts by `copied`, whose backward sums over ranks, and is
-cut to the rows of the part that it meets. A region ends where the divided dimension is contracted or summed: the result
-is summed over ranks, and is plain again. A part whose division is None is alike on all ranks, and its gradient is a
-summand.
+A plain tensor has a complete gradient. It enters a region of parts by `copied`, which sums over ranks in its backward,
+and is cut to the rows of the part that it meets. A region ends where the divided dimension is contracted or summed: the
+result is summed over ranks, and is plain again. A part with a division of None is the same on all ranks, and its
+gradient is a summand.
 """
 
 from __future__ import annotations
@@ -131,13 +131,13 @@ def _named_problem(func: Any, problem: str) -> str:
 class PartTensor(Tensor):
     """A rank's rows of a tensor. Inside of rules, where subclasses are off, it is a tensor of these rows."""
 
-    # Layout of the rows; None for a tensor that all ranks hold, whose gradient is a summand on each.
+    # Layout of the rows; None for a tensor that all ranks hold, with a gradient that is a summand on each.
     division: RowLayout | None
     ranks: Ranks  # that hold the parts
 
     @property
     def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride, reportImplicitOverride]
-        """The whole shape; that of the rows where subclasses are off, as in the checks of checkpoints."""
+        """The full shape; the shape of the rows if subclasses are off, as in the checks of checkpoints."""
         is_on = subclasses_are_on()
         with without_subclasses():
             return whole_shape(self) if is_on else self.size()
@@ -204,7 +204,7 @@ def plain_of(part: Tensor) -> Tensor:
 
 
 class _Weighted(torch.autograd.Function):
-    """A tensor as it is, whose gradient is multiplied."""
+    """The tensor unchanged; its gradient is multiplied."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -231,7 +231,7 @@ def leave(part: Tensor) -> Tensor:
 
 
 def whole_rows(part: PartTensor, join: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """Return all rows of a divided tensor in their order, plain; `join` concatenates those of all ranks."""
+    """Return all rows of a divided tensor in their order, plain; `join` concatenates the rows of all ranks."""
     layout = part.division
     assert layout is not None
     whole = join(plain_of(part), layout.dim)
@@ -241,7 +241,8 @@ def whole_rows(part: PartTensor, join: Callable[[Tensor, int], Tensor]) -> Tenso
 
 @kept
 def _order(cut: RowCut, size: int) -> Places | None:
-    """The place of each whole row among those of all ranks, the first of several; None where they are in order."""
+    """The place of each row of the full tensor among the rows of all ranks, the first of several; None if they are in
+    order."""
     place: dict[int, int] = {}
     held = chain.from_iterable(rows_of(cut, rank, size) for rank in range(size))
     for number, row in enumerate(held):
@@ -301,12 +302,12 @@ def ranks_of(*trees: object) -> Ranks:
 
 
 def named(names: str, args: Args, kwargs: Named) -> dict[str, Any]:
-    """Return arguments by name; `names` has those of positional ones, in order."""
+    """Return arguments by name; `names` has the names of positional ones, in order."""
     return {**dict(zip(names.split(), args, strict=False)), **kwargs}
 
 
 def name_of(func: Any) -> str:
-    """Return the name of a function of torch; of the getter or setter of an attribute that of the attribute."""
+    """Return the name of a torch function; for the getter or setter of an attribute, the name of the attribute."""
     name = getattr(func, "__name__", str(func))
     if name not in ("__get__", "__set__", "__delete__"):
         return name
@@ -357,7 +358,7 @@ def taken(rows: Tensor, dim: int, places: Places) -> Tensor:
 
 
 class Alignment(NamedTuple):
-    """The rows to take of broadcast tensors, so that a rank computes with those of one cut."""
+    """The rows to take of broadcast tensors, so that a rank computes with the rows of one cut."""
 
     # Of each tensor, the dimension and the rows to take; None for all of them.
     places: tuple[tuple[int, Places] | None, ...]

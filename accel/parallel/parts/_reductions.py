@@ -46,7 +46,7 @@ def _like(found: Any, layout: RowLayout | None, part: PartTensor) -> Any:
 
 
 def halved(func: Any, args: Args, kwargs: Named) -> Any:
-    """glu, along a dimension that all ranks hold, or whose halves they divide alike."""
+    """glu, along a dimension that all ranks hold in full, or one with halves that they divide alike."""
     part = part_of(func, args)
     layout = part.division
     if layout is not None and layout.dim == named("input dim", args, kwargs).get("dim", -1) % part.dim():
@@ -121,7 +121,7 @@ def normed(func: Any, args: Args, kwargs: Named) -> Any:
 
 
 def _normed_over(given: dict[str, Any], layout: RowLayout, *, is_centered: bool) -> PartTensor:
-    """A norm over the divided dimension alone: ranks sum their sums of squares."""
+    """A norm only over the divided dimension: ranks sum their sums of squares."""
     x: PartTensor = given["input"]
     ranks = x.ranks
     if layout.dim != x.dim() - 1 or len(given["normalized_shape"]) > 1 or layout.cut.is_shared(ranks.size):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of views and of other functions that change shapes alone: sizes in their arguments are those of the whole."""
+"""Rules of views and other functions that only change shapes. Sizes in their arguments are sizes of the full tensor."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ const isSeed = (name) => /(^|[._\- ])seed$/i.test(name);
 const tellingSettings = () => DATA.differing.filter((name) => !RUNS.every((run) => run.params[name]?.endsWith?.(run.name)));
 const grouping = { groups: null, leaders: [], means: new Map() };
 
-// The first run of a run's group, whose number and colour the group has.
+// The first run of a run's group; the group has its number and colour.
 const leaderOf = (run) => grouping.leaders[run] ?? run;
 
 function regroup() {
@@ -54,7 +54,7 @@ function shownCurves(metric, runs, axis = state.axis) {
   });
 }
 
-// Places at which a mean is taken: those of all curves if they are few, else evenly spaced ones.
+// Places at which a mean is taken: the places of all curves if they are few, else evenly spaced ones.
 function placesOfMean(parts) {
   if (parts.every(({ xs }) => xs === parts[0].xs)) return parts[0].xs;
   const count = parts.reduce((sum, { xs }) => sum + xs.length, 0);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Media by step: one slider for all of them, a card for each name, and in it a panel for each run that is shown.
 
-const MOST_PANELS = 6; // beside each other
+const MOST_PANELS = 6; // next to each other
 const SMALLEST = 96; // pixels of an image's longer side on the page; smaller ones are enlarged by a whole number
 const LARGEST = 300; // of an image's longer side in a card that is not widened
 // The step that a reader chose, null for the newest; contents by key, and where more come from on a served page.

@@ -253,7 +253,7 @@ function buildParallel() {
   const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, class: "parallel", role: "img",
     "aria-label": "Settings of each run against a metric" });
   svg.style.width = `${width}px`;
-  parallel.below = draw("g", { class: "lines" }); // a layer of its own: a lit line does not paint the others again
+  parallel.below = draw("g", { class: "lines" }); // a separate layer: a lit line does not paint the others again
   svg.append(parallel.below);
   const shade = shadesOf(axes[axes.length - 1]);
   for (const run of shade.order) {

@@ -99,7 +99,7 @@ class Check(NamedTuple):
 
 def devices(ctx: DistContext, _folder: Path) -> Judged:
     """Every rank has a separate device, and it computes in the context's precision. A collective."""
-    whole = torch.arange(64 * 64).reshape(64, 64).remainder(7).sub(3)  # sums of their products are exact in any format
+    whole = torch.arange(64 * 64).reshape(64, 64).remainder(7).sub(3)  # sums of their products are exact in any dtype
     with autocast(ctx):
         product = whole.to(ctx.device, torch.float32) @ whole.T.to(ctx.device, torch.float32)
     error = (product.cpu().double() - whole.double() @ whole.T.double()).abs().max() / (64 * 9)

@@ -136,7 +136,7 @@ def tensors(
 ) -> st.SearchStrategy[Tensor]:
     """Generate tensors on the CPU, 0-d, empty, non-contiguous and lazily conjugated ones among them.
 
-    They shrink to a 0-d zero of the first dtype. Elements are small whole numbers, so that sums over ranks are exact
+    They shrink to a 0-d zero of the first dtype. Elements are small integers, so that sums over ranks are exact
     and two results can be compared with `torch.equal`.
 
     Args:

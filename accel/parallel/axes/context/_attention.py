@@ -34,9 +34,9 @@ from accel.topology import ContextMethod
 def gather_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, terms: Terms) -> Tensor:
     """Return the attention of this rank's queries to all keys, as `attend`. A collective, as its backward.
 
-    Keys and values travel in one message, before heads are repeated.
+    Keys and values are sent in one message, before heads are repeated.
     """
-    # positions first, as they travel
+    # positions first, as they are sent
     both = gathered_summed(torch.cat((k.movedim(2, 0), v.movedim(2, 0)), -1), 0, group).movedim(0, 2)
     dims = [k.shape[-1], v.shape[-1]]
     documents = None if terms.documents is None else gathered(terms.documents, 1, group)
@@ -78,7 +78,8 @@ def whole_positions(ctx: DistContext, own: Tensor, dim: int = 1) -> Tensor:
 def heads_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, terms: Terms) -> Tensor:
     """Return the attention of this rank's queries to all keys, as `attend`. A collective, as its backward.
 
-    Queries, keys and values travel in one all-to-all, the output in another; the ranks' number divides the heads'.
+    Queries, keys and values are sent in one all-to-all, the output in another. The number of ranks must divide the
+    number of heads.
     """
     size = group.size()
     # fewer key heads than ranks are repeated, until each rank has one
@@ -146,7 +147,7 @@ def context_attention(
     score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
     mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return scaled dot-product attention of this rank's positions to those of all ranks along the mesh's axis cp.
+    """Return scaled dot-product attention of this rank's positions to the positions of all ranks along the axis cp.
 
     The positions are those that `split_sequence` gives a rank. Without that axis it is torch's
     `scaled_dot_product_attention`. A collective of the ranks along cp, as its backward.
@@ -155,29 +156,29 @@ def context_attention(
         ctx: the context.
         q: queries of the own positions, shape [batch, heads, own, head dim].
         k, v: keys and values of the own positions, [batch, key heads, own, head dim]; the number of key heads divides
-            that of the heads (GQA). With `causal=False` they may be of another sequence, cut as well
+            the number of heads (GQA). With `causal=False` they may be of another sequence, cut as well
             (cross-attention). On one rank there may be more, as from a cache; the last query then sees all.
-        causal: whether a position sees itself and earlier ones alone.
+        causal: whether a position only sees itself and earlier ones.
         documents: numbers of the documents packed into the sequence, integers of shape [batch, own]; a position sees
             its own document alone. None for one document.
-        scale: factor of the products before the softmax; None for 1 / sqrt(head dim).
+        scale: factor of the scores before the softmax; None for 1 / sqrt(head dim).
         method: "gather" collects the keys and values of all ranks, and uses every kernel that torch has; "ring" passes
             them round, so that a rank holds two ranks' at most, and computes meanwhile; "heads" gives each rank the
-            whole sequence for some of the heads (Ulysses), whose number must be a multiple of cp. None for the
-            `context` of the plan of the model that `prepare` has prepared, "gather" without one.
+            whole sequence for some of the heads (Ulysses), and the number of heads must be a multiple of cp. None for
+            the `context` in the plan of the prepared model, "gather" without one.
         window: a position sees those at a smaller distance than this, its own included; None for all.
         softcap: largest size of a score s, as softcap * tanh(s / softcap); None for none.
         sinks: a score of each head that takes weight and has no value, shape [heads]; None for none. Soft caps and
             sinks are computed without a fused kernel.
-        key_padding_mask: True for keys to ignore, torch.bool of shape [batch, own], as of `nn.MultiheadAttention`;
+        key_padding_mask: True for keys to ignore, torch.bool of shape [batch, own], as in `nn.MultiheadAttention`;
             None for none.
         attn_mask: mask of the own queries and all keys in the order of the sequence, a shape that expands to
-            [batch, heads, own, length], as of torch's attention: boolean, True where a query sees a key, or scores to
-            add. With "gather" alone; None for none.
-        score_mod, mask_mod: functions as of torch's `flex_attention`, of (score,) batch, head, query and key, beside
-            `causal` and the rest. Queries and keys are places in the sequence, and all arguments are tensors that
-            broadcast to [batch, heads, own, length]. A score_mod has no fused kernel. With "gather" alone; None for
-            none.
+            [batch, heads, own, length], as in torch's attention: boolean, True where a query sees a key, or scores to
+            add. Only with "gather"; None for none.
+        score_mod, mask_mod: functions as in torch's `flex_attention`, of (score,) batch, head, query and key, applied
+            together with `causal` and the rest. Queries and keys are places in the sequence, and all arguments are
+            tensors that broadcast to [batch, heads, own, length]. A score_mod has no fused kernel. Only with
+            "gather"; None for none.
 
     Returns:
         Shape [batch, heads, own, head dim of v].
@@ -227,7 +228,7 @@ def _across(ctx: DistContext, function: Callable[..., Tensor], q: Tensor, k: Ten
 
 
 def _as_autocast(*tensors: Tensor) -> list[Tensor]:
-    """Return tensors in the dtype in which autocast would run attention, before they travel."""
+    """Return tensors in the dtype in which autocast would run attention, before they are sent."""
     dtype = autocast_dtype(tensors[0].device.type)
     if dtype is None:
         return list(tensors)

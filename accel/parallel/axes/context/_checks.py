@@ -272,19 +272,20 @@ def _is_pair(model: Any) -> bool:
 
 
 def _check_blocks(model: Any, reason: str, refuse: _Refuse) -> None:
-    """Raise `PrepareError` for a model whose blocks mix positions outside of modules of attention."""
+    """Raise `PrepareError` for a model with blocks that mix positions outside of attention modules."""
     groups = _attending(model)
     if not groups:
-        expected = "lists of blocks with modules of attention, whose hidden states ranks can share"
-        raise refuse(reason, expected, f"{type(model).__name__}, in whose blocks no module is an attention")
+        expected = "lists of blocks with attention modules, and hidden states that ranks can share"
+        raise refuse(reason, expected, f"{type(model).__name__}, without an attention module in its blocks")
     for group in groups:
         if any(_attending(block) for _, block in group.entries):
             got = f"a list of blocks in each module of {group.holder}"
-            raise refuse(reason, "blocks whose hidden states have one number of positions", got)
+            raise refuse(reason, "blocks with one number of positions in all hidden states", got)
 
 
 def _check_layerdrop(model: Any, refuse: _Refuse) -> None:
-    """Raise `PrepareError` for a model that leaves out blocks, where ranks may draw apart and hooks are of blocks."""
+    """Raise `PrepareError` for a model that leaves out blocks: ranks may leave out different ones, and hooks are of
+    blocks."""
     rates = [(name, rate) for name, module in named_modules(model) for rate in layerdrops(module)]
     if dropped := [f"{rate} at {name or 'the top'}" for name, rate in rates if rate]:
         fix = "Set layerdrop to 0 in the model's config."
@@ -318,7 +319,7 @@ def has_relative_bias(module: nn.Module) -> bool:
 
 
 def check_inputs(known: Mapping[str, Any], size: int, *, has_positions: bool, takes_samples: bool = False) -> None:
-    """Raise `ConfigError` for inputs that are not those of a rank's own positions."""
+    """Raise `ConfigError` for inputs that do not belong to this rank's positions."""
     if not takes_samples and (given := [name for name in SAMPLES if known.get(name) is not None]):
         raise ConfigError(
             "inputs that are not split like the tokens",
@@ -377,10 +378,11 @@ def check_pair_inputs(module: Any, inputs: tuple[Any, ...], keywords: Mapping[st
 
 
 def check_packed(model: Any, known: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for packed documents beside a cache, which make transformers see one document elsewhere."""
+    """Raise `ConfigError` for packed documents with a cache, which transformers on one rank would see as one
+    document."""
     if known.get("use_cache", getattr(model.config, "use_cache", False)):
         raise ConfigError(
-            "on one rank, transformers would not keep packed documents apart beside a cache of keys",
+            "on one rank, transformers would not keep packed documents apart with a cache of keys",
             expected="use_cache=False",
             got="a cache, and position_ids that begin anew",
             where=FORWARD,

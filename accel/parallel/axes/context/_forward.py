@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model whose forward computes with parts of positions, and the proof of its first call against all positions."""
+"""Models that compute with parts of positions in their forward, and the proof of the first call against all
+positions."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ _LOG = logging.getLogger("accel.parallel")
 _PROOF = Call("positions", "proof", ordered=False)
 _DIFFERENT = "ranks along cp did not compute the same"
 _PROVED = 8  # positions of a rank in the proof
-_LARGEST = 2**28  # elements of parameters whose gradients the proof compares; of larger models those of vectors
+_LARGEST = 2**28  # most parameter elements for comparing all gradients; larger models: vectors
 _WIDEST = 2**29  # elements of the largest parameter that the proof copies in a wide dtype: 4 GiB
 
 
@@ -51,8 +52,8 @@ def use_positions(
 ) -> None:
     """Let a model's forward compute with parts of positions. Mutates it, by a class and hooks.
 
-    `within`: first blocks of stacks whose inputs all ranks hold, and which get own positions of them; None for
-    a model that may call `context_attention` itself. `is_cut`: whether the model's inputs are.
+    `within`: first blocks of stacks. All ranks hold their full inputs, and they get this rank's positions of them. None
+    for a model that may call `context_attention` itself. `is_cut`: whether the model's inputs are cut.
     """
     positions = _Positions(ctx, is_cut=is_cut, may_cross=within is None)
     for block in within or ():
@@ -93,15 +94,15 @@ class _Positions:
     """Calls of one model, and hooks of its modules.
 
     Attributes:
-        ranks: of parts that enter the model; those of parts that its blocks make are `within`.
-        is_cut: whether the model's inputs are.
+        ranks: of parts that enter the model; `within` are the ranks of parts that its blocks make.
+        is_cut: whether the model's inputs are cut.
         may_cross: whether the model may call `context_attention` itself.
         dim: dimension of the positions where several could be; None where the first one never is.
         is_proved: whether a call was compared with one of all positions.
         crosses: whether the model calls `context_attention` itself, and gets own positions as they are.
         is_running: whether a forward of the model runs.
         is_compiled: whether torch compiles a part of the model, which runs as it is.
-        guards: hooks that refuse calls of parts of the model alone.
+        guards: hooks that refuse separate calls of parts of the model.
     """
 
     def __init__(self, ctx: DistContext, *, is_cut: bool, may_cross: bool) -> None:
@@ -154,7 +155,7 @@ class _Positions:
         return ((own, *inputs[1:]), keywords) if inputs else (inputs, {**keywords, name: own})
 
     def refuse_alone(self, module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` where a loop calls a part of the model whose positions need others, as its hook."""
+        """Raise `ConfigError` if a loop calls a part of the model with positions that need others, as its hook."""
         in_backward = runs_in_backward()
         if has_all_positions(self.ctx):
             return
@@ -166,7 +167,7 @@ class _Positions:
         if not in_backward:
             raise ConfigError(
                 "a part of the model was called alone",
-                expected="a forward of the prepared model, in which positions see those of other ranks",
+                expected="a forward of the prepared model, in which positions see the positions of other ranks",
                 got=type(module).__name__,
                 where="forward of a module on a mesh with cp",
                 fix="Call the prepared model.",
@@ -174,8 +175,8 @@ class _Positions:
         if module not in self.ranks.plain:
             raise ConfigError(
                 "a checkpoint under hooks of saved tensors, as in another one, lost the positions of its tensors",
-                expected="tensors that torch does not pack: those of the outer checkpoint, and keywords",
-                got=f"{type(module).__name__}, whose tensors were packed",
+                expected="tensors that torch does not pack: tensors of the outer checkpoint, and keywords",
+                got=f"{type(module).__name__} with packed tensors",
                 where="backward of a model on a mesh with cp",
                 fix="Pass tensors to the inner checkpoint by keyword: checkpoint(block, x=x, use_reentrant=False).",
             )
@@ -185,7 +186,7 @@ class _Positions:
             return whole_of(each)
         ways = [ways for _, ways in each.division.cut.segments]
         is_own = each.ranks is self.ranks and ways == [self.ranks.size, -self.ranks.size]
-        return plain_of(each) if is_own else whole_of(each)  # rows beside positions are on all ranks
+        return plain_of(each) if is_own else whole_of(each)  # rows other than positions are on all ranks
 
     def _has_own(self, given: _Inputs) -> bool:
         plain = [each for each in _listed(tuple(given)) if not isinstance(each, PartTensor)]
@@ -235,7 +236,7 @@ class _Positions:
                 return
         raise PrepareError(
             "the model would compute other values if ranks share its positions",
-            expected="layers that work on positions one by one, and attention of tensors whose positions are cut",
+            expected="layers that work on positions one by one, and attention of tensors with cut positions",
             got=problems[len(guesses)],
             where=f"first forward of {written_class(module).__name__} on a mesh with cp",
             fix="Call accel.parallel.context_attention in the model, or leave cp out of the mesh.",
@@ -266,7 +267,7 @@ class _Positions:
             _LOG.info(text, written_class(model).__name__, self.ranks.size, ", ".join(self.ranks.whole))
 
     def guard(self, modules: Iterable[nn.Module]) -> None:
-        """Refuse calls of these modules alone, and no longer of others. Mutates them, by hooks."""
+        """Refuse separate calls of these modules, and no longer of others. Mutates them, by hooks."""
         for hook in self.guards:
             hook.remove()
         self.guards = [each.register_forward_pre_hook(self.refuse_alone, with_kwargs=True) for each in modules]
@@ -371,7 +372,7 @@ class _Positions:
         return pairs
 
     def _difference(self, expected: Sequence[Tensor], got: Sequence[Tensor], parameters: Sequence[Tensor]) -> str:
-        """Return a line on the first output or gradient that is not that of all positions; "" for none. A
+        """Return a line on the first output or gradient that differs from the one of all positions; "" for none. A
         collective."""
         if len(expected) != len(got):
             return f"{len(got)} outputs of {len(expected)}"
@@ -437,7 +438,7 @@ def _noted(model: nn.Module, ranks: PositionRanks) -> Generator[None]:
 
 
 def _proved(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters whose gradients are compared: none if ranks share some, vectors alone of many."""
+    """Return the parameters to compare gradients of: none if ranks share some, only vectors if there are many."""
     found = [each for each in parameters if each.requires_grad]
     if any(is_dtensor(each) for each in found):
         return []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention on this rank alone: by torch, or over one block of keys with what merges blocks."""
+"""Attention on a single rank: by torch, or over one block of keys with what merges blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Masked(NamedTuple):
     """Mask of a block."""
 
     causal: bool  # whether query i sees keys 0 to i
-    # True where a key is seen, in a shape that expands to [batch, heads, queries, keys]; beside it `causal` is False.
+    # True where a key is seen, in a shape that expands to [batch, heads, queries, keys]; with it `causal` is False.
     mask: Tensor | None = None
     softcap: float | None = None  # largest size of a score, which tanh approaches; None for none
 
@@ -171,8 +171,8 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class Terms(NamedTuple):
     """The mask and the scores of an attention over a sequence that ranks share."""
 
-    causal: bool  # whether a position sees itself and earlier ones alone
-    scale: float  # factor of the products
+    causal: bool  # whether a position only sees itself and earlier ones
+    scale: float  # factor of the scores before the softmax
     # Numbers of the documents of the own positions, [batch, own]; None for one document.
     documents: Tensor | None = None
     ignored: Tensor | None = None  # True for own keys that no query sees, [batch, own keys]; None for none
@@ -183,7 +183,7 @@ class Terms(NamedTuple):
     softcap: float | None = None  # largest size of a score, which tanh approaches; None for none
     # A score of each head that takes weight and has no value (Xiao et al. 2023, attention sinks), [heads]; or None.
     sinks: Tensor | None = None
-    # Function as of torch's `flex_attention`, at the places in the sequence; None for none.
+    # Function like the one of torch's `flex_attention`, at the places in the sequence; None for none.
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None  # likewise; None for none
 
@@ -208,7 +208,8 @@ class Seen(NamedTuple):
 def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms, seen: Seen) -> Tensor:
     """Return the attention of queries [batch, heads, queries, head dim] to keys of fewer or as many heads.
 
-    Causal: the last query sees all keys, the one before it all but the last. Documents: keys of its own alone.
+    Causal: the last query sees all keys, the one before it all but the last. Documents: a query only sees the keys of
+    its document.
     """
     k = repeated(k, q.shape[1])
     v = repeated(v, q.shape[1])
@@ -329,7 +330,7 @@ class Masks(NamedTuple):
 
     orders: set[bool]  # whether they are causal
     distances: set[int]  # without an order, those up to which positions see each other
-    is_given: bool  # whether the call has a mask of its own
+    is_given: bool  # whether the call has a mask
 
     def note(self, part: Any) -> None:
         """Note the functions that transformers joined for a mask."""

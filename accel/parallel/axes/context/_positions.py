@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of positions: tensors of a model's forward that hold a rank's positions and report those of all ranks.
+"""Parts of positions: tensors of a model's forward that hold a rank's positions and report the positions of all ranks.
 
-Rules are those of `accel.parallel.parts`. What a rule refuses, because it needs positions of other ranks, gathers them
-here where a model's authors mean it: keys and values of an attention, single positions, tokens. Gradients are summands
-on each rank, as those of data-parallel ranks: parameters stay plain, and the step sums theirs.
+The rules are in `accel.parallel.parts`. A rule refuses a function that needs positions of other ranks. Here such a
+function gathers them if a model's authors mean it: keys and values of an attention, single positions, tokens. Gradients
+are summands on each rank, like the gradients of data-parallel ranks: parameters stay plain, and the step sums theirs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DifferentRankError(RuntimeError):
 
 
 class _Met(torch.autograd.Function):
-    """The output of a collective, before whose backward ranks agree. The engine runs the backward directly after it."""
+    """The output of a collective. Ranks agree before its backward; the engine runs the backward directly after that."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, ranks: PositionRanks) -> Tensor:
@@ -56,15 +56,15 @@ class _Met(torch.autograd.Function):
 
 
 class PositionRanks(Ranks):
-    """The ranks along cp of a model whose forward computes with parts of positions.
+    """The ranks along cp of a model that computes with parts of positions in its forward.
 
     Attributes:
         ctx: the context.
-        callers: modules whose forward runs, while they are noted.
-        across: modules in whose forward a position needed those of other ranks, of the calls that were noted.
+        callers: modules that are running their forward, while calls are noted.
+        across: modules in which a position needed positions of other ranks, in the calls that were noted.
         plain: modules that were given no part, of the calls that were noted.
         whole: names of the functions that computed all positions on each rank.
-        agrees: whether ranks compare what comes next before each collective, as in a proof, where one may fail alone.
+        agrees: whether ranks compare the next call before each collective, as in a proof, where a single rank may fail.
     """
 
     __slots__ = ("across", "agrees", "callers", "ctx", "plain", "whole")
@@ -103,8 +103,8 @@ class PositionRanks(Ranks):
         return self.met(gathered_summed(rows, dim, self.group))
 
     def meet(self, *facts: int) -> None:
-        """Note that positions need those of other ranks, before a collective of these facts. Where ranks agree, raise
-        `DifferentRankError` on all of them if one comes with other facts; that is a collective."""
+        """Note that positions need the positions of other ranks, before a collective of these facts. If ranks agree,
+        this is a collective: it raises `DifferentRankError` on all of them if one comes with other facts."""
         self.across |= dict.fromkeys(self.callers)
         if not self.agrees:
             return
@@ -319,7 +319,7 @@ _Again = tuple[_Args, _Named]
 
 
 def _of_product(args: _Args, kwargs: _Named) -> _Again:
-    """Gather the second operand of a product, keys or values; the first where it alone is contracted."""
+    """Gather the second operand of a matmul, keys or values; the first if only the first is contracted."""
     given = list(args)
     named_ones = dict(kwargs)
     places = [at for at, each in enumerate(given) if isinstance(each, Tensor)][-2:]
@@ -431,7 +431,7 @@ def _attended(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return what torch's `scaled_dot_product_attention` does, whose arguments these are. A collective.
+    """Return what torch's `scaled_dot_product_attention` returns for these arguments. A collective.
 
     Own queries see all keys by the method of the plan; other forms gather their keys and values.
     """
@@ -476,7 +476,7 @@ def _across(
     is_causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """Attention of own queries to own keys and those of other ranks, by the method of the plan."""
+    """Attention of this rank's queries to the keys of all ranks, by the method of the plan."""
     layout = cast(PartTensor, query).division
     assert layout is not None
     if mask is not None:

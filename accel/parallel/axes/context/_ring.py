@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by a ring: keys and values travel between ranks while blocks of them are computed (Liu et al. 2023, ring
+"""Attention by a ring: keys and values are sent between ranks while blocks of them are computed (Liu et al. 2023, ring
 attention). Those that a window needs come straight from their ranks, in one message."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Ring(NamedTuple):
     # order of the sequence.
     documents: Tensor | None
     ignored: Tensor | None  # the same of the keys that no query sees, [batch, keys]; None without
-    # Under a window, places of the keys that are here, as runs in their order; None where keys travel.
+    # Under a window, places of the keys that are here, as runs in their order; None if keys are sent.
     near: Sequence[range] | None
     device: torch.device  # of the tensors
 
@@ -56,8 +56,8 @@ class _Block(NamedTuple):
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, terms: Terms) -> Tensor:
     """Return the attention of this rank's queries to all keys, as `attend`. A collective, as its backward.
 
-    Beside its own keys and values a rank holds those of two ranks at most; the next ones travel while a block is
-    computed. Under a window it holds the keys alone that its queries see, which one message brings.
+    In addition to its keys and values, a rank holds the keys and values of two ranks at most; the next ones are sent
+    while a block is computed. With a window, it only holds the keys that its queries see, and one message brings them.
     """
     documents, ignored = (
         None if each is None else gathered(each, 1, group) for each in (terms.documents, terms.ignored)
@@ -114,7 +114,7 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - decorated
         q, k, v, out, lse, sinks, *seeds = ctx.saved_tensors
         grad = grad_outputs[0]
-        if grad.stride(-1) != 1:  # as of an expanded one; the kernels take all other layouts
+        if grad.stride(-1) != 1:  # such as an expanded one; the kernels take all other layouts
             grad = grad.contiguous()
         grads = _backward(grad, q, k, v, Attended(out, lse, tuple(seeds)), ctx.kernel, ctx.ring)
         return *grads, _sinks_gradient(grad, out, lse, sinks), None
@@ -254,7 +254,7 @@ def _unflattened(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 class _Passed:
     """Gradients of a rank's keys that follow them, one step behind: each rank adds its share and sends them on.
 
-    Under a window keys do not travel, and a rank adds up the gradients of those that are here.
+    With a window, keys are not passed on, and a rank adds up the gradients of the keys that are here.
     """
 
     def __init__(self, ring: _Ring) -> None:

@@ -26,8 +26,8 @@ class RingBlock(NamedTuple):
     """Queries and keys that a rank multiplies in one step of the ring."""
 
     queries: Halves  # halves of this rank's positions, from and to
-    keys: Halves  # halves of the positions of the rank whose keys are here, from and to
-    causal: bool  # whether a query sees the keys up to its own place in the block alone; else all of them
+    keys: Halves  # halves of the positions of the rank that sent these keys, from and to
+    causal: bool  # whether a query only sees the keys up to its place in the block; else all of them
 
 
 def pieces(rank: int, size: int) -> tuple[int, int]:
@@ -140,7 +140,7 @@ def is_cut(ctx: DistContext, own: int) -> bool:
 
 @contextlib.contextmanager
 def all_positions(ctx: DistContext) -> Generator[None]:
-    """Let attention see the positions of its inputs alone, where these are all. Mutates the context's handle."""
+    """Let attention only see the positions of its inputs, if these are all. Mutates the context's handle."""
     ctx.comm.notes[_WHOLE] = "yes"
     try:
         yield
@@ -209,16 +209,16 @@ def split_sequence(
         ctx: the context.
         batch: tensors by name, [batch, length, ...] with `dim=1`; alike on ranks that share samples.
         dim: dimension of the positions.
-        shift: names of tensors whose value at a position is to be predicted from the one before. "labels" may be
-            missing; nothing is shifted with `()`.
+        shift: names of tensors with values to predict from the position before. "labels" may be missing; nothing is
+            shifted with `()`.
         ignore: value for the last position, which has no next one, and for padding, in the tensors of `shift`.
         pad: values by name that fill up the other tensors at the end, to the next length that can be cut. Under a full
-            mask, number padding as a document of its own. None for no padding.
+            mask, number padding as a separate document. None for no padding.
         multiple_of: number that divides the length of a rank's part: the size of tp under sequence parallelism.
 
     Returns:
-        The parts by name, and "position_ids", int64 of shape [batch, own], unless the batch has some, as of packed
-        documents.
+        The parts by name, and "position_ids", int64 of shape [batch, own], unless the batch has some, such as
+        the positions of packed documents.
 
     Raises:
         DataError: a length that cannot be cut, or tensors of different lengths.
@@ -363,8 +363,8 @@ def _own(x: Tensor, dim: int, rank: int, size: int) -> Tensor:
 
 
 def kept_positions(model: nn.Module) -> int | None:
-    """Return the last position before the first of a model's own `position_ids`, as of YOSO and Nystromformer; None
-    where these begin at 0."""
+    """Return the last position before the first of a model's own `position_ids`, such as YOSO's and Nystromformer's;
+    None if these begin at 0."""
     for module in model.modules():
         numbers = getattr(module, "position_ids", None)
         if isinstance(numbers, Tensor) and numbers.numel() and not numbers.is_meta and int(numbers.min()) > 0:

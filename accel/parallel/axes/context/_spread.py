@@ -44,7 +44,7 @@ class ContextOptions(SpreadOptions, frozen=True, kw_only=True):
 
 
 def _is_done(ctx: DistContext, view: ModelView) -> bool:
-    """Return whether a model was prepared, or is on a mesh of the user's, whose axes are the user's own."""
+    """Return whether a model was prepared, or is on a mesh that the user made, with the user's axes."""
     return not ctx.position.opened or any("context" in prepared_of(module) for module in view.modules.values())
 
 
@@ -67,11 +67,11 @@ def _staged(asked: PrepareCall) -> RefusedFact | None:
     return RefusedFact(type(crossing[0]).__name__, "prepare_model") if is_cut else None
 
 
-# Rows of models whose models of transformers `check_transformers` takes.
+# Rows for models that contain models of transformers which `check_transformers` accepts.
 _REFUSED = (
     ModelRefusal(
-        "a module that mixes positions beside a model of transformers, or in a stage of a pipeline: it sees the own "
-        "positions alone",
+        "a module that mixes positions outside of a model of transformers, or in a stage of a pipeline: it only sees "
+        "this rank's positions",
         _mixing,
         expected="modules that work on positions one by one, and accel.parallel.context_attention",
         fix=f"{LEAVE} Where this module works along another dimension: accel.replace(ctx, mesh=ctx.mesh).",
@@ -96,7 +96,7 @@ _METHODS = ModelRefusal(
     "two methods of context parallelism in one context",
     _planned_before,
     expected="the method of the model before",
-    fix="Prepare both models with one plan; a call of context_attention may have a method= of its own.",
+    fix="Prepare both models with one plan; a call of context_attention may have another method=.",
     error=ConfigError,
 )
 
@@ -127,7 +127,7 @@ def _spread(ctx: DistContext, view: ModelView, options: ContextOptions, *, is_em
 
 
 def _log_others(view: ModelView, models: Sequence[nn.Module]) -> None:
-    """Name modules outside of the models of transformers, whose use of positions no proof covers."""
+    """Log modules outside of the models of transformers. No proof covers their use of positions."""
     known = {id(module) for each in models for module in each.modules()}
     others = [name for name, each in view.modules.items() if id(each) not in known and [*each.parameters(False)]]
     if others:
@@ -140,8 +140,8 @@ def _log_others(view: ModelView, models: Sequence[nn.Module]) -> None:
 
 
 def _use_parts(ctx: DistContext, model: Any) -> None:
-    """Let a model of transformers, whose attention no function reaches, compute with parts of positions. Mutates it, by
-    hooks."""
+    """Let a model of transformers compute with parts of positions if no attention function reaches its attention.
+    Mutates it, by hooks."""
     use_positions(ctx, model, first_blocks(model), is_cut=takes_cut_tokens(model))
     if takes_cut_tokens(model):
         _ = model.register_forward_pre_hook(_GivenParts(ctx, model), prepend=True, with_kwargs=True)
@@ -158,7 +158,7 @@ class _GivenParts:
 
     def __call__(self, _module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         known = {**dict(zip(self.names, inputs, strict=False)), **keywords}
-        if self.is_pair:  # whose labels are of its decoder's tokens; samples have a mask of their own
+        if self.is_pair:  # its labels are of its decoder's tokens; samples have a separate mask
             has_samples = any(known.get(name) is not None for name in SAMPLES)
             others = (*SAMPLES, "labels", *(["attention_mask"] if has_samples else []))
             known = {name: each for name, each in known.items() if name not in others}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of transformers whose attention crosses the ranks, at the positions of the sequence, by their interface of
-attention functions."""
+"""Models of transformers with attention across ranks, at the positions of the sequence, by their interface of attention
+functions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ContextCall(NamedTuple):
     """Facts that a forward passes to its attentions."""
 
     ctx: DistContext
-    method: ContextMethod  # that of `context_attention`
+    method: ContextMethod  # the method of `context_attention`
     masks: Masks  # those that this forward has made
     # Positions of the own tokens in their documents, [batch or 1, own]; None where the model has none.
     positions: Tensor | None = None
@@ -53,7 +53,7 @@ class ContextCall(NamedTuple):
     documents: Tensor | None = None
     ignored: Tensor | None = None  # True for own tokens that no query sees, [batch, own]; None for none
     crossed: Tensor | None = None  # the same of the encoder's tokens, for the cross-attention of a decoder
-    # Whether the attentions without a causal order are those of a decoder to its encoder's tokens.
+    # Whether attentions without a causal order are a decoder's cross-attention to its encoder's tokens.
     is_decoder: bool = False
 
 
@@ -91,7 +91,7 @@ def use_context_attention(ctx: DistContext, model: Any, method: ContextMethod) -
 
 
 def _drops_keywords(module: nn.Module) -> bool:
-    """Return whether a block takes keywords that it does not pass to its attention, as that of StableLM."""
+    """Return whether a block takes keywords that it does not pass to its attention, as StableLM's does."""
     if not any("Attention" in type(child).__name__ for child in module.children()):
         return False
     forward = inspect.unwrap(cast(Any, written_class(module)).forward)
@@ -285,7 +285,7 @@ def check_first(ctx: DistContext, position_ids: Tensor, padding: int) -> None:
 
 
 def _documents(ctx: DistContext, position_ids: Tensor) -> Tensor | None:
-    """Return the numbers of packed documents, whose positions begin anew, as transformers finds them; None for one. A
+    """Return the numbers of packed documents, as transformers finds them where positions begin anew; None for one. A
     collective, and it syncs."""
     whole = whole_positions(ctx, position_ids)
     begins = whole[:, 1:] != whole[:, :-1] + 1
@@ -298,7 +298,7 @@ def _documents(ctx: DistContext, position_ids: Tensor) -> Tensor | None:
 def _mask(*, mask_function: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any) -> None:
     """Refuse masks of a model's own making, as transformers' `AttentionMaskInterface` asks; None for those that the
     attention makes itself: causal, a window, documents."""
-    own = "a mask that joins others, as of images among tokens"
+    own = "a mask that joins others, such as a mask of images among tokens"
     masks: Masks | None = getattr(_FORWARD, "masks", None)
     if attention_mask is not None and not (masks and masks.is_given) and not bool(attention_mask.all()):
         own = "a mask of the padding among the tokens, where none was passed (decoder_attention_mask= of a decoder)"
@@ -394,7 +394,7 @@ def _attention(
 
 
 def _with_all_keys(ctx: DistContext, mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return a mask of own queries and all keys, for one that a model made of its own keys alone (Switch
+    """Return a mask of this rank's queries and all keys, for a mask that a model made of this rank's keys only (Switch
     Transformers)."""
     if getattr(mask, "ndim", 0) != 4 or mask.shape[2:] != (1, key.shape[2]):
         return mask

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert parallelism: tokens are routed to experts, travel to the ranks that hold them, and back.
+"""Expert parallelism: tokens are routed to experts and sent to the ranks that hold them, and back.
 
 Begin with `_spread.py`. `_expert_plan.py` finds a model's experts and their mesh; in the forward, `_routing.py` chooses
 experts for tokens and `_layer.py` dispatches tokens and combines outputs.

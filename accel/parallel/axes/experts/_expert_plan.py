@@ -39,7 +39,7 @@ def expert_plan(model: nn.Module) -> dict[str, str]:
     """Return the styles that a model declares for its modules of experts, by path. No communication.
 
     These are the modules that the model, or one inside of it, lists in `ep_plan` for tokens to be dispatched to, as
-    those of transformers do; and the experts of Llama 4, by their class. The result is a value for `Plan(experts=)`:
+    models of transformers do, and the experts of Llama 4, by their class. The result is a value for `Plan(experts=)`:
     print it, change it, pass it.
 
     Args:
@@ -70,7 +70,7 @@ def is_sorted_experts(module: nn.Module) -> bool:
 
 
 def moe_modules(model: nn.Module) -> dict[str, int]:
-    """Return the number of experts by path of the modules of experts: spread ones, and those of `expert_plan`."""
+    """Return the number of experts by path of the modules of experts: sharded ones, and modules in `expert_plan`."""
     spread = [path for path, module in named_modules(model) if holds_experts(module)]
     counts = {path: _number(model.get_submodule(path)) for path in dict.fromkeys((*expert_plan(model), *spread))}
     return {path: count for path, count in counts.items() if count}
@@ -155,7 +155,7 @@ def _module_problems(model: nn.Module, path: str, ranks: int) -> Iterator[str]:
     inner = [name for name, _ in module.named_parameters() if name not in own]
     name = path or "the model"
     if inner:
-        yield f"{name}: holds {inner[0]} in a module of its own, and not stacked with other experts' in one parameter"
+        yield f"{name}: holds {inner[0]} in a separate module, and not stacked with other experts' in one parameter"
         return
     sizes = {each.shape[0] if each.ndim else 0 for each in own.values()}
     if len(sizes) != 1 or all(each.ndim < 3 for each in own.values()):
@@ -189,12 +189,12 @@ def _listed_problems(model: nn.Module, path: str, ranks: int) -> Iterator[str]:
     if len(experts) % ranks or not experts:
         yield f"{path}: has {len(experts)} experts"
     if type(holder).forward is nn.Module.forward:
-        yield f"{path}: is in a {type(holder).__name__}, whose forward has no loop over it"
+        yield f"{path}: is in a {type(holder).__name__}, which has no loop over it in its forward"
     kinds = {tuple((name, each.shape, each.dtype) for name, each in expert.named_parameters()) for expert in experts}
     if len(kinds) > 1:
         yield f"{path}: has experts of other parameters or shapes than their neighbours"
     if buffers := [name for name, _ in listed.named_buffers()]:
-        yield f"{path}: has the buffer {buffers[0]}, which ranks would change apart"
+        yield f"{path}: has the buffer {buffers[0]}, which ranks would change separately"
     own = dict(listed.named_parameters(remove_duplicate=False))
     if whole := [name for name, each in own.items() if shard_dim(each, ranks) is None]:
         yield f"{path}: has {whole[0]} {list(own[whole[0]].shape)}, without a dimension that {ranks} divides"
@@ -225,7 +225,7 @@ def shard_dim(parameter: Tensor, ranks: int) -> int | None:
 
 
 def _bias_problems(model: nn.Module, path: str) -> Iterator[str]:
-    """Yield the biases of experts whose rows of zeros are left out, as their outputs are zeros."""
+    """Yield the biases of experts that leave out rows of zeros because their outputs are zeros."""
     for name, each in model.get_submodule(path).named_parameters(recurse=False):
         if each.ndim < 3:
             yield f"{path or 'the model'}: has {name} {list(each.shape)}, so outputs of zeros may not be zeros"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward passes of spread experts: tokens travel to the ranks that hold them, and outputs travel back."""
+"""Forward passes of sharded experts: tokens are sent to the ranks that hold them, and outputs are sent back."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class DispatchedTokens:
         rows: one row for each choice of one of these experts, in the experts' order, shape [rows, ...].
         counts: number of rows of each expert of this rank, in order; some may be 0.
         choices: order in which this rank's own choices left, for `combine_tokens`.
-        journey: exchange that brought the rows; None if they came from this rank alone.
+        journey: exchange that brought the rows; None if they only came from this rank.
     """
 
     rows: Tensor
@@ -175,7 +175,7 @@ def bring_back(outputs: Tensor, choices: Permutation, journey: Journey | None, w
 
 
 class _Taken(torch.autograd.Function):
-    """Rows in another order. Its gradient reads too, where that of an index adds in no fixed order on GPUs."""
+    """Rows in another order. Its gradient is a read too; the gradient of an index adds in no fixed order on GPUs."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, permutation: Permutation) -> Tensor:
@@ -376,7 +376,7 @@ def _spread_of(module: nn.Module) -> tuple[DeviceMesh, int]:
 
 @contextlib.contextmanager
 def _local_parts(module: nn.Module) -> Generator[None]:
-    """Let a module find this rank's parts in the place of its parameters, and their number as that of its experts."""
+    """Let a module find this rank's parts in the place of its parameters, and their number as its number of experts."""
     seen = vars(module)
     parts = {name: each.to_local() for name, each in module.named_parameters(recurse=False) if is_dtensor(each)}
     count = seen.get(COUNT)

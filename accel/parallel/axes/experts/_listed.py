@@ -3,7 +3,7 @@
 
 The block's forward runs twice: first to collect the rows of all calls, then with the experts' outputs in their place.
 Between the two runs rows are sent in one message, as with stacked experts. Each rank stores a part of every expert, and
-the parts of its own experts come to it for a forward: all ranks have the parameters of one model, by its own names.
+gathers the parts of its experts for a forward: all ranks have the parameters of one model, by the model's names.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def _buffers(block: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def run_listed(listed: Any, rows: Tensor, indices: Tensor, called: Tensor) -> Tensor:
-    """Run the experts of rows of all ranks that this rank computes; return the outputs of its own rows.
+    """Run the experts of this rank on the rows of all ranks; return the outputs of this rank's rows.
 
     `called`: 1 for the experts that the loop has called on this rank, shape [experts]. Those that no rank calls get no
     gradient, as in one process.

@@ -138,8 +138,8 @@ def balance_loss(ctx: DistContext, probabilities: Tensor, indices: Tensor, *, ma
     """Return the load-balancing loss of the tokens of all ranks; 1 where experts are equally busy. A collective.
 
     It is the number of experts times the sum, over experts, of the share of choices that fell on the expert and its
-    mean probability. Both are summed over the ranks before they are multiplied, so the loss is that of one process
-    with all tokens; its backward is a collective too. Add it to a mean loss, times a coefficient such as 0.01.
+    mean probability. Both are summed over the ranks before they are multiplied, so the loss is the same as in one
+    process with all tokens; its backward is a collective too. Add it to a mean loss, times a coefficient such as 0.01.
 
     Args:
         ctx: the context.

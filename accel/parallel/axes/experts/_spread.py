@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert parallel: each rank along `ep` holds some of the experts, stored as DTensors; tokens travel to them."""
+"""Expert parallel: each rank along `ep` holds some of the experts, stored as DTensors; tokens are sent to them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A record cut into stages: where each begins, what it holds, and which tensors travel. Pure."""
+"""A record cut into stages: where each begins, what it holds, and which tensors are sent. Pure."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def share_twice(record: ForwardRecord, begins: Sequence[int]) -> float:
 
 
 def _crossing(record: ForwardRecord, at: int) -> int:
-    """Bytes that travel if a stage begins at a call."""
+    """Bytes that are sent if a stage begins at a call."""
     labels = record.end.union(*(each.needs for each in record.calls[at:]))
     own = frozenset(Label("argument", at, number) for number in record.calls[at].arguments)
     ways = [_resolved(record, labels, sent) for sent in (frozenset[Label](), own)]
@@ -169,7 +169,7 @@ def _maker(record: ForwardRecord, begins: Sequence[int], label: Label) -> int:
 
 
 def _sent_arguments(record: ForwardRecord, begins: Sequence[int]) -> Labels:
-    """The arguments of first calls that are sent in place of what they come from, where less travels."""
+    """The arguments of first calls that are sent instead of their sources if that sends less."""
     sent: Labels = frozenset()
 
     def cost(these: Labels) -> int:

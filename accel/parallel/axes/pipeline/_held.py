@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a model that a stage holds: its own parameters and buffers, and stand-ins without memory for others."""
+"""The part of a model that a stage holds: its parameters and buffers, and placeholders without memory for others."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from accel.parallel._spread import ModelView
 
 
 class PartlyHeld(Mixin):
-    """A module that lacks some of its parameters and buffers: they are None in its tables, and stand-ins as
+    """A module that lacks some of its parameters and buffers: they are None in its tables, and placeholders as
     attributes."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the module, or a stand-in."""
+        """Return an attribute of the module, or a placeholder."""
         found = notes_of(cast(nn.Module, self)).get("absent", {}).get(name)
         return cast(Any, super()).__getattr__(name) if found is None else found
 
@@ -43,12 +43,13 @@ class Elsewhere(Mixin):
 def drop_others(
     view: ModelView, kept: Collection[str], units: Collection[str], device: torch.device
 ) -> list[nn.Parameter]:
-    """Take all tensors but some out of a model, and mark the units without any as of another stage. Mutates the model.
+    """Take all tensors but some out of a model, and mark units without any as units of another stage. Mutates the
+    model.
 
     Args:
         kept: names of the tensors that stay.
         units: paths of the modules that stages answer calls of.
-        device: of the stand-ins.
+        device: of the placeholders.
 
     Returns:
         The parameters that no stage of this rank holds, in order.
@@ -79,7 +80,8 @@ def view_of(
 ) -> nn.Module:
     """Return a copy of a model with the tensors of one stage, which it shares; it is not pipelined itself.
 
-    A module with parameters inside and outside of `kept` is whole; a `PrepareError` where stages are sharded apart.
+    A module with parameters inside and outside of `kept` is held in full; `PrepareError` if stages are sharded
+    separately.
     """
 
     def view(path: str, module: nn.Module) -> nn.Module:
@@ -104,7 +106,7 @@ def view_of(
 def _part(
     tensors: dict[str, torch.Tensor | None], path: str, kept: Collection[str], device: torch.device, *, shards: bool
 ) -> tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor]]:
-    """The tensors of a module where all are kept, else nothing and stand-ins; whatever replaces a tensor of the first
+    """The tensors of a module if all are kept, else nothing and placeholders; whatever replaces a tensor of the first
     table replaces it in the model."""
     held = {name: each for name, each in tensors.items() if each is not None}
     own = [name for name in held if _joined(path, name) in kept]

@@ -98,7 +98,7 @@ def check_norms(norms: Norms, layout: Layout, kind: type[AccelError], where: str
         # norms of other stages have no tensors any more
         if not norm.training and (norm.track_running_stats or norm.running_mean is not None):
             continue
-        mode = "in training" if norm.training else "without statistics of its own"
+        mode = "in training" if norm.training else "without running statistics"
         got = f"{path}, {with_article(type(norm).__name__)} {mode}"
         if isinstance(norm, nn.SyncBatchNorm) and norm.process_group is None:
             raise kind(
@@ -106,7 +106,7 @@ def check_norms(norms: Norms, layout: Layout, kind: type[AccelError], where: str
                 expected="a group of ranks with the same stage",
                 got=got,
                 where=where,
-                fix=f"{_OTHER_NORMS}; or pass convert_sync_batchnorm a process_group, such as that of ranks along dp.",
+                fix=f"{_OTHER_NORMS}; or pass convert_sync_batchnorm a process_group, such as the group along dp.",
             )
         if not layout.is_set and layout.micro_batches > 1:
             raise kind(
@@ -121,7 +121,7 @@ def check_norms(norms: Norms, layout: Layout, kind: type[AccelError], where: str
         if filled:
             raise kind(
                 "a batch norm would take the statistics of rows that fill the last micro-batches up",
-                expected=f"a batch whose rows {layout.micro_batches} micro-batches divide",
+                expected=f"a batch with rows that {layout.micro_batches} micro-batches divide",
                 got=f"{filled} rows too few; {got}",
                 where=where,
                 fix=f"Pass DataLoader(drop_last=True) and such a batch_size. {_OTHER_NORMS}.",

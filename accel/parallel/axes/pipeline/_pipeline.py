@@ -150,7 +150,7 @@ class Pipeline:
         return self.layout.owners[self.layout.stages - 1]
 
     def run(self, ctx: DistContext, model: nn.Module, work: Work, *, trains: bool) -> list[torch.Tensor]:
-        """Run the micro-batches of a batch; return the last stage's results, on its rank alone. A collective along the
+        """Run the micro-batches of a batch; return the last stage's results, only on its rank. A collective along the
         pipeline, and of the stages' axes."""
         watch: SameBatches | None = prepared_of(model).get("same_batches")
         if watch is not None and watch.awaited:

@@ -78,8 +78,8 @@ def planned(
         costs: cost of modules by path, in the place of the balance's.
 
     Raises:
-        PrepareError: the forward calls too few modules, or calls them in another order than that of `stages`, which may
-            name modules that the model does not have.
+        PrepareError: the forward calls too few modules, or calls them in another order than `stages`, or `stages` names
+            modules that the model does not have.
         StageError: a stage cannot play back what a module does, or would compute too much again.
         ConfigError: an unknown balance, or costs that are no numbers from 0, or of other modules.
     """
@@ -172,8 +172,8 @@ def _planned(
 
 
 def _updated(record: ForwardRecord) -> set[str]:
-    """The modules whose buffers code between calls changes, such as a norm without parameters; `StageError` for those
-    of the model itself."""
+    """The modules with buffers that code between calls changes, such as a norm without parameters; `StageError` for
+    buffers of the model itself."""
     found = {name.rpartition(".")[0] for name in record.updates}
     around = [path for path in found if not path or any(f"{unit}.".startswith(f"{path}.") for unit in record.units)]
     if around:

@@ -36,7 +36,7 @@ from accel.random import Key, rng_scope, torch_rng_scope
 from accel.tree._walk import Containers
 
 _LAST = Boundary("float32", ())  # of a loss
-_AGAIN = "Pass accel.prepare(..., example=batch) a batch whose forward calls the same modules in the same order."
+_AGAIN = "Pass accel.prepare(..., example=batch) a batch that makes the forward call the same modules in order."
 
 
 class StageEnd(BaseException):
@@ -59,7 +59,7 @@ class Replay(NamedTuple):
         return (*passed, (_LAST,))
 
     def fact(self, label: Label) -> Boundary:
-        """Return dtype and shape of an output or argument, and whether a gradient travels back."""
+        """Return dtype and shape of an output or argument, and whether a gradient is sent back."""
         leaf = self.record.leaf(label)
         recorded = Boundary(str(leaf.dtype).removeprefix("torch."), leaf.shape, leaf.differentiable)
         known = self.facts.get(label, recorded)
@@ -190,7 +190,7 @@ class StageRun:
                 _write(argument, value)
 
     def unit_of(self, node: Node | None) -> str:
-        """Return the path of the unit whose call made a node of the graph; those of all for another node or None."""
+        """Return the path of the unit with the call that made a node of the graph. Another node or None: all paths."""
         number = -1 if node is None else sequence_number(node)
         every = " to ".join(dict.fromkeys(path for _, _, path in (*self._nodes[:1], *self._nodes[-1:])))
         return next((path for first, end, path in self._nodes if first <= number < end), every)
@@ -363,7 +363,7 @@ def call_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def _write(argument: Any, value: torch.Tensor) -> None:
-    """Write a received argument into the tensor that the forward goes on with, with its gradient."""
+    """Write a received argument into the tensor with which the forward continues, with its gradient."""
     if argument.requires_grad and not is_view(argument):
         _ = argument.detach_()
     _ = argument.copy_(value)

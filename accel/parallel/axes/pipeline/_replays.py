@@ -155,7 +155,7 @@ class Replays:
         return sorted(name for stage, held in pairs for name in (stage.holds - held) & is_read)
 
     def _begins(self, record: ForwardRecord) -> tuple[int, ...]:
-        """The first call of each stage in a record: that of the example, or by holdings where it is not called."""
+        """The first call of each stage in a record: the call of the example, or by holdings if it is not called."""
         starts = starts_of(record, range(len(record.calls)))
         found = [starts.index(each) for each in self._starts or () if each in starts]
         if len(found) == len(self._holds) and found == sorted(found) and found[0] == 0:
@@ -191,13 +191,13 @@ def _differing(replay: Replay) -> StageError:
 
 
 def _digest(replay: Replay) -> str:
-    """Return the calls of a replay and what travels as text. The order of sets differs between processes."""
+    """Return the calls of a replay and the sent tensors as text. The order of sets differs between processes."""
     stages = [(each.begin, each.end, each.needs, each.gives, each.passes) for each in replay.cut.stages]
     return repr((replay.record.paths, stages, sorted(replay.cut.dense)))
 
 
 def is_followed(replay: Replay, model: nn.Module, calls: Calls, batch: MicroBatch, work: Work) -> bool:
-    """Return whether a micro-batch follows a record, by a forward whose calls are all answered by placeholders: Python
+    """Return whether a micro-batch follows a record, by a forward in which placeholders answer all calls: Python
     reads the same values, and calls the same modules in the same order. No communication."""
     end = len(replay.record.calls)
     nothing = StageCut(begin=end, end=end, needs=(), gives=(), passes=(), holds=frozenset())

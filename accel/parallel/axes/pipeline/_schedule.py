@@ -93,10 +93,10 @@ class _Stage(PipelineStage):
 
 
 def can_split(outputs: Sequence[torch.Tensor], inputs: Sequence[Any]) -> bool:
-    """Return whether torch's split backward gives every parameter its gradient: that of inputs first, of weights later.
+    """Return whether torch's split backward (inputs first, weights later) gives every parameter its gradient.
 
     The second part begins at the nodes of the graph that received gradients in the first one. It misses an output that
-    depends on no input, as that of a second tower. It fails for an output that another output is computed from, for
+    depends on no input, such as a second tower's. It fails for an output that another output is computed from, for
     parameters that are used in several places, and for a reentrant checkpoint.
 
     Args:

@@ -45,7 +45,7 @@ _BESIDE: tuple[Dimension, ...] = ("pipeline", "expert", "tensor", "context", "da
 _WHERE = "prepare_model, plan=, stages"
 _OF_PIECES = (
     "%d batch norms (%s the first) take the statistics of each of the plan's %d micro-batches, as in one process too;"
-    ' Plan(schedule="GPipe", micro_batches=1) takes those of whole batches'
+    ' Plan(schedule="GPipe", micro_batches=1) takes statistics of whole batches'
 )
 
 
@@ -131,7 +131,7 @@ def _check_shared(found: Sequence[tuple[Sequence[str], Sequence[int]]], layout: 
                 expected="stages of one rank without parameters in common",
                 got=", ".join(names),
                 where=_WHERE,
-                fix="Use a schedule whose ranks have one stage or take turns, such as 1F1B or Interleaved1F1B.",
+                fix="Use a schedule in which ranks have one stage or take turns, such as 1F1B or Interleaved1F1B.",
             )
 
 
@@ -228,7 +228,7 @@ def _planned(ctx: DistContext, ghost: nn.Module, view: ModelView, options: Stage
     if len(set(plans)) > 1:
         raise PrepareError(
             "ranks cut the model at different places",
-            expected="an example whose forward calls the same modules on every rank",
+            expected="an example for which the forward calls the same modules on every rank",
             got=", ".join(path for path, _ in made[0].starts or ()),
             where=_WHERE,
             fix="Pass examples of the same shapes and paths on all ranks.",

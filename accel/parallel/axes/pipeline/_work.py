@@ -21,7 +21,7 @@ _FORWARD_LINE = "Call torch.autograd.set_detect_anomaly(True) first: torch then 
 
 
 class Boundary(msgspec.Struct, frozen=True):
-    """Dtype and shape of a tensor that a stage passes on, and whether a gradient travels back."""
+    """Dtype and shape of a tensor that a stage passes on, and whether a gradient is sent back."""
 
     dtype: str
     shape: tuple[int, ...]

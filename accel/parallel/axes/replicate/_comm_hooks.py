@@ -21,7 +21,7 @@ from accel.tensors import integers
 
 
 class _BucketPart(NamedTuple):
-    """Elements of a bucket that travel as one product, or whole where `columns` is 0."""
+    """Elements of a bucket that are sent as one matrix product, or uncompressed if `columns` is 0."""
 
     elements: torch.Tensor
     rows: int
@@ -34,8 +34,8 @@ class PowerSgdExchange:
 
     Args:
         group: process group of the replicas.
-        matrix_rank, start_step, min_compression, error_feedback, warm_start, batched: as of `PowerSgd`.
-        wire: dtype that the matrices travel in; None for that of the arithmetic.
+        matrix_rank, start_step, min_compression, error_feedback, warm_start, batched: as in `PowerSgd`.
+        wire: dtype in which the matrices are sent; None for the dtype of the arithmetic.
 
     Reference: Vogels et al. 2019, "PowerSGD: practical low-rank gradient compression", arXiv:1905.13727, algorithm 1.
     """
@@ -165,15 +165,15 @@ class PowerSgd(msgspec.Struct, frozen=True, kw_only=True):
     """Send gradients as products of two thin matrices; what that loses is added to the next step's gradients.
 
     Its memory of errors is in no checkpoint: a resumed run sends whole gradients for `start_step` steps again.
-    Messages are not sent while backward goes on. Gradients that are not finite make no memory: it stays as it was.
+    No messages are sent while the backward runs. Gradients that are not finite do not change the error memory.
 
     Attributes:
         matrix_rank: columns of the thin matrices; more lose less.
-        start_step: steps before which gradients travel whole, at least 2.
+        start_step: number of first steps that send uncompressed gradients, at least 2.
         min_compression: parameters that would not shrink by this factor are sent uncompressed, as are vectors.
         error_feedback: whether the error is added to the next step's gradients.
-        warm_start: whether a step's matrices begin where those of the step before ended.
-        wire: dtype that the matrices travel in, "fp16" or "bf16"; None for their own.
+        warm_start: whether a step's matrices start from the matrices of the step before.
+        wire: dtype in which the matrices are sent, "fp16" or "bf16"; None for the matrices' dtype.
         batched: whether a whole bucket is one square matrix, instead of each parameter. Fewer and smaller messages,
             which lose more: rows of that matrix are no rows of a layer.
 

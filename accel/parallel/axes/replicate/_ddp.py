@@ -291,7 +291,7 @@ def join_uneven_inputs(
         with warnings.catch_warnings():  # torch would leave the filters changed
             join.__exit__(None, None, None)
     finally:
-        _ = Join(replicas, enable=False, **options)  # or every later forward would go on notifying the other ranks
+        _ = Join(replicas, enable=False, **options)  # or every later forward would still notify the other ranks
         for each in models:
             if isinstance(each, nn.Module):
                 let_step_alone_(each.parameters(), alone=False)

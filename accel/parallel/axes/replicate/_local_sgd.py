@@ -79,7 +79,7 @@ def prepare_local_model(ctx: DistContext, model: nn.Module, *, plan: Plan | None
 
     Raises:
         DeviceError: a parameter or buffer on another device, or without values; named.
-        PrepareError: a model that is wrapped or sharded, whose gradients are exchanged; a mesh with an expert
+        PrepareError: a wrapped or sharded model, because its gradients are exchanged; a mesh with an expert
             dimension; or as `prepare_model` for the axes within a replica.
         ConfigError: as `prepare_model`.
     """
@@ -134,7 +134,7 @@ def local_sgd_step(
     """Count an optimizer step, and replace the model by the mean over ranks when it is time. Then a collective.
 
     One message for each dtype carries all parameters and floating-point buffers; 16-bit ones are averaged in float32.
-    Each rank's part travels among the ranks with the same part and other samples.
+    Each rank's part is exchanged among the ranks with the same part and other samples.
 
     Args:
         ctx: the context.
@@ -148,7 +148,7 @@ def local_sgd_step(
         The record to keep.
 
     Raises:
-        PrepareError: a model that is wrapped or sharded, whose gradients are exchanged.
+        PrepareError: a wrapped or sharded model, because its gradients are exchanged.
         StepError: a block, such as `Ema.applied_to`, has replaced the weights.
         CollectiveMismatch: ranks do not average at the same step, or hold other tensors.
     """

@@ -124,8 +124,8 @@ def reshard_after_evaluation(units: Sequence[nn.Module]) -> None:
 
 
 def refuse_layerdrop(view: ModelView, units: Sequence[nn.Module]) -> None:
-    """Refuse forwards that leave out units by chance: ranks draw apart, and one would gather another block's parameters
-    than the others. Mutates the model, by hooks of the modules that do so in training."""
+    """Refuse forwards that leave out FSDP units by chance: ranks draw different numbers, and one would gather another
+    block's parameters than the others. Mutates the model, by hooks of the modules that do so in training."""
     known = {id(unit) for unit in units}
 
     def check(module: nn.Module, _inputs: Any) -> None:
@@ -256,7 +256,7 @@ def _spread(ctx: DistContext, outer: ModelView, options: ShardOptions, *, is_emp
     named = [_shard(ctx, view, root, mesh, stage, options, is_empty=is_empty) for root in roots]
     units = [list(each.values()) for each in named]
     if is_empty:
-        if options.offload:  # shards alone: the device computes with all else where it is
+        if options.offload:  # only shards: the device computes with all else where it is
             taken = {id(part.parameter) for each in units for unit in each for part in shards_of(unit)}
             allocate_empty(inner, torch.device("cpu"), taken)
         allocate_empty(inner, ctx.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of sharding, the mesh that a model is sharded over, and the formats in which its parameters travel."""
+"""Options of sharding, the mesh that a model is sharded over, and the dtypes in which its parameters are sent."""
 
 from __future__ import annotations
 
@@ -135,11 +135,11 @@ def check_mesh(ctx: DistContext, view: ModelView, reshard: bool | int | None = N
 def open_shard_mesh(ctx: DistContext, view: ModelView) -> DeviceMesh | None:
     """Return the mesh to shard a model over; None where no rank but this one has the same parameters. A collective.
 
-    One dimension for shards, or two: for replicas, and for shards, under the strategy `ddp` this rank alone.
+    One dimension for shards, or two: for replicas and for shards. With `ddp`, shards are only on this rank.
     """
     parts = _parts(ctx, view, _taken(view))
     if not parts and any(map(is_expert_parameter, view.parameters.values())):
-        parts = ((),)  # this rank alone: experts are units of a sharded model there too
+        parts = ((),)  # only this rank: experts are units of a sharded model there too
     if ctx.mesh is None:
         return mesh_of_group(ctx.comm, ctx.device.type, "fsdp")
     return merged_mesh(ctx.comm, ctx.mesh, parts, ctx.timeout_s) if parts else None
@@ -156,8 +156,8 @@ def _spread(view: ModelView) -> Iterator[DTensor]:
 
 
 def _parts(ctx: DistContext, view: ModelView, taken: Iterable[str]) -> Parts:
-    """Return the axes of the context's mesh, by number, for each dimension to shard over; of local SGD, those whose
-    ranks share samples."""
+    """Return the axes of the context's mesh, by number, for each dimension to shard over; under local SGD,
+    only axes along which ranks share samples."""
     if any(True for _ in _spread(view)):
         _check_tensor_parallel(ctx, view)
     if ctx.mesh is None:
@@ -212,18 +212,18 @@ def _check_tensor_parallel(ctx: DistContext, view: ModelView) -> None:
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NARROW = (torch.bfloat16, torch.float16)
-_NORMS = (nn.LayerNorm, nn.GroupNorm, _NormBase)  # not RMSNorm, which takes any format
+_NORMS = (nn.LayerNorm, nn.GroupNorm, _NormBase)  # not RMSNorm, which takes any dtype
 
 
 class WireFormat(NamedTuple):
-    """Formats in which a unit's tensors travel; None for their own."""
+    """Dtypes in which an FSDP unit's tensors are sent; None for the tensors' dtypes."""
 
     gather: torch.dtype | None  # dtype of the gathered parameters, and so of the computation
     reduce: torch.dtype | None  # dtype of gradients while they are summed
 
 
 def check_formats(gather: WireDtype, precision: Precision) -> None:
-    """Raise `ConfigError` for a format of gathered parameters other than the context's compute format."""
+    """Raise `ConfigError` for a dtype of gathered parameters other than the context's compute dtype."""
     if gather in ("auto", "fp32", precision.compute):
         return
     raise ConfigError(
@@ -236,7 +236,7 @@ def check_formats(gather: WireDtype, precision: Precision) -> None:
 
 
 def wide_parameters(view: ModelView) -> frozenset[int]:
-    """Return the `id` of each parameter of modules that compute in the format in which it is stored."""
+    """Return the `id` of each parameter of modules that compute in the dtype in which it is stored."""
     wide = (each for each in view.modules.values() if isinstance(each, KeepsFormat))
     return frozenset(id(parameter) for module in wide for parameter in module.parameters(recurse=False))
 
@@ -244,7 +244,7 @@ def wide_parameters(view: ModelView) -> frozenset[int]:
 def wire_format(
     parameters: Iterable[nn.Parameter], wide: frozenset[int], precision: Precision, gather: WireDtype, reduce: WireDtype
 ) -> WireFormat:
-    """Return the formats for the parameters of one unit, by the context's precision and `gather_dtype` and
+    """Return the dtypes for the parameters of one FSDP unit, by the context's precision and `gather_dtype` and
     `reduce_dtype` of `Plan`."""
     listed = [each for each in parameters if each.is_floating_point()]
     dtypes = {each.dtype for each in listed}
@@ -283,7 +283,7 @@ class InAutocast(Mixin, nn.Module):
 class NormInFp32(Mixin, nn.Module):
     """Mixin of norms with parameters gathered in 16 bits: they compute with fp32 ones, as in autocast.
 
-    Autocast converts them for some norms on some devices; elsewhere torch refuses parameters in another format than the
+    Autocast converts them for some norms on some devices; elsewhere torch refuses parameters in another dtype than the
     inputs or the statistics.
     """
 
@@ -300,7 +300,7 @@ class NormInFp32(Mixin, nn.Module):
 
 
 def compute_in(formats: Mapping[nn.Module, torch.dtype | None], device_type: str) -> None:
-    """Let units, not sharded yet, compute with parameters in the format of autocast; None leaves one as it is.
+    """Let units, not sharded yet, compute with parameters in the dtype of autocast; None leaves one as it is.
 
     Mutates their modules. Those of one class stay of one class, as `compile_model` and "repeated" expect of blocks.
     """

@@ -32,7 +32,7 @@ from accel.parallel._torch_fsdp import (
 
 class CalledUnit(Mixin, nn.Module):
     """Mixin of units: a forward that a model calls itself, as `block.forward(x)`, is a call of the unit. torch gathers
-    in hooks, which run in calls alone."""
+    in hooks, which only run in calls."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unit's own forward within its hooks."""
@@ -202,7 +202,7 @@ def _keep_gathered(name: str, unit: nn.Module) -> None:
             if whole is not None and whole.requires_grad:
                 sum_at_end(unit, whole)
         _LOG.warning(
-            "%s returns an object whose tensors cannot be found, as a generator: its parameters stay gathered between "
-            "forward and backward. Return tensors, or containers of them, to save the memory.",
+            "%s returns an object with tensors that cannot be found, such as a generator: its parameters stay gathered "
+            "between forward and backward. Return tensors, or containers of them, to save the memory.",
             name,
         )

@@ -57,7 +57,7 @@ def _matches(view: ModelView, entry: str) -> dict[str, nn.Module]:
 
 
 def check_ignored(view: ModelView, ignored: Sequence[str]) -> None:
-    """Raise `PrepareError` for a trainable parameter that a plan leaves alone: nobody would exchange its gradient."""
+    """Raise `PrepareError` for a trainable parameter that a plan ignores: nothing would reduce its gradient."""
     for name, module in modules_named(view, ignored, where="Plan.ignored").items():
         for key, parameter in module.named_parameters():
             if parameter.requires_grad:
@@ -80,7 +80,7 @@ def units_named(view: ModelView, wanted: Sequence[str], problem_of: Fits) -> lis
             "modules that the plan names cannot be units",
             got="; ".join(f"{name}: {problem}" for name, problem in problems.items()),
             where="Plan.units",
-            fix="Name modules that are called and whose parameters no other uses.",
+            fix="Name modules that are called and share no parameters with other modules.",
         )
     return [name for name in found if name]
 
@@ -123,7 +123,7 @@ def plan_units(
 ) -> tuple[str, ...]:
     """Return the names of the modules to shard, inner ones first and the model itself, "", last. No communication.
 
-    `leaves`: further units, with no unit inside. `wide`, `ignored`: the `id` of parameters in wider formats, and of
+    `leaves`: further units, with no unit inside. `wide`, `ignored`: the `id` of parameters in wider dtypes, and of
     those not sharded. `together`: the `id` of modules that are no units.
     """
     model = view.model
@@ -133,7 +133,7 @@ def plan_units(
     inside = tuple(f"{name}." for name in leaves)
     chosen = [name for name in _chosen(view, units, paths, together) if not name.startswith(inside)]
     blocks = [name for name in chosen if _parameter_ids(model, name) - unsharded]
-    # gradients of a unit travel together, in one dtype
+    # gradients of a unit are sent together, in one dtype
     inner = [name for unit in (*blocks, "") for name in _of_other_dtypes(model, unit, (*blocks, *leaves), paths)]
     names = {*inner, *blocks, *leaves} - {""}
     _check_together(model, names, together)
@@ -182,13 +182,13 @@ def _unit_problem(module: nn.Module, paths: _Paths) -> str:
 
 
 class _Paths(NamedTuple):
-    """Names and formats of a view's parameters; `wide` is as for `plan_units`."""
+    """Names and dtypes of a view's parameters; `wide` is as for `plan_units`."""
 
     view: ModelView
     wide: frozenset[int]
 
     def format_of(self, parameter: nn.Parameter) -> tuple[torch.dtype, bool]:
-        """Return the format of a parameter: what travels together has the same."""
+        """Return a parameter's dtype and whether it is in `wide`; both are equal for parameters sent together."""
         return parameter.dtype, id(parameter) in self.wide
 
 
@@ -233,7 +233,7 @@ def _of_other_dtypes(model: nn.Module, unit: str, units: Sequence[str], paths: _
     for parameter in _trained(own, taken):
         if parameter.dtype != main[0]:
             raise PrepareError(
-                "parameters whose gradients are sent together have two dtypes",
+                "parameters with gradients that are sent together have two dtypes",
                 expected=f"{main[0]}, as most of {unit or type(model).__name__}",
                 got=str(parameter.dtype),
                 where=f"{_WHERE}, {paths.view.owners[id(parameter)][0]}",

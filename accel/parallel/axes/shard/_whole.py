@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters without a dimension, which cannot be divided: whole on each rank, and trained as the sharded ones beside.
+"""Parameters without a dimension, which cannot be sharded: replicated, and trained like the sharded parameters.
 
 They are stored as replicated DTensors, so that optimizers, norms and checkpoints see parameters of one kind. While the
-forward of their unit or module runs, plain tensors take their place, as those of `fully_shard` do. Their gradients
-await the mean over the ranks that share them, which a step takes before it reads them.
+forward of their FSDP unit or module runs, plain tensors replace them, as in `fully_shard`. Their gradients await the
+mean over the ranks that share them; a step takes the mean before it reads them.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def keep_whole(
     *,
     watch: bool,
 ) -> None:
-    """Replace parameters without a dimension by replicated ones, watched by `watch_whole` if asked. Mutates the model,
-    whose units are sharded."""
+    """Replace parameters without a dimension by replicated ones, watched by `watch_whole` if asked. Mutates the model;
+    its FSDP units are sharded."""
     for key, found in _places(view, kept).items():
         places = [place for _, place in found]
         old = places[0].module.get_parameter(places[0].name)

@@ -74,7 +74,7 @@ class Attention(LocalParameters):
         """This rank's queries, keys and values, shape [batch, tokens, features]."""
         layer = self.accel_layer
         own = cast(nn.MultiheadAttention, self)
-        copies: dict[int, torch.Tensor] = {}  # inputs are often one tensor, whose gradient is summed once
+        copies: dict[int, torch.Tensor] = {}  # inputs are often one tensor; its gradient is summed once
         found: list[torch.Tensor] = []
         for each, (weight, bias) in zip(inputs, self._projections(), strict=True):
             if id(each) in copies:

@@ -63,12 +63,12 @@ class _Matmul(NamedTuple):
     """A matmul of an activation and a weight."""
 
     input: Tensor  # as the module made it; the matmul itself took a copy, so that its gradient ends here
-    weight: Tensor  # a parameter, or a tensor made of parameters alone
+    weight: Tensor  # a parameter, or a tensor computed only from parameters
     dims: tuple[int, int]  # contracted dimensions of both
 
 
 class _MatmulRecorder(TorchFunctionMode):
-    """Records the matmuls of a forward, each of which begins a way of gradients of its own."""
+    """Records the matmuls of a forward. A separate path of gradients begins at each of them."""
 
     def __init__(self, parameters: Mapping[int, str], size: int) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class _MatmulRecorder(TorchFunctionMode):
         self.weights += [each for each in tensors if isinstance(each, Tensor) and self._is_weight(each)]
 
     def _is_weight(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a parameter, or made of parameters alone."""
+        """Whether a tensor is a parameter, or computed only from parameters."""
         if not tensor.requires_grad:
             return False
         if tensor.grad_fn is None:
@@ -173,8 +173,9 @@ class _MatmulRecorder(TorchFunctionMode):
 
 
 def dependent_layouts(whole: nn.Module, forward: Callable[[nn.Module], object], size: int) -> list[Candidate]:
-    """Return layouts of parameters, by name, that end in a matmul each; those of one pattern of paths are one mapping.
+    """Return layouts of parameters, by name, that each end in a matmul.
 
+    Layouts with one pattern of paths are one mapping.
     `forward` runs a module with values, in evaluation mode; its gradients are left as they are.
     """
     parameters = dict(whole.named_parameters())
@@ -252,7 +253,7 @@ class _Search:
         return found
 
     def _together(self) -> list[list[_Matmul]]:
-        """Matmuls of one weight, and those of one input, are divided together."""
+        """Groups of matmuls that are divided together, because they have a weight or an input in common."""
         head: dict[object, object] = {}
 
         def root(key: object) -> object:
@@ -274,7 +275,7 @@ class _Search:
         contracted = self._needed([(each.weight, each.dims[1]) for each in matmuls], chunks)
         layouts: dict[str, RowLayout] = {}
         divided = {name for (name, dim), ranks in contracted.items() if fit(ranks, self._shape(name)[dim]) is not None}
-        for each in matmuls:  # a weight that is made of a parameter of its shape, whose rows are coupled
+        for each in matmuls:  # a weight computed from a parameter of the same shape with coupled rows
             if id(each.weight) not in self._names:
                 alike = [name for name in self._made_of(each.weight) if self._shape(name) == each.weight.shape]
                 layouts |= {name: RowLayout(each.dims[1], chunks) for name in {*alike} - divided}

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout in what ranks along tp divide: each rank drops places of its own there, and elsewhere all drop the same.
+"""Dropout in modules that ranks along tp divide: each rank drops different elements there. Elsewhere all ranks drop the
+same ones.
 
-Between a column-wise layer and the row-wise one that ends it, torch's streams are those of a key that the shared stream
-gives, folded with the rank. The shared stream goes on from there when the row-wise layer has run, so ranks stay alike,
-and a recomputed forward, whose stream torch puts back to where it was, drops the same places again.
+A key for torch's streams between a column-wise layer and the row-wise layer that ends it is drawn from the shared
+stream and folded with the rank. The shared stream continues when the row-wise layer has run, so it stays the same on
+all ranks. A recomputed forward drops the same elements again, because torch restores its stream first.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _DROPOUTS = (
 
 
 def dropout_marks(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Mark]:
-    """Return the modules at which ranks begin and end to draw apart, by path. Pure.
+    """Return the modules at which ranks begin and end to draw different random numbers, by path. Pure.
 
     A "holder" has layers that divide the features and ones that join them, a "divided" module a part of the tokens.
     """
@@ -57,7 +58,7 @@ def _inside(columns: set[str], holder: str) -> list[str]:
 
 
 def _whole_layer(modules: Mapping[str, nn.Module], path: str) -> str:
-    """The path of a layer, or that of the layer and its adapters where it is one of them."""
+    """The path of a layer, or of the module that holds the layer and its adapters if it is one of them."""
     around = path
     while around:
         around = around.rpartition(".")[0]
@@ -84,7 +85,7 @@ class Streams:
     Attributes:
         rank: along tp.
         device: of the rank.
-        holders: number of holders whose forward runs.
+        holders: number of holders that are running their forward.
     """
 
     __slots__ = ("_own", "device", "holders", "rank")
@@ -179,7 +180,8 @@ _MIXINS: Mapping[Mark, type[_Marked]] = {
 
 
 def use_rank_streams(model: nn.Module, rules: Mapping[str, Rule], streams: Streams) -> None:
-    """Let ranks along tp draw apart where they hold different features or tokens. Mutates the model."""
+    """Let ranks along tp draw different random numbers where they hold different features or tokens. Mutates the
+    model."""
     marks = dropout_marks(model, rules)
     marked = {path: model.get_submodule(path) for path in marks}
     for each in marked.values():

@@ -44,7 +44,7 @@ class PlanSearch:
 
     Attributes:
         styles: that are proved, by path.
-        regions: layouts that are proved, by the module at whose end tensors are whole again.
+        regions: layouts that are proved, by the module that returns full tensors again.
     """
 
     def __init__(self, model: nn.Module, recorded: ForwardTrace, size: int) -> None:
@@ -84,7 +84,7 @@ class PlanSearch:
     def look(self, within: Sequence[str], *, in_words: bool) -> None:
         """Search in some modules, for styles or for layouts of what styles leave whole."""
         inner_first = sorted(self._units, key=_inner_first)
-        for least in (0.5, 0.0):  # a low-rank correction alone must not keep an attention around it whole
+        for least in (0.5, 0.0):  # a single low-rank correction must not keep an attention around it undivided
             for path in inner_first:
                 if any(is_in(path, around) for around in within):
                     self._look_in(path, least, in_words=in_words)
@@ -130,7 +130,8 @@ class PlanSearch:
 
     @property
     def left(self) -> Mapping[str, str]:
-        """Why modules stay whole in part, by path; none of modules whose matrices are those of modules in them."""
+        """Reasons why modules are not fully divided, by path. A module is left out if its listed submodules hold all of
+        its matrices."""
         found: dict[str, str] = {}
         for path, problem in sorted(self._left.items(), key=lambda each: _inner_first(each[0])):
             prefix = f"{path}." if path else ""
@@ -218,7 +219,7 @@ class PlanSearch:
 
 
 def _inner_first(path: str) -> int:
-    """A key that sorts paths of modules before those of modules around them."""
+    """A key that sorts the paths of submodules before the paths of the modules around them."""
     return -(path.count(".") + bool(path))
 
 
@@ -247,7 +248,7 @@ class _Unit:
             self._called.add("")
 
     def candidates(self) -> list[Candidate]:
-        """Return layouts that the module's gradients name, those of most elements first."""
+        """Return the layouts that the module's gradients show, those with most elements first."""
         with cast(Any, torch.random).fork_rng(devices=[]):
             call, _ = self._calls[0]
             values = drawn_inputs(call)
@@ -292,7 +293,7 @@ class _Unit:
                 wrong, proved = self._problem(tried, self._inner)
                 if not wrong:
                     return "", proved
-                problem = wrong  # that of styles without a copy says most
+                problem = wrong  # the problem of styles without a copy is the most precise
         return problem, {}
 
     def _options(self, words: Styles) -> Iterator[Styles]:
@@ -344,7 +345,8 @@ class _Unit:
         }
 
     def _with_equal(self, layouts: Candidate) -> Candidate:
-        """Layouts with those of equal modules that this forward did not call, as experts that no token chose."""
+        """The layouts, and the same layouts for equal modules that this forward did not call, such as experts that no
+        token chose."""
         patterns = {(pattern_of(name), self._shapes[name]): layout for name, layout in layouts.items()}
         more = {
             name: patterns[key]
@@ -354,7 +356,7 @@ class _Unit:
         return {**more, **layouts}
 
     def _problem(self, styles: Styles, regions: Regions) -> tuple[str, Styles]:
-        """The difference in a call of the module; "" with the styles, and those of summands of gradients."""
+        """The difference in a call of the module; "" with the styles, which include styles of summands of gradients."""
         for call, read in self._calls:
             try:
                 verdict = prove(self._module, call, styles, self._size, regions=regions)
@@ -407,7 +409,7 @@ def _word(module: nn.Module, path: str, layouts: Candidate, size: int) -> Tensor
 
 
 def _colwise(weight: RowLayout | NeededRows, size: int) -> TensorStyle | None:
-    """The style of a layer whose outputs are cut; None for none."""
+    """The style of a layer with divided outputs; None for none."""
     if not isinstance(weight, RowLayout):
         return None
     repeat = weight.cut.repeat

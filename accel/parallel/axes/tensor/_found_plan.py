@@ -111,7 +111,7 @@ class _Proofs:
         regions: Regions | None = None,
         shares_tokens: bool = False,
     ) -> Verdict:
-        """A proof, or that of an equal module."""
+        """A proof of the module, or of an equal module."""
         module = self._modules[unit]
         divided = {number: parts[number] for number in call.inputs if number in parts}
         places = [(place, parts[number]) for place, number in enumerate(call.inputs) if number in parts]
@@ -173,7 +173,7 @@ class _Proofs:
         return found
 
     def _tables(self, styles: Styles) -> list[nn.Embedding]:
-        """Embeddings that were called, without small ones, as of positions, and those with a style."""
+        """Embeddings that were called and have no style, without small ones such as position embeddings."""
         total = sum(each.numel() for each in self._model.parameters())
         paths = dict.fromkeys(call.path for call in self._trace.calls if call.path not in styles)
         called = (self._modules[path] for path in paths)

@@ -64,7 +64,7 @@ def heads_of(model: nn.Module, path: str, style: str, size: int) -> HeadCounts:
 
 
 def _few(around: nn.Module, holder: str, outputs: int, heads: int, size: int) -> HeadCounts:
-    """Heads that ranks cannot divide evenly: those of keys that several queries share, or a problem."""
+    """Heads that ranks cannot divide evenly: key heads that several query heads share, or a problem."""
     groups: Any = getattr(around, "num_key_value_groups", None)
     if size % heads == 0 and outputs % size == 0 and type(groups) is int and heads * groups % size == 0:
         # a rank has heads * groups / size queries for one head of keys
@@ -84,7 +84,8 @@ def _counted(around: nn.Module, holder: str, outputs: int, size: int) -> HeadCou
 
 
 def _widths(around: nn.Module, outputs: int, heads: int) -> dict[str, int]:
-    """The module's attributes for the width of all heads together, which is that of outputs or of queries in them."""
+    """The module's attributes for the width of all heads together, which is the width of the outputs or of the queries
+    in them."""
     size: object = getattr(around, "head_dim", None) or getattr(around, "attention_head_size", None)
     held = cast("dict[str, object]", vars(around))
     widths = (outputs, heads * size if type(size) is int else outputs)

@@ -130,7 +130,7 @@ class LocalParameters(KeepsParameters):
 
 
 class ReadParameters(LocalParameters):
-    """A module whose parameters others read without calling it."""
+    """A module with parameters that others read without calling it."""
 
     def __getattr__(self, name: str) -> Any:
         """Return a plain tensor in the place of a parameter, for whoever asks."""
@@ -141,10 +141,10 @@ class ReadParameters(LocalParameters):
 
 
 class ReadList(ReadParameters):
-    """A list of parameters, whose slices torch would make lists of copies."""
+    """A list of parameters. torch would make its slices lists of copies."""
 
     def __getitem__(self, index: Any) -> Any:
-        """Return the tensor at a place, or a list of those of a slice."""
+        """Return the tensor at an index, or a list of the tensors of a slice."""
         own: Any = super()
         if isinstance(index, slice):
             return [own.__getitem__(at) for at in range(*index.indices(len(cast(Any, self))))]
@@ -180,12 +180,12 @@ class Colwise(LocalParameters):
         return gathered(padded, -1, layer.group)[..., : layer.rule.uneven].contiguous()
 
     def _entered(self, x: torch.Tensor) -> torch.Tensor:
-        """The input as a plain tensor, whose gradient is a sum over ranks."""
+        """The input as a plain tensor; its gradient is a sum over ranks."""
         ranks = _ranks_of_tokens(self)
         return copied(x, self.accel_layer.group) if ranks is None else ranks.entered_whole(x)
 
     def _beside(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's outputs, where messages travel beside the products."""
+        """This rank's outputs, with messages that overlap with the matmuls."""
         if not self.accel_layer.rule.copied:
             return copied_product(x, *self.operands(), self.accel_layer.group)[0]
         early: EarlyProduct | None = notes_of(cast(nn.Module, self)).get("early")
@@ -244,7 +244,7 @@ class Rowwise(LocalParameters):
         bias = cast(Any, self)._parameters.get("bias")
         if bias is None:
             return output
-        # the gradient is a sum over rows, but that of the output itself for a single one
+        # the gradient is a sum over rows; for a single row it is the output's gradient itself
         is_sum = output.numel() > bias.numel()
         return output + local_of(bias, summands=layer.rule.summands, fresh=is_sum).to(output.dtype)
 
@@ -278,14 +278,14 @@ class Embedding(LocalParameters):
 
     @property
     def padding_idx(self) -> int | None:
-        """The row without gradients among those of this rank."""
+        """The row without gradients among this rank's rows."""
         own = cast(Any, self).__dict__["padding_idx"]
         first, rows = _rows_here(cast(nn.Embedding, self), self.accel_layer)
         return own - first if own is not None and first <= own < first + rows else None
 
 
 class Around(Mixin):
-    """A module whose input is prepared for those inside of it."""
+    """A module that prepares its input for the modules inside of it."""
 
     accel_layer: Layer
 
@@ -301,14 +301,14 @@ class Around(Mixin):
         return self._beside(first, args, kwargs)
 
     def _first_product(self, x: torch.Tensor) -> Colwise | None:
-        """The layer whose product goes beside the messages of the input; None where none takes features of its
-        width."""
+        """The layer that overlaps its matmul with the messages of the input; None if no layer takes features of the
+        input's width."""
         path = self.accel_layer.rule.early
         found = cast(Any, self).get_submodule(path) if path else None
         return found if found is not None and found.weight.shape[1 - output_dim(found)] == x.shape[-1] else None
 
     def _beside(self, first: Colwise, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module's own forward on an input whose first product is there already."""
+        """Run the module's forward on an input with the first matmul already computed."""
         layer = self.accel_layer
         product = gathered_product if layer.rule.style == "gather_sequence" else copied_product
         output, x = product(_first(layer.rule, args, kwargs), *first.operands(), layer.group)
@@ -369,7 +369,7 @@ def _other_input(first: Colwise) -> PrepareError:
 
 
 def mixin_for(rule: Rule) -> type[LocalParameters | Around] | None:
-    """Return the class to put before that of a module with a rule; None for attention, which has its own."""
+    """Return the class to put before the class of a module with a rule; None for attention, which has another one."""
     if rule.style in COLWISE:
         return Colwise
     if rule.style in ROWWISE:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of divided linear layers beside the messages of their inputs or outputs, in chunks of rows or tokens.
+"""Matmuls of divided linear layers that overlap with the messages of their inputs or outputs, in chunks of rows or
+tokens.
 
-While a chunk's message travels, the product of the next chunk computes; each function below has the product and the
-messages of one layer, forward and backward, so nothing outside sees a message under way. The idea is that of Wang et
-al. 2023, "Overlap communication with dependent computation via decomposition in large deep learning models", ASPLOS.
+While a chunk's message is sent, the matmul of the next chunk runs. Each function below contains the matmul and the
+messages of one layer, forward and backward, so no message is pending when it returns. The idea is from Wang et al.
+2023, "Overlap communication with dependent computation via decomposition in large deep learning models", ASPLOS.
 Shapes: weights [outputs, inputs]; activations [..., inputs], and [batch, tokens, ..., inputs] where ranks share tokens.
 """
 
@@ -30,14 +31,14 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _CHUNKS = 4  # of a message at most: each costs a start
-_LEAST_ROWS = 128  # of a chunk's product: a tile of a GPU's matrix products
+_LEAST_ROWS = 128  # of a chunk's matmul: a tile of a GPU's matmuls
 _TOKENS = 1  # dimension of activations
 
 
 def with_overlap(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """Return rules by which layers send beside their products. Pure.
+    """Return rules by which layers overlap their messages with their matmuls. Pure.
 
-    Raises `PrepareError` with all layers whose product is not known here.
+    Raises `PrepareError` with all layers that are not known to be a matmul.
     """
     found = dict(rules)
     problems: list[str] = []
@@ -80,20 +81,21 @@ def _reaches(path: str, name: str, rules: Mapping[str, Rule]) -> bool:
 
 
 def _is_product(module: nn.Module) -> bool:
-    """Whether a module's forward is that of nn.Linear or Conv1D."""
+    """Whether a module's forward is the forward of nn.Linear or Conv1D."""
     kinds: tuple[type, ...] = type(module).__mro__
     owner = next(each for each in kinds if "forward" in vars(each) and Mixin not in each.__mro__)
     return owner is nn.Linear or (is_transposed(module) and owner.__name__ == "Conv1D")
 
 
 def is_beside(rule: Rule) -> bool:
-    """Return whether a layer sends beside its product now; regions that torch compiles send before and after it."""
+    """Return whether a layer now overlaps its messages with its matmul. Regions that torch compiles send before and
+    after it."""
     return rule.overlap and not torch.compiler.is_compiling()
 
 
 def copied_product(x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Return this rank's outputs of a layer whose input is alike on all ranks, and the input for others to use. The
-    backward sums the gradients of both in one message a chunk, a collective."""
+    """Return this rank's outputs of a layer with the same input on all ranks, and the input for others to use. The
+    backward is a collective: it sums the gradients of both in one message per chunk."""
     return cast(Any, _Copied).apply(x, *_cast(weight, bias), group)
 
 
@@ -117,7 +119,7 @@ def scattered_product(x: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Te
 
 
 def _cast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """Tensors in the format of autocast, which reaches none of a backward."""
+    """Tensors in the dtype of autocast, which does not apply in a backward."""
     tensors = (first, *others)
     dtype = autocast_dtype(first.device.type)
     if dtype is None:
@@ -275,7 +277,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _join(out: Tensor, rows: Tensor | None, others: Tensor | None, matrix: Tensor) -> None:
-    """Write the product of rows and a matrix to rows that may be of another format, with others added."""
+    """Write the product of rows and a matrix to rows that may have another dtype, with others added."""
     if rows is None:
         _ = out.copy_(cast(Tensor, others))
     elif out.dtype != matrix.dtype:
@@ -289,7 +291,7 @@ def _join(out: Tensor, rows: Tensor | None, others: Tensor | None, matrix: Tenso
 
 
 def _begin(ctx: Any, x: Tensor, weight: Tensor, others: Tensor, group: Any) -> None:
-    """Keep what the backward of a product needs, whose input others use too."""
+    """Keep what the backward of a matmul needs if others use its input too."""
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(others if ctx.needs_input_grad[1] else None, weight)
     ctx.group = group
@@ -299,7 +301,7 @@ def _begin(ctx: Any, x: Tensor, weight: Tensor, others: Tensor, group: Any) -> N
 
 
 def _of_weight(grad: Tensor | None, x: Tensor | None) -> Tensor | None:
-    """The gradient of a weight, from rows of that of the outputs."""
+    """The gradient of a weight, from rows of the outputs' gradient."""
     return None if grad is None or x is None else grad.t() @ _rows(x).to(grad.dtype)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers whose forward is known, and pairs of linear layers in a Sequential that their forward alone may call."""
+"""Layers with a known forward, and pairs of linear layers in a Sequential that only its forward may call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accel.parallel._private import forward_hooks, forward_pre_hooks, runs_in_ba
 from accel.parallel.axes.tensor._styles import is_linear
 from accel.topology import TensorStyle
 
-_OWN = ("accel.", "torch.distributed.")  # modules whose hooks know of parts: those of this package, and `fully_shard`'s
+_OWN = ("accel.", "torch.distributed.")  # modules that define hooks which support parts: this package and `fully_shard`
 
 
 class LinearPair(NamedTuple):
@@ -85,7 +85,7 @@ class _PairPart(Mixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         guard: _Guard = cast(_Guard, notes_of(cast(nn.Module, self)).get("pairs"))
-        if not guard.runs and not runs_in_backward():  # there a layer that is checkpointed alone is computed again
+        if not guard.runs and not runs_in_backward():  # there a layer with its own checkpoint is recomputed
             raise guard.refused(
                 "a linear layer that tensor parallelism divides with another of its Sequential is called by itself",
                 f"a call of {notes_of(cast(nn.Module, self)).get('path')}",
@@ -94,8 +94,8 @@ class _PairPart(Mixin):
 
 
 def guard_pairs(model: nn.Module, pairs: Sequence[LinearPair], keys: Mapping[str, str]) -> None:
-    """Let the layers of pairs refuse to run outside of their Sequential, or beside a hook; `keys` are the plan's
-    patterns. Mutates the model."""
+    """Let the layers of pairs refuse to run outside of their Sequential, or with a hook. `keys` are the patterns of the
+    plan. Mutates the model."""
     way_out = _way_out(keys[path] for pair in pairs for path in pair.ends)
     wholes: list[nn.Module] = []
     parts: list[nn.Module] = []
@@ -119,7 +119,7 @@ def _way_out(patterns: Iterable[str]) -> str:
     return (
         "Keep these pairs whole on each rank: "
         f"plan=accel.parallel.Plan(tensor={{**accel.parallel.tensor_plan(model), {styles}}})."
-        " A pair whose Sequential is always called as a whole may be left out of it. Where only element-wise functions"
+        " Leave out a pair if its Sequential is always called as a whole. If only element-wise functions"
         " are between the layers, confirm it: plan=accel.parallel.Plan(tensor=accel.parallel.tensor_plan(model))."
     )
 
@@ -147,7 +147,7 @@ def _check_owners(guard: _Guard, name: str, hooks: Iterable[object]) -> None:
 
 
 def _function_of(hook: object) -> object:
-    """A hook without its wrappers, such as that of torch.compiler.disable."""
+    """A hook without its wrappers, such as the wrapper of torch.compiler.disable."""
     while isinstance(hook, functools.partial) or hasattr(hook, "__wrapped__"):
         hook = cast(Any, hook).func if isinstance(hook, functools.partial) else cast(Any, hook).__wrapped__
     return hook
@@ -162,7 +162,7 @@ _ELEMENTWISE = (
 
 
 def known_styles(model: nn.Module) -> dict[str, TensorStyle]:
-    """Return the styles of the layers in a model whose forward is known, by path."""
+    """Return the styles of the layers with a known forward in a model, by path."""
     found: dict[str, TensorStyle] = {}
     modules = list(named_modules(model))
     places = _places(modules)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that compute with parts: their parameters in a forward, and the module at whose end all tensors are whole."""
+"""Modules that compute with parts: their parameters in a forward, and the module that returns full tensors again."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class PartParameters(LocalParameters):
 
 
 def exchanges_of(layouts: Mapping[str, RowLayout], rank: int, size: int) -> dict[str, RowExchange]:
-    """Return exchanges by parameter, for those whose layout has other rows than a rank stores."""
+    """Return exchanges by parameter, for parameters with a layout of other rows than a rank stores."""
     found: dict[str, RowExchange] = {}
     for name, (_, cut) in layouts.items():
         if cut != even(cut.total, size):

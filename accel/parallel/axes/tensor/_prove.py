@@ -41,7 +41,7 @@ class Verdict(NamedTuple):
     """The result of a proof."""
 
     problem: str  # the difference from the whole module; "" for none
-    styles: Mapping[str, TensorStyle]  # the plan, with the parameters whose gradients are sums over ranks
+    styles: Mapping[str, TensorStyle]  # the plan, with the parameters that need a sum of their gradients over ranks
     # Dimensions of the module's outputs that ranks hold parts of, by the output's place.
     outputs: Mapping[int, int] = {}
     scatters: int = 0  # number of sums that were scattered by tokens
@@ -70,8 +70,9 @@ def prove(
     regions: Regions | None = None,
     shares_tokens: bool = False,
 ) -> Verdict:
-    """Return whether a module that ranks divide computes as the whole one, in a call of its own. No communication.
+    """Return whether a module that ranks divide computes the same as the full one, in a separate call.
 
+    No communication.
     `styles` are by path in the module; `divided` are dimensions of the call's inputs that ranks get parts of, by the
     tensor's number. With `shares_tokens` each rank holds its tokens between divided layers. With `regions` of parts, a
     forward and backward in training mode must run, too. In that mode a rank must draw as many numbers from python's and
@@ -132,7 +133,7 @@ def proved_in_parts(
 
 
 def tokens_refused(problem: str) -> PrepareError:
-    """Return the error of a model whose tokens ranks cannot share."""
+    """Return the error for a model with tokens that ranks cannot share."""
     return PrepareError(
         "the tokens of this model cannot be shared between its layers",
         expected="blocks that compute on parts of the tokens what they do on all of them, proved on simulated ranks",
@@ -155,7 +156,7 @@ def redrawn(module: nn.Module) -> nn.Module:
         memo[id(each)] = _values(each, draw) if each.is_meta else _in_float64(each.detach().to("cpu", copy=True))
     whole = copied_model(module, memo).eval()
     batch_experts(whole)
-    remove_mixin(whole.modules(), Recomputed)  # a backward does not know of the formats of the proof
+    remove_mixin(whole.modules(), Recomputed)  # a backward does not know the dtypes of the proof
     for each in whole.modules():
         cast(Any, forward_hooks(each)).clear()
         cast(Any, forward_pre_hooks(each)).clear()
@@ -167,7 +168,7 @@ def _in_float64(tensor: Tensor) -> Tensor:
 
 
 def _values(like: Tensor, draw: torch.Generator) -> Tensor:
-    """Values of a tensor without any: those of positions for integers, others at random."""
+    """Values for a tensor without any: positions for integers, random values for other dtypes."""
     if like.is_floating_point() or like.is_complex():
         kind = torch.complex128 if like.is_complex() else torch.float64
         return torch.randn(like.shape, generator=draw, dtype=kind)
@@ -189,7 +190,7 @@ def drawn_inputs(call: ModuleCall) -> Mapping[int, Tensor]:
 
 
 class _Wide(TorchFunctionMode):
-    """Lets a forward that computes in a narrower format compute in float64."""
+    """Lets a forward that computes in a narrower dtype compute in float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in ("float", "half", "bfloat16"):
@@ -213,7 +214,7 @@ def _run(
     *,
     is_forward: bool = False,
 ) -> _ProofRun:
-    """Outputs, and gradients of a random function of them; none of a forward alone."""
+    """Outputs, and gradients of a random function of them; no gradients if only the forward runs."""
     leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
     given: dict[int, Tensor] = {}
     places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -241,7 +242,7 @@ def _run(
 
 
 def run_valued(module: nn.Module, call: ModuleCall, values: Mapping[int, Tensor]) -> object:
-    """Run a copy of a module in a call of its own, with values."""
+    """Run a copy of a module in a separate call, with values."""
     leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
     places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     for at, number in zip(places, call.inputs, strict=True):
@@ -284,7 +285,7 @@ def _compared(
     size: int,
     divided: Mapping[int, int],
 ) -> tuple[Verdict, list[str]]:
-    """A verdict, and paths of modules whose gradients may be summands, where nothing else differs."""
+    """A verdict, and paths of modules with gradients that may be summands, if nothing else differs."""
     styles, regions, shares_tokens = plan
     try:
         rules = rules_of(whole, styles, size, regions=regions, shares_tokens=shares_tokens)

@@ -91,7 +91,7 @@ def rules_of(
 
 
 def _with_regions(model: nn.Module, rules: Mapping[str, Rule], regions: Regions) -> dict[str, Rule]:
-    """Rules where some parameters are parts, in modules whose styles leave them whole."""
+    """Rules that make some parameters parts, in modules that their styles do not divide."""
     found = dict(rules)
     for path, layouts in regions.items():
         found[path] = msgspec.structs.replace(found.get(path) or Rule(style="replicated"), ends="features")
@@ -114,8 +114,9 @@ def _with_regions(model: nn.Module, rules: Mapping[str, Rule], regions: Regions)
 
 
 def _with_tokens(model: nn.Module, rules: Mapping[str, Rule], styles: Container[str]) -> dict[str, Rule]:
-    """Rules of a model in which ranks share the tokens. Vectors, as those of norms, meet parts of tokens. A module that
-    styles name as replicated, and a layer that stays whole, have plain parameters, of complete gradients."""
+    """Rules of a model in which ranks share the tokens. Vectors, such as the weights of norms, meet parts of tokens.
+    Modules that styles name as replicated, and layers that are not divided, have plain parameters with complete
+    gradients."""
     found = {"": Rule(style="replicated"), **rules}
     for path, rule in found.items():
         own = list(model.get_submodule(path).parameters(recurse=False))
@@ -152,7 +153,7 @@ def match(plan: Mapping[str, str], paths: Iterable[str]) -> tuple[dict[str, str]
 
 
 def _holds(module: nn.Module) -> bool:
-    """Whether a module has parameters that nothing has spread, as expert parallelism spreads those of experts."""
+    """Whether a module has parameters that are not sharded yet. Expert parallelism, for example, shards the experts."""
     return any(not is_dtensor(each) for each in module.parameters(recurse=False))
 
 
@@ -178,7 +179,7 @@ def _is_copied(path: str, styles: Mapping[str, str]) -> bool:
 
 
 def _named_around(path: str, named: Mapping[str, object]) -> str | None:
-    """The nearest module around a path among those of a plan, or with a number of heads; None for none."""
+    """The nearest module around a path that a plan names, or with a number of heads; None for none."""
     while path:
         path = path.rpartition(".")[0]
         if path in named:
@@ -248,7 +249,7 @@ def _tied_problems(model: nn.Module, rules: Mapping[str, Rule]) -> list[str]:
             dim = rule.dims.get(name)
             first, other = seen.setdefault(id(parameter), (own, dim))
             if other != dim:
-                found.append(f"{own}: tied to {first}, and {_split(dim)} beside {_split(other)}")
+                found.append(f"{own}: tied to {first}, but {_split(dim)} instead of {_split(other)}")
     return found
 
 
@@ -313,8 +314,8 @@ def log_share(model: nn.Module, rules: Mapping[str, Rule], size: int, way: str, 
 
 
 def install(model: nn.Module, rules: Mapping[str, Rule], layer_of: Callable[[Rule], Layer]) -> None:
-    """Let modules compute by their rules, each with a layer of its own. Those of one class stay of one class, for
-    torch.compile to compile once."""
+    """Let modules compute by their rules, each with a separate `Layer`. Modules of one class keep one class, so that
+    torch.compile compiles once."""
     modules: dict[type[Mixin], list[nn.Module]] = {}
     for path, rule in rules.items():
         module = model.get_submodule(path)

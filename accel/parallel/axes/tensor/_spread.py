@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallel: ranks along tp share each layer's parameters and products, by a plan resolved for each module."""
+"""Tensor parallel: ranks along tp split each layer's parameters and matmuls, by a plan resolved for each module."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class TensorOptions(SpreadOptions, frozen=True, kw_only=True):
         return repr(msgspec.structs.replace(self, example=None, beside={}, regions={}))
 
     def check(self) -> None:
-        """Raise `ConfigError` for a plan of one's own beside `sequence` or `head`."""
+        """Raise `ConfigError` for a user's plan together with `sequence` or `head`."""
         if self.head is not None and self.tensor != "model":
             raise ConfigError(
                 "head has no effect with your own styles",
@@ -122,7 +122,7 @@ def _compiled(ctx: DistContext, model: nn.Module) -> list[str]:
 
 
 def _overlaps(asked: PrepareCall) -> RefusedFact | None:
-    """Regions or a device where messages cannot travel beside products."""
+    """Regions or a device on which messages cannot overlap with matmuls."""
     if not asked.options.overlap:
         return None
     compiled = _compiled(asked.ctx, asked.view.inner.model)
@@ -165,8 +165,8 @@ def _is_found(model: nn.Module, options: TensorOptions) -> bool:
 
 
 def _resolve(ctx: DistContext, view: ModelView, options: TensorOptions) -> TensorOptions:
-    """Put the styles that rank 0 finds and proves in the place of "model", or beside those that the model declares. A
-    collective where it declares none, or passes over attention."""
+    """Replace "model" by the styles that rank 0 finds and proves, or add them to the styles that the model declares. A
+    collective if the model declares none, or passes over attention."""
     inner = view.inner.model
     is_found = _is_found(inner, options)
     if not is_found and not _has_more(inner, options):
@@ -202,7 +202,7 @@ class _SentPlan(NamedTuple):
 
 
 def _has_more(model: nn.Module, options: TensorOptions) -> bool:
-    """Whether styles may be found beside those that a model declares."""
+    """Whether styles may be found in addition to the styles that a model declares."""
     if options.tensor != "model" or options.sequence or not left_whole(model):
         return False
     return options.example is not None or example_of(model) is not None
@@ -238,7 +238,7 @@ def _found(ctx: DistContext, model: nn.Module, options: TensorOptions) -> _SentP
 def _found_beside(model: nn.Module, size: int, options: TensorOptions) -> _SentPlan:
     plan = styles_beside(model, size, _inputs(options))
     styles = declared_plan(model, plan.styles, head=options.head)
-    way = "the plan that it declares" + (", and one beside it that is found and proved" if plan.styles else "")
+    way = "the plan that it declares" + (", and one in addition that is found and proved" if plan.styles else "")
     log_share(model, rules_of(model, styles, size), size, way, plan.left)
     return _SentPlan({**plan.styles}, {})
 
@@ -393,7 +393,7 @@ def _size(ctx: DistContext) -> int:
 
 def _mesh(ctx: DistContext) -> DeviceMesh:
     mesh = ctx.mesh
-    assert mesh is not None  # an axis of more than one rank is that of a mesh
+    assert mesh is not None  # an axis of more than one rank belongs to a mesh
     dims = [at for at, name in enumerate(mesh.mesh_dim_names or ()) if dimension_of(name) == "tensor"]
     return mesh_of_dims(mesh, dims)
 

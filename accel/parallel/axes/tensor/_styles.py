@@ -17,7 +17,7 @@ from accel.topology import TensorStyle
 
 
 class RowPieces(NamedTuple):
-    """Rows in another order, as pieces of one split: no index travels to the device; backward is a concatenation."""
+    """Rows in another order, as pieces of one split: no index is copied to the device; backward is a concatenation."""
 
     sizes: Sequence[int]  # of the pieces, in order
     order: Sequence[int]  # numbers of the pieces; one may occur more than once
@@ -47,7 +47,8 @@ def needed_packs(rows: int, packs: int, size: int) -> Sequence[Sequence[range]]:
 
 
 def needed_heads(rows: int, heads: int, size: int) -> Sequence[Sequence[range]]:
-    """Return the rows that each rank needs of fewer heads than ranks: those of one head, which neighbours share."""
+    """Return the rows that each rank needs if there are fewer heads than ranks: the rows of one head, which neighbours
+    share."""
     head = rows // heads
     return [[range(at * head, (at + 1) * head)] for at in (rank * heads // size for rank in range(size))]
 
@@ -118,8 +119,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     shares: Mapping[str, int] = {}
     heads: int = 0  # number of heads of the whole module, where it has `shares`
     attributes: Mapping[str, int] = {}  # values for attributes of the module that speak of what one rank computes
-    overlap: bool = False  # whether messages travel beside the module's products
-    # Path in the module of the layer whose product goes beside the messages of the module's input; "" for none.
+    overlap: bool = False  # whether messages overlap with the module's matmuls
+    # Path in the module of the layer that overlaps its matmul with the messages of the module's input; "" for none.
     early: str = ""
     layouts: Mapping[str, RowLayout] = {}  # layouts of its parameters that are parts in a forward, by name
     # Parts that are made whole in its outputs, where modules in it compute with parts: of "features", or "all".
@@ -127,11 +128,11 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     tokens: bool = False  # whether each rank has its tokens around it
 
 
-# Layouts of parameters by path, in the module around them at whose end tensors are whole, by its path.
+# Layouts of parameters by path, in the module around them that returns full tensors, by its path.
 Regions = Mapping[str, Mapping[str, RowLayout]]
 
 
-# norms whose kernels sum the gradients over rows
+# norms with kernels that sum the gradients over rows
 _FRESH = {nn.LayerNorm.forward, nn.RMSNorm.forward, nn.GroupNorm.forward}
 
 
@@ -281,7 +282,8 @@ _UNKNOWN = ("lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
 
 def with_lora(model: nn.Module, styles: Mapping[str, str], problems: list[str]) -> dict[str, str]:
-    """Return the styles, of adapted layers those of their parts; `problems` gets adapters that cannot be divided."""
+    """Return the styles, with the styles of an adapted layer's parts in place of the layer's. Adapters that cannot be
+    divided are added to `problems`."""
     found: dict[str, str] = {}
     for path, style in styles.items():
         module = model.get_submodule(path)
@@ -299,7 +301,7 @@ def with_lora(model: nn.Module, styles: Mapping[str, str], problems: list[str]) 
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Return whether a module is a layer beside its adapters, as peft puts it in the place of the layer."""
+    """Return whether a module holds a layer and its adapters, as peft puts it in the place of the layer."""
     children = dict(module.named_children())
     return {"base_layer", "lora_A", "lora_B"} <= children.keys()
 

@@ -104,7 +104,7 @@ def _of_child(path: str, child: nn.Module, styles: Mapping[str, TensorStyle]) ->
 
 
 def _after(model: nn.Module, group: ModuleGroup, problems: list[str]) -> dict[str, TensorStyle]:
-    """The norm beside the blocks."""
+    """The norm next to the blocks."""
     around = model.get_submodule(group.around)
     children = {f"{group.around}.{name}".strip("."): child for name, child in around.named_children()}
     beside = {
@@ -112,7 +112,7 @@ def _after(model: nn.Module, group: ModuleGroup, problems: list[str]) -> dict[st
     }
     norms = [path for path, child in beside.items() if _is_norm(child)]
     if len(norms) != 1:
-        problems.append(f"{len(norms)} norms beside the blocks")
+        problems.append(f"{len(norms)} norms next to the blocks")
         return {}
     problems += [
         path
@@ -134,7 +134,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 _INSIDE = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
 # Arguments of a forward that layers inside of the module never take as their input. One that is not listed could be
-# another input, such as the states of an encoder, whose gradient nobody would sum.
+# another input, such as the states of an encoder, and no rank would sum its gradient.
 _NO_INPUTS = frozenset({
     "attention_mask", "position_embeddings", "position_ids", "past_key_values", "past_key_value", "layer_past",
     "cache_position", "use_cache", "output_attentions", "head_mask", "layer_head_mask", "kwargs", "cos", "sin",
@@ -169,7 +169,7 @@ def _takes_one_input(module: nn.Module) -> bool:
 
 
 def _covers(module: nn.Module, path: str, styles: Mapping[str, TensorStyle]) -> bool:
-    """Whether all parameters inside are those of layers that work on a part of the features."""
+    """Whether all parameters inside belong to layers that work on a part of the features."""
     return all(
         any(styles.get(name) in _INSIDE for name in _around(f"{path}.{owner}", path))
         for owner in {name.rpartition(".")[0] for name, _ in module.named_parameters()}
@@ -177,7 +177,7 @@ def _covers(module: nn.Module, path: str, styles: Mapping[str, TensorStyle]) -> 
 
 
 def _around(path: str, top: str) -> Iterator[str]:
-    """A path and those of the modules around it, below a top one."""
+    """A path and the paths of the modules around it, below a top one."""
     while len(path) > len(top):
         yield path
         path = path.rpartition(".")[0]
@@ -207,23 +207,25 @@ def tensor_plan(
 ) -> dict[str, TensorStyle]:
     """Return the styles by which `prepare` divides a model among the ranks along tp. Pure, no communication.
 
-    They are those that a model of transformers declares in its `tp_plan` for its blocks, completed for layers whose
-    weights the module around them reads and embeddings tied to a head, and those of layers that leave no doubt:
-    torch's nn.MultiheadAttention, nn.Transformer and its layers, linear layers that follow each other in an
-    nn.Sequential with element-wise layers between. For other models of transformers, for what a declared
-    plan passes over in its blocks, and for any model with an `example`, they are found in a forward without values, and
-    proved for two ranks: a module that two simulated ranks divide must give the outputs and gradients of the whole one,
-    with other parameters, in float64, to 1e-10. What is not proved stays whole, and with `sequence` so does what a
-    declared plan passes over. Where several column-wise layers share an input, the module around them sums its gradient
-    once ("copy_input"). Experts are left out: every rank along tp holds them whole, unless they are spread along ep.
+    A model of transformers declares styles for its blocks in its `tp_plan`. They are completed for layers with weights
+    that the module around them reads, and for embeddings tied to a head. Known layers get styles too: torch's
+    nn.MultiheadAttention, nn.Transformer and its layers, and linear layers that follow each other in an nn.Sequential
+    with element-wise layers between.
+
+    Other styles are found in a forward without values: for other models of transformers, for modules in blocks that a
+    declared plan passes over, and for any model with an `example`. They are proved for two ranks: a module that two
+    simulated ranks divide must give the outputs and gradients of the full module, with other parameters, in float64, to
+    1e-10. Modules without a proof stay replicated. With `sequence`, modules that a declared plan passes over stay
+    replicated too. If several column-wise layers share an input, the module around them sums its gradient once
+    ("copy_input"). Experts are left out: every rank along tp holds all of them, unless they are sharded along ep.
 
     Args:
         model: without wrappers; adapters of peft may be in it.
         sequence: whether ranks share the tokens between these layers, in models with blocks of norms and divided
             modules. Found styles are proved with it.
-        head: style of the layer that gives the logits: "colwise" leaves each rank those of its part of the vocabulary,
-            for `vocab_cross_entropy`, and "colwise_gather_output" gathers them. An embedding tied to it is divided too.
-            None for the style that the model declares.
+        head: style of the layer that computes the logits. "colwise" leaves each rank the logits of its part of the
+            vocabulary, for `vocab_cross_entropy`; "colwise_gather_output" gathers them. An embedding tied to the head
+            is divided too. None for the style that the model declares.
         example: arguments of the model's forward, by name or in order, to find the styles by; their values do not
             matter. None for the model's own plan, or small inputs by the config of a model of transformers.
 
@@ -264,7 +266,7 @@ def declared_plan(
     sequence: bool = False,
     head: HeadStyle | None = None,
 ) -> dict[str, TensorStyle]:
-    """Return the styles that a model declares, those of known layers, and those of `styles_beside`. Pure."""
+    """Return the styles that a model declares, the styles of known layers, and the styles in `beside`. Pure."""
     styles: dict[str, TensorStyle] = {**_own_styles(model, _declared_styles(model)), **beside}
     if sequence:
         styles = with_sequence(model, styles)
@@ -314,7 +316,8 @@ def found_styles(
     is_staged: bool = False,
 ) -> FoundPlan:
     """Return the styles that are found and proved for so many ranks, and why candidates stay whole, by path;
-    `with_regions` divides what styles leave whole, too, `is_staged` inside of blocks alone, which stages call."""
+    `with_regions` also divides modules that styles leave undivided; with `is_staged` only inside of blocks, which
+    stages call."""
     if sequence and not with_regions:
         return found_plan(model, size, example, partial(with_sequence, model))
     blocks = [path for group in outermost_groups(block_groups(model)) for path, _ in group.entries]
@@ -323,8 +326,8 @@ def found_styles(
 
 
 def finds(model: nn.Module, example: object = None) -> bool:
-    """Return whether styles of a model are found in its forward, as it declares none that are known here, or those of
-    its head alone. Pure."""
+    """Return whether styles of a model are found in its forward, because it declares none that are known here, or only
+    the style of its head. Pure."""
     return example is not None or (not declares(model) and example_of(model) is not None)
 
 
@@ -338,7 +341,7 @@ def declares(model: nn.Module) -> bool:
 
 
 def _tied(model: nn.Module, declared: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
-    """Styles of embeddings that are tied to layers whose outputs a plan divides."""
+    """Styles of embeddings that are tied to layers with outputs that a plan divides."""
     modules = dict(named_modules(model))
     weights = [getattr(modules[path], "weight", None) for path, style in declared.items() if style in COLWISE]
     return {
@@ -360,8 +363,8 @@ def _between(model: nn.Module, declared: Mapping[str, TensorStyle]) -> dict[str,
 
 
 def _read(model: nn.Module) -> dict[str, TensorStyle]:
-    """Styles of layers whose weights the class around them reads, by its source; a plan that is declared or known
-    passes over them."""
+    """Styles of layers with weights that the class around them reads in its source. Declared and known plans pass over
+    such layers."""
     found: dict[str, TensorStyle] = {}
     sources: dict[type[nn.Module], str] = {}  # each takes 10 ms, and a model has many modules of a class
     for path, module in named_modules(model):
@@ -397,11 +400,11 @@ def collapsed(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, 
 
 
 def found_pairs(model: nn.Module) -> list[LinearPair]:
-    """Return the pairs of layers that `tensor_plan` divides because of their places in an nn.Sequential alone. Pure."""
+    """Return the pairs of layers that `tensor_plan` divides only because of their places in an nn.Sequential. Pure."""
     try:
         declared = _declared_styles(model)
     except PrepareError:
-        declared = {}  # styles that have no counterpart here; those of its forward are found in their place
+        declared = {}  # styles that have no counterpart here; styles found in the forward replace them
     return [pair for pair in known_pairs(model) if declared.keys().isdisjoint(pair.ends)]
 
 
@@ -461,8 +464,8 @@ def _from_declared(model: nn.Module, path: str, declared: Mapping[str, str]) -> 
 
 
 def _of_all_heads(model: nn.Module, styles: Mapping[str, TensorStyle]) -> list[str]:
-    """Row-wise layers before the one that ends an attention (Doge), which give every rank values of all heads beside
-    queries of its own."""
+    """Row-wise layers before the one that ends an attention (Doge). They give every rank the values of all heads, but
+    only its own queries."""
     ends: dict[str, list[str]] = {}
     for path, style in styles.items():
         if style == "rowwise" and is_linear(model.get_submodule(path)):

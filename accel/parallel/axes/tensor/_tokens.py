@@ -2,7 +2,7 @@
 """Sequence parallelism by parts: between divided layers a rank holds its tokens, and reports all of them.
 
 A matmul that ends a region of divided features scatters its sum by tokens, and the next divided layer gathers them.
-Functions of a token alone, such as norms and residuals, compute on the rank's tokens. A function that needs tokens of
+Functions of single tokens, such as norms and residuals, compute on the rank's tokens. A function that needs tokens of
 other ranks gathers them: a part of tokens is one more way to hold a whole tensor, and results do not depend on it.
 """
 
@@ -42,7 +42,7 @@ class _Gathered(NamedTuple):
 
 
 class TokenRanks(Ranks):
-    """The ranks of parts of tokens: those of the divided layers, by which `SequenceRanks` knows such parts."""
+    """The ranks of parts of tokens: the ranks of the divided layers, by which `SequenceRanks` recognizes such parts."""
 
     __slots__ = ("layers",)
 
@@ -126,7 +126,7 @@ class SequenceRanks(LayerRanks):
 
         output = pytree.tree_map_only(PartTensor, given_back, output)
         if is_end and any(isinstance(each, PartTensor) for each in outputs_in(output)):
-            with contextlib.suppress(TreeError):  # an object of another kind, whose tensors nobody can use outside
+            with contextlib.suppress(TreeError):  # an object of another kind; nobody can use its tensors outside
                 output = map_tensors(given_back, output)
         return output
 

@@ -51,7 +51,7 @@ class ForwardTrace(NamedTuple):
     nodes: Sequence[Node]  # in the order of their run
     calls: Sequence[ModuleCall]  # in the order of their end
     outputs: tuple[int, ...]  # numbers of the tensors that the model returned
-    read: frozenset[str] = frozenset()  # paths of modules whose parameters another module read
+    read: frozenset[str] = frozenset()  # paths of modules with parameters that another module read
     readers: Mapping[str, set[str]] = {}  # paths of the modules that read them, by their path
 
     def signature(self, call: ModuleCall) -> str:
@@ -81,9 +81,9 @@ def tensors_in(tree: object) -> list[Tensor]:
 def trace(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any]) -> ForwardTrace:
     """Run a copy of a model on fake tensors, in eval, and record it. The model and torch's streams are unchanged.
 
-    Modules whose path depends on values, as experts that ask which tokens chose them, are recorded as one operation,
-    with an output like their first tensor. Where that is not enough, a copy with values runs. Whatever else a forward
-    raises without values is raised, and `ReplacedModulesError` for one that puts other modules in the model.
+    Modules with control flow that depends on values, such as experts that ask which tokens chose them, are recorded as
+    one operation, with an output like their first tensor. If that is not enough, a copy with values runs. Any other
+    error of a forward without values is raised, and `ReplacedModulesError` for a forward that replaces modules.
     """
     kinds: list[type] = []
     first: Exception | None = None
@@ -115,7 +115,8 @@ _OF_VALUES = ("DynamicOutputShapeException", "DataDependentOutputException")  # 
 def _run_blank(
     model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any], recorder: _Recorder, kinds: tuple[type, ...]
 ) -> tuple[int, ...]:
-    """Record a copy, whose modules of these kinds run without their own forward; return the numbers of its outputs."""
+    """Record a copy of the model; return the numbers of its outputs. Modules of these kinds run without their
+    forward."""
     fake = fake_mode()
     empty = _without_values(model, fake)
     with fake:
@@ -224,7 +225,7 @@ def _without_hooks(copied: nn.Module) -> nn.Module:
 
 
 def batch_experts(copied: nn.Module) -> None:
-    """Let experts of transformers compute as one product, which takes any format and no values. Mutates a copy."""
+    """Let experts of transformers compute as one matmul, which takes any dtype and no values. Mutates a copy."""
     for module in copied.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_experts_implementation"):
@@ -253,7 +254,7 @@ class _Recorder(TorchFunctionMode):
 
     @property
     def failed(self) -> type | None:
-        """The class of the innermost module whose forward did not end; None for none."""
+        """The class of the innermost module with an unfinished forward; None for none."""
         return written_class(self._within[-1][1]) if self._within else None
 
     def number(self, tensor: Tensor) -> int:

@@ -318,6 +318,14 @@ def _makes_graph() -> bool:
     return torch.is_grad_enabled() and runs_in_backward()
 
 
+def end_failed_forward(module: nn.Module) -> None:
+    """Forget a forward of a module of `fully_shard` that has raised. The hook at its end has not run, and later
+    backwards would seem to be within it."""
+    state = _state(module)
+    if state._state_ctx.iter_forward_root is state:
+        state._state_ctx.iter_forward_root = None
+
+
 def sum_at_end(module: nn.Module, whole: torch.Tensor) -> None:
     """Sum a module's gradients at the end of a backward that reaches a whole parameter. torch asks for it when the
     gradient of an output comes."""

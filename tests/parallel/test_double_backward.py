@@ -223,3 +223,20 @@ def test_a_forward_that_raised_leaves_the_gradients_of_one_before_it(ranks: Simu
     want = gradients(accel.single(), fails=False)
     for found in ranks.run(lambda ctx: gradients(ctx, fails=True), 2, default_group=True):
         torch.testing.assert_close(found, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_backward_that_makes_a_graph_sums_the_gradients(ranks: Simulator, accumulation: int) -> None:
+    def rank(ctx: accel.DistContext) -> list[Tensor]:
+        torch.manual_seed(0)
+        model: Any = accel.prepare_model(accel.replace(ctx, strategy="fsdp"), Energy().double())
+        for number in range(accumulation):
+            if ctx.world_size > 1:
+                model.set_requires_gradient_sync(number == accumulation - 1)
+            model(_samples() + number).square().sum().backward(create_graph=True)
+        return [full_tensor(each.grad).detach() for each in model.parameters()]
+
+    want = rank(accel.single())
+    for found in ranks.run(rank, 2, default_group=True):
+        torch.testing.assert_close(found, want, rtol=0, atol=1e-12)

@@ -43,7 +43,7 @@ class CalledUnit(Mixin, nn.Module):
 
 
 class EndedUnit(Mixin, nn.Module):
-    """Mixin of units: a forward that raises has ended for later backwards, which torch learns in a hook of its end."""
+    """Mixin of units: a forward that raises has ended for later backwards. torch notes an end only in a hook."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""

@@ -43,6 +43,7 @@ INSERTED = (
     Inserted("Stoppable", "parallel/axes/pipeline/_replayed.py", "prepare_model: pp"),
     # torch keeps graphs by the first frame that is not torch's own.
     Inserted("_Traced", "parallel/_compile.py", "compile_model"),
+    Inserted("EndedUnit", "parallel/axes/shard/_running.py", "prepare_model: fsdp"),
     # A call of the unit copies and fills containers anew.
     Inserted("CalledUnit", "parallel/axes/shard/_running.py", "prepare_model: fsdp"),
     # A second forward in backward does not change the caller's containers again.

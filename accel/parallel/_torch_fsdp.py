@@ -10,6 +10,7 @@ methods run in this order, and each hook below is at one of them:
 
 A backward within a forward, or one that makes a graph, as `torch.autograd.grad(loss, inputs, create_graph=True)` does,
 gathers and sums nothing. The parameters of a graph stay gathered for the backward of that graph; see `keep_for_graphs`.
+`loss.backward(create_graph=True)` sums the gradients at its end.
 
 `NAMES` lists each name by its owner. A test looks for them, and one test a function runs it on the installed torch.
 """
@@ -275,9 +276,17 @@ class _Kept:
         if _is_within_forward(_state(self._module)):
             if not self.is_on:
                 self._group.reshard()
-        elif not _makes_graph() and (not self.is_on or is_end_of_backward()):  # the graph may come after this forward
+            return
+        is_end = is_end_of_backward()
+        if _makes_graph():  # `autograd.grad` gives parameters no gradients, `backward` does
+            wholes = (each.whole for each in shards_of(self._module))
+            is_last = is_end and any(each is not None and each.grad is not None for each in wholes)
+        else:
+            is_last = is_end or not self.is_on  # the graph may come after this forward
+        if is_last:
             self._facts = None
-            self._usual[3](*unused)
+            with torch.no_grad():
+                self._usual[3](*unused)
 
 
 def keep_for_graphs(modules: Iterable[nn.Module]) -> None:
@@ -316,6 +325,14 @@ def _is_within_forward(state: Any) -> bool:
 def _makes_graph() -> bool:
     """Whether this thread is in a backward that makes a graph."""
     return torch.is_grad_enabled() and runs_in_backward()
+
+
+def end_failed_forward(module: nn.Module) -> None:
+    """Forget a forward of a module of `fully_shard` that has raised. The hook at its end has not run, and later
+    backwards would seem to be within it."""
+    state = _state(module)
+    if state._state_ctx.iter_forward_root is state:
+        state._state_ctx.iter_forward_root = None
 
 
 def sum_at_end(module: nn.Module, whole: torch.Tensor) -> None:

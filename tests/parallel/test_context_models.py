@@ -323,6 +323,34 @@ def test_outputs_of_a_large_model_are_compared_in_a_wide_dtype(
     ranks.run(rank, 2, default_group=True)
 
 
+class Watched(nn.Linear):
+    """Notes whether its weight has its value, which is that of its bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        KNOWN.append(bool((self.weight == self.bias[0]).all()))
+        return super().forward(x)
+
+
+KNOWN: list[bool] = []
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+def test_the_proof_of_sharded_units_has_their_weights(ranks: Simulator) -> None:
+    """Units are gathered within the proof, into memory of their dtype."""
+    KNOWN.clear()
+
+    def rank(ctx: accel.DistContext) -> None:
+        model = nn.Sequential(*(nn.Sequential(Watched(4, 4), nn.Tanh()) for _ in range(3)))
+        for number, each in enumerate(model.parameters()):
+            nn.init.constant_(each, 0.1 + number // 2)
+        model = accel.prepare_model(accel.replace(ctx, mesh="cp=2", strategy="fsdp"), model)
+        _ = model(cut(accel.replace(ctx, mesh="cp=2"), {"x": torch.ones(2, LENGTH, 4)})["x"])
+
+    ranks.run(rank, 2, default_group=True)
+    assert len(KNOWN) > 6
+    assert all(KNOWN)
+
+
 class Nested(nn.Module):
     """A checkpoint within a checkpoint, in training alone or always."""
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel.parallel import Plan
+from accel.tensors import full_tensor
 from accel.testing import Simulator
 
 WIDTH, SAMPLES, STEPS = 6, 12, 3
@@ -196,3 +197,46 @@ def test_a_step_after_an_unused_graph_is_seen_by_the_next_forward(ranks: Simulat
         assert not torch.equal(model(x), before)
 
     _ = ranks.run(rank, 2, default_group=True)
+
+
+class Failing(Energy):
+    """Raises behind a block where it is told to."""
+
+    def forward(self, x: Tensor, *, fails: bool = False) -> Tensor:
+        hidden = self.blocks[0](torch.tanh(self.first(x)))
+        if fails:
+            raise ValueError("a sample that nobody can read")
+        return self.last(self.blocks[1](hidden))
+
+
+def test_a_forward_that_raised_leaves_the_gradients_of_one_before_it(ranks: Simulator) -> None:
+    def gradients(ctx: accel.DistContext, *, fails: bool) -> dict[str, Tensor | None]:
+        torch.manual_seed(0)
+        model = accel.prepare_model(accel.replace(ctx, strategy="fsdp"), Failing().double())
+        loss = model(_samples()).square().sum()
+        if fails:
+            with pytest.raises(ValueError, match="nobody can read"):
+                model(_samples(), fails=True)
+        loss.backward()
+        return {name: None if each.grad is None else full_tensor(each.grad) for name, each in model.named_parameters()}
+
+    want = gradients(accel.single(), fails=False)
+    for found in ranks.run(lambda ctx: gradients(ctx, fails=True), 2, default_group=True):
+        torch.testing.assert_close(found, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_backward_that_makes_a_graph_sums_the_gradients(ranks: Simulator, accumulation: int) -> None:
+    def rank(ctx: accel.DistContext) -> list[Tensor]:
+        torch.manual_seed(0)
+        model: Any = accel.prepare_model(accel.replace(ctx, strategy="fsdp"), Energy().double())
+        for number in range(accumulation):
+            if ctx.world_size > 1:
+                model.set_requires_gradient_sync(number == accumulation - 1)
+            model(_samples() + number).square().sum().backward(create_graph=True)
+        return [full_tensor(each.grad).detach() for each in model.parameters()]
+
+    want = rank(accel.single())
+    for found in ranks.run(rank, 2, default_group=True):
+        torch.testing.assert_close(found, want, rtol=0, atol=1e-12)

@@ -311,6 +311,37 @@ def test_what_a_model_returns_is_whole_and_a_rank_s_own_tokens_are_refused_outsi
     _ = ranks.run(rank, 2, default_group=True)
 
 
+class Routed(Block):
+    """Keeps a loss of all tokens in an attribute, as experts keep the balance of their load."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.balance = x.softmax(-1).cumsum(1).square().mean()
+        return x
+
+
+@pytest.mark.parametrize("way", ["a sum", "another backward"])
+def test_a_loss_that_a_module_keeps_in_an_attribute_is_that_of_one_process(ranks: Simulator, way: str) -> None:
+    ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(1))
+
+    def rank(ctx: accel.DistContext) -> list[Tensor]:
+        torch.manual_seed(0)
+        model: Any = Stacked(Routed)
+        model = prepared(ctx, model) if ctx.world_size > 1 else model.double()
+        loss = model(ids).square().mean()
+        kept = [block.balance for block in model.blocks]
+        if way == "a sum":
+            (loss + sum(kept)).backward()
+        else:
+            for each in (loss, *kept):
+                each.backward(retain_graph=True)
+        return [full_tensor(each.grad) for each in model.parameters()]
+
+    want = rank(accel.single())
+    for got in ranks.run(rank, 2, default_group=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+
+
 class Recomputed(Mixed):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)

@@ -21,6 +21,7 @@ from accel.mixins import Mixin, add_mixin
 from accel.parallel._copies import WideMode, gradients_of
 from accel.parallel._modules import note_module, notes_of, written_class
 from accel.parallel._private import called_eagerly, is_compiled, runs_in_backward, untraced
+from accel.parallel._sharded import sharded_roots
 from accel.parallel.axes.context._attention import whole_positions
 from accel.parallel.axes.context._checks import refuse_reentrant
 from accel.parallel.axes.context._positions import DifferentRankError, PositionRanks, SelectedTensor, whole_of
@@ -313,7 +314,8 @@ class _Positions:
         """Raise `PrepareError` where a call with parts differs from one with all positions. A collective.
 
         Both compute in a wide dtype, as rounding would hide an error in a narrow one. A forward that does not run in
-        it or has a very large parameter, and the gradients of a large model, are compared in its dtypes.
+        it, has a very large parameter or gathers units of `fully_shard`, and the gradients of a large model, are
+        compared in its dtypes.
         """
         everything = list(module.parameters())
         parameters = _proved(everything)
@@ -322,7 +324,8 @@ class _Positions:
         mode = WideMode(wide_dtype(self.ctx.device), everything if is_small else [])
         copies = [mode.copies[id(each)] for each in parameters] if is_small else []
         runs = [(mode, copies), (contextlib.nullcontext(), parameters)]
-        for run, compared in runs if max(sizes, default=0) <= _WIDEST else runs[1:]:
+        has_units = any(sharded_roots(child) for child in module.children())  # messages fill buffers of their dtype
+        for run, compared in runs[1:] if has_units or max(sizes, default=0) > _WIDEST else runs:
             with run, torch.set_grad_enabled(bool(compared)):
                 expected = self._expected(forward, whole, may_fail=run is mode)
                 if expected is None:

@@ -47,7 +47,7 @@ from accel.parallel.axes.shard._options import (
     wide_parameters,
     wire_format,
 )
-from accel.parallel.axes.shard._running import CalledUnit, note_units, reach_outputs, reduce_in_one_order
+from accel.parallel.axes.shard._running import CalledUnit, EndedUnit, note_units, reach_outputs, reduce_in_one_order
 from accel.parallel.axes.shard._units import (
     check_ignored,
     ignored_ids,
@@ -306,6 +306,7 @@ def _let_units_run(ctx: DistContext, units: Mapping[str, nn.Module]) -> None:
     inner = list(units.values())[:-1]  # the model's own has no loss of its blocks in its containers yet
     _ = fill_containers(inner)
     add_mixin(inner, CalledUnit)
+    add_mixin(units.values(), EndedUnit)
 
 
 def _shard_unit(

@@ -22,6 +22,7 @@ from accel.parallel._private import runs_in_backward
 from accel.parallel._torch_fsdp import (
     SUMS,
     around_calls,
+    end_failed_forward,
     gather_at,
     gather_before,
     is_within_hooks,
@@ -39,6 +40,20 @@ class CalledUnit(Mixin, nn.Module):
         if is_dynamo_compiling() or is_within_hooks(self):
             return super().forward(*args, **kwargs)
         return self(*args, **kwargs)
+
+
+class EndedUnit(Mixin, nn.Module):
+    """Mixin of units: a forward that raises has ended for later backwards. torch notes an end only in a hook."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        if is_dynamo_compiling():
+            return super().__call__(*args, **kwargs)
+        try:
+            return super().__call__(*args, **kwargs)
+        except BaseException:
+            end_failed_forward(self)
+            raise
 
 
 def note_units(comm: Comm, units: Mapping[str, nn.Module]) -> None:

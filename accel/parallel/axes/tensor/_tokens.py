@@ -105,6 +105,8 @@ class SequenceRanks(LayerRanks):
         has not always around it."""
         if self.depth:
             return super().enter(tensor)
+        if not self.runs:
+            raise no_rule("a plain tensor, outside of the model")
         outer = self.begin()
         try:
             return super().enter(tensor)
@@ -198,10 +200,11 @@ class SequenceRanks(LayerRanks):
         return func(*given, **named)
 
     def _alike(self, func: Any, args: Args, kwargs: Named) -> Any:
-        """Compute what all ranks compute alike; a plain tensor that the function changes stays plain."""
+        """Compute what all ranks compute alike; a plain tensor that the function changes stays plain. Outside of the
+        model all is plain, such as a loss that the model keeps in an attribute."""
         target = args[0] if args else None
         is_plain = isinstance(target, Tensor) and not isinstance(target, PartTensor)
-        if is_plain and _is_written(name_of(func)):
+        if not self.runs or (is_plain and _is_written(name_of(func))):
             given, named = pytree.tree_map_only(PartTensor, leave, (tuple(args), dict(kwargs)))
             return func(*given, **named)
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that compute with parts of positions in their forward, and the proof of the first call against all
-positions."""
+"""A model's forward on parts of positions, and the proof of its first call against all positions."""
 
 from __future__ import annotations
 
@@ -158,12 +157,10 @@ class _Positions:
     def refuse_alone(self, module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         """Raise `ConfigError` if a loop calls a part of the model with positions that need others, as its hook."""
         in_backward = runs_in_backward()
-        if has_all_positions(self.ctx):
-            return
-        if self.is_running and not in_backward:
+        runs = self.is_running and not in_backward
+        if runs and not has_all_positions(self.ctx):
             refuse_reentrant(module)
-            return
-        if not self._has_own(_Inputs(inputs, keywords)):
+        if runs or has_all_positions(self.ctx) or not self._has_own(_Inputs(inputs, keywords)):
             return
         if not in_backward:
             raise ConfigError(

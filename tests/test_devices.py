@@ -19,7 +19,6 @@ from accel import devices
 
 ROOT = Path(__file__).parent.parent
 CUDA = {  # what of CUDA each of these uses, that other accelerators have not or have under other names
-    "bigmodel/_arguments.py": "a GPU by number, as device maps name it",
     "cli/_setup.py": "versions of CUDA, cuDNN and NCCL",
     "comm/_streams.py": "copies of pinned memory while the host goes on",
     "config/_settings.py": "--gpu-ids, which is CUDA_VISIBLE_DEVICES; the name of a choice",

@@ -16,7 +16,7 @@ import torch
 
 from accel.checkpoint._manifest import Item
 from accel.errors import CheckpointError, ConfigError
-from accel.items._source import Captured, Change, ItemHandler, ItemLoad, fields_in, join_fields
+from accel.items._source import Captured, ItemHandler, ItemLoad, StateChange, fields_in, join_fields
 from accel.storage import disk_errors
 
 
@@ -103,9 +103,9 @@ class FolderLoad(ItemLoad):
             if select is None or select(path):
                 self.wanted.append((key, None))
 
-    def read(self) -> Sequence[Change]:
+    def read(self) -> Sequence[StateChange]:
         """Return the change that writes the files and runs `load`, which cannot be undone."""
-        return [Change(f"item {self.name}", self._apply, None)]
+        return [StateChange(f"item {self.name}", self._apply, None)]
 
     def _apply(self) -> None:
         assert self.live.load is not None

@@ -41,12 +41,12 @@ from accel.items._rng import apply_rng, joins_ranks, read_rows, rehearse_rng, wa
 from accel.items._source import (
     MISSING,
     UNASKED,
-    Change,
     CheckpointSource,
     ItemLoad,
     LoadOptions,
     LoadTransform,
     Problems,
+    StateChange,
     Wanted,
     apply_on_all_ranks,
 )
@@ -324,9 +324,9 @@ class Matching:
         if source.problems:
             raise source.problems.error(source.saved.path)
 
-    def read(self) -> list[Change]:
+    def read(self) -> list[StateChange]:
         """Read the wanted boxes; return the changes that can fail. Changes nothing."""
-        source, changes = self.source, list[Change]()
+        source, changes = self.source, list[StateChange]()
         source.rows = read_rows(source.saved, self.rows)
         for load in self.loads:
             try:

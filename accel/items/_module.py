@@ -19,13 +19,13 @@ from accel.errors import CheckpointError, ConfigError
 from accel.items._bases import BASE, compare_base, join_bases
 from accel.items._source import (
     Captured,
-    Change,
     CheckpointSource,
     ItemHandler,
     ItemLoad,
     LoadTransform,
     ModuleState,
     SaveTransform,
+    StateChange,
     Stored,
     belongs,
     facts,
@@ -83,7 +83,7 @@ def _refusal(caller: str, got: str) -> ConfigError:
     )
 
 
-def overlap_change(where: str, live: torch.Tensor, value: torch.Tensor) -> Change | None:
+def overlap_change(where: str, live: torch.Tensor, value: torch.Tensor) -> StateChange | None:
     """Return the change of a live tensor to a value; None if elements with shared memory would differ."""
     reach = sum(stride * (size - 1) for stride, size in zip(live.stride(), live.shape, strict=True))
     memory = live.detach().as_strided((reach + 1,), (1,))
@@ -93,7 +93,7 @@ def overlap_change(where: str, live: torch.Tensor, value: torch.Tensor) -> Chang
     places = torch.arange(memory.numel(), device=memory.device).as_strided(live.shape, live.stride())
     after[places.reshape(-1)] = value.reshape(-1)
     same = torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (after[places], value)))
-    return Change(where, partial(memory.copy_, after), partial(memory.copy_, before)) if same else None
+    return StateChange(where, partial(memory.copy_, after), partial(memory.copy_, before)) if same else None
 
 
 _OfItem = tuple[str, torch.Tensor]  # a tensor after the item that it is of
@@ -222,10 +222,10 @@ class ModuleLoad(ItemLoad):
         for extra in self._extras.values():
             self.wanted += source.want(source.names_in(name, extra), {})
 
-    def read(self) -> Sequence[Change]:
+    def read(self) -> Sequence[StateChange]:
         """Read extra state, and check tensors that need more than a copy: tied ones, and those with shared memory."""
         entries = self.source.saved.entries
-        changes = list[Change]()
+        changes = list[StateChange]()
         first = dict[int, str]()
         for key, tensor in self._tensors.items():
             old = self.source.file_names[key]
@@ -246,7 +246,7 @@ class ModuleLoad(ItemLoad):
                 encode(before, path, {}, kept)
             value = self.source.decode(path, stored, {}, kept)
             put = self.live.owners[key].set_extra_state
-            changes.append(Change(path, partial(put, value), partial(put, before)))
+            changes.append(StateChange(path, partial(put, value), partial(put, before)))
         return changes
 
     def _compare_tied(self, live: torch.Tensor, twin: str, key: str) -> None:

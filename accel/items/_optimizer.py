@@ -30,7 +30,7 @@ from accel.items._packed_state import (
     unspread_in,
     with_own_flags,
 )
-from accel.items._source import Captured, Change, ItemHandler, ItemLoad, facts, is_floating
+from accel.items._source import Captured, ItemHandler, ItemLoad, StateChange, facts, is_floating
 from accel.optim import MASTER, parameters_of, streamed_state
 from accel.parallel._labels import has_state_on_host
 from accel.parallel._leftovers import clear_parameters
@@ -270,7 +270,7 @@ class OptimizerLoad(ItemLoad):
         self.wanted = source.want(source.names_in(self.name, stored.encoded()), live)
         self._slots = _loadable_in_place(local_optimizer(self.live), state, owned)
 
-    def read(self) -> Sequence[Change]:
+    def read(self) -> Sequence[StateChange]:
         """Make the state, from new tensors and live ones."""
         if self._keeps is not None and not self._stored.state and not any(each.options for each in self._stored.groups):
             return []  # nothing fits

@@ -14,7 +14,7 @@ import torch
 from accel.checkpoint._records import is_record_class
 from accel.errors import CheckpointError
 from accel.errors._checks import import_extra
-from accel.items._source import Change
+from accel.items._source import StateChange
 from accel.optim import parameters_of
 from accel.storage import dtype_name
 from accel.tensors import dtensor_like, is_dtensor, local_part
@@ -336,7 +336,7 @@ def with_own_flags(live: torch.optim.Optimizer, state: dict[str, Any]) -> tuple[
 
 def optimizer_change(
     where: str, live: torch.optim.Optimizer, wrapper: torch.optim.Optimizer, state: dict[str, Any]
-) -> Change:
+) -> StateChange:
     """Return the change that puts a state in torch's form into an optimizer; `live` is the one inside of the passed
     `wrapper`."""
     states = cast("dict[Any, Any]", state["state"])
@@ -359,7 +359,7 @@ def optimizer_change(
             optimizer.__dict__.update(held)
         _follow(wrapper)
 
-    return Change(where, apply, undo)
+    return StateChange(where, apply, undo)
 
 
 def _restore_values(optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> None:

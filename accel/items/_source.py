@@ -72,7 +72,7 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class StateChange:
     """A change of a live object that runs code of others, and so can fail."""
 
     where: str  # the item, for errors
@@ -80,7 +80,7 @@ class Change:
     undo: Callable[[], object] | None  # puts the former state back; None where nothing can
 
 
-def apply_changes(changes: Sequence[Change]) -> None:
+def apply_changes(changes: Sequence[StateChange]) -> None:
     """Make changes; undo all if one fails, with an error that names the item."""
     for at, change in enumerate(changes):
         try:
@@ -98,9 +98,9 @@ def apply_changes(changes: Sequence[Change]) -> None:
             ) from error
 
 
-def apply_on_all_ranks(comm: Comm, call: Call, find: Callable[[], Sequence[Change]]) -> None:
+def apply_on_all_ranks(comm: Comm, call: Call, find: Callable[[], Sequence[StateChange]]) -> None:
     """Make the changes that a function returns, on every rank or on none. A collective."""
-    applied: Sequence[Change] = ()
+    applied: Sequence[StateChange] = ()
     try:
         with agreed(comm, call):
             changes = find()
@@ -111,7 +111,7 @@ def apply_on_all_ranks(comm: Comm, call: Call, find: Callable[[], Sequence[Chang
         raise
 
 
-def undo_changes(changes: Sequence[Change]) -> bool:
+def undo_changes(changes: Sequence[StateChange]) -> bool:
     """Undo changes, the last first, also after a failure; return whether all were undone."""
     undone = True
     for change in reversed(changes):
@@ -338,7 +338,7 @@ class ItemLoad(ABC):
         """Compare only by the manifest. Changes nothing, reads no tensor."""
 
     @abstractmethod
-    def read(self) -> Sequence[Change]:
+    def read(self) -> Sequence[StateChange]:
         """Read the wanted entries; return the changes that can fail. Changes nothing."""
 
 

@@ -22,7 +22,7 @@ from accel.checkpoint._records import MisfitError, is_record, make_record, recor
 from accel.comm import refuse_replaced_memory
 from accel.context import DistContext
 from accel.errors import CheckpointError
-from accel.items._source import Captured, Change, ItemHandler, ItemLoad, Problems, facts, fields_in, join_fields
+from accel.items._source import Captured, ItemHandler, ItemLoad, Problems, StateChange, facts, fields_in, join_fields
 from accel.optim import parameters_of
 from accel.parallel._leftovers import clear_parameters
 from accel.tensors import dtensor_like, is_dtensor, local_part
@@ -74,7 +74,7 @@ class ValueLoad(ItemLoad):
         if not names and not self.problems:
             self._make(self.problems)
 
-    def read(self) -> Sequence[Change]:
+    def read(self) -> Sequence[StateChange]:
         """Make the value, with this rank's parts of the records in it."""
         problems = Problems()
         value = self._make(problems)
@@ -203,7 +203,7 @@ class StatefulLoad(ItemLoad):
             if self._tensors[key].numel():  # what is empty now has yet to grow
                 self.problems.compare_tensor(key, facts(self._tensors[key]), self.source.facts(key))
 
-    def read(self) -> Sequence[Change]:
+    def read(self) -> Sequence[StateChange]:
         """Make the state."""
         state = self.source.decode(self.name, self._stored, self._tensors, self._kept)
         if isinstance(self.live, LRScheduler) and not self.source.options.strict:
@@ -211,7 +211,7 @@ class StatefulLoad(ItemLoad):
         put = self.live.load_state_dict
         is_part = self.name in self.source.parts
         before = _copies(self._before) if is_part else copy.deepcopy(self._before)
-        return [Change(f"item {self.name}", partial(put, state), partial(put, before))]
+        return [StateChange(f"item {self.name}", partial(put, state), partial(put, before))]
 
     def _own_part(self) -> dict[str, Any]:
         """Return the stored values of a `Part` that this rank holds."""

@@ -18,7 +18,7 @@ import accel
 from accel.checkpoint._manifest import Item
 from accel.items import _kinds
 from accel.items._kinds import kind_of
-from accel.items._source import Captured, Change, ItemHandler, ItemLoad
+from accel.items._source import Captured, ItemHandler, ItemLoad, StateChange
 from accel.testing import simulate
 
 
@@ -44,10 +44,10 @@ class TallyLoad(ItemLoad):
             self.problems.wrong_type(self.name, f"{len(self.live.counts)} counts", f"{self.item.value}")
         self.wanted.append((f"{self.name}.counts", None))
 
-    def read(self) -> Sequence[Change]:
+    def read(self) -> Sequence[StateChange]:
         self._before = list(self.live.counts)
         counts = self.source.saved.read(f"{self.name}.counts").tolist()
-        return [Change(self.name, lambda: self._put(counts), lambda: self._put(self._before))]
+        return [StateChange(self.name, lambda: self._put(counts), lambda: self._put(self._before))]
 
     def _put(self, counts: list[int]) -> None:
         self.live.counts[:] = counts

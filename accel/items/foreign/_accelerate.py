@@ -30,7 +30,7 @@ from accel.items._module import module_states
 from accel.items._optimizer import bare_optimizer
 from accel.items._packed_state import optimizer_change, with_own_flags
 from accel.items._rng import capture_row
-from accel.items._source import Change, ModuleState, Problems, apply_on_all_ranks, facts
+from accel.items._source import ModuleState, Problems, StateChange, apply_on_all_ranks, facts
 from accel.items._values import Stateful
 from accel.optim import parameters_of
 from accel.precision._amp import LossScale
@@ -91,7 +91,7 @@ def load_accelerate_state(
 class _LoadPlan:
     """Plan of a load: changes that can fail, copies into live tensors, and the result."""
 
-    changes: list[Change]
+    changes: list[StateChange]
     copies: list[Copy]
     results: dict[str, object]
 
@@ -128,7 +128,7 @@ def _read(source: Path, items: Mapping[str, object]) -> _LoadPlan:
             ending, first = (".bin", "") if kind == "scheduler" else (".pkl", "_0")
             state = read_saved(source / next_name(kind, ending, first=first))
             back = partial(item.load_state_dict, item.state_dict())
-            found.changes.append(Change(f"item {name}", partial(item.load_state_dict, state), back))
+            found.changes.append(StateChange(f"item {name}", partial(item.load_state_dict, state), back))
         else:
             fix = "Leave it out, and begin with a new one."
             got = type(item).__qualname__
@@ -156,7 +156,9 @@ def _module(path: Path, name: str, live: ModuleState, problems: Problems, copies
         copies.append((tensors[key], stored[key]))
 
 
-def _optimizer(path: Path, name: str, passed: torch.optim.Optimizer, problems: Problems, changes: list[Change]) -> None:
+def _optimizer(
+    path: Path, name: str, passed: torch.optim.Optimizer, problems: Problems, changes: list[StateChange]
+) -> None:
     state = read_saved(path)
     live = bare_optimizer(passed)
     groups = state.get("param_groups")

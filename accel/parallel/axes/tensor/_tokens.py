@@ -29,7 +29,7 @@ from accel.parallel.parts._part import Args, Named, name_of, own_rows, tensors_o
 from accel.tree import map_tensors
 
 
-class _Gathered(NamedTuple):
+class _GatheredTokens(NamedTuple):
     """A part of tokens, and all of them as each rank got them."""
 
     part: PartTensor  # that was gathered
@@ -86,7 +86,7 @@ class SequenceRanks(LayerRanks):
         self.tokens = TokenRanks(self)
         self.scatters = 0
         self.gathers: dict[str, None] = {}
-        self._gathered: list[_Gathered] = []
+        self._gathered: list[_GatheredTokens] = []
         self._layouts: dict[tuple[int, ...], RowLayout] = {}  # of gathered tokens, by the shape without features
 
     def begin(self) -> Any:
@@ -169,7 +169,7 @@ class SequenceRanks(LayerRanks):
                 return each.whole
         whole = self._all(part)
         if self.depth:
-            self._gathered.append(_Gathered(part, whole, (_version_of(part), _version_of(whole))))
+            self._gathered.append(_GatheredTokens(part, whole, (_version_of(part), _version_of(whole))))
         return whole
 
     def _all(self, part: PartTensor) -> PartTensor:

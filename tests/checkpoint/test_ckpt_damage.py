@@ -260,7 +260,7 @@ def test_files_are_never_read_through_links(tmp_path: Path) -> None:
 
 
 def mutate(value: Any, rng: random.Random) -> Any:
-    """StateChange one place of a JSON value."""
+    """Change one place of a JSON value."""
     junk = [None, True, -1, 10**30, 1.5, "", "x", [], {}, "$tensor", [[]], {"$tuple": []}, {"$dict": [[[], 1]]}]
     if not value or not isinstance(value, dict | list) or rng.random() < 0.15:
         return rng.choice(junk)

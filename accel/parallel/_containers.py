@@ -40,7 +40,7 @@ class _CopiedContainer(NamedTuple):
 
 
 class FillsContainers(Mixin, nn.Module):
-    """Mixin of modules: what they change in copied containers reaches the caller's."""
+    """Mixin that copies a module's changes of copied containers to the caller's containers."""
 
     def forward(self, *args: Any, accel_given: _CallersInputs | None = None, **kwargs: Any) -> Any:
         """Run the module's own forward, and change the caller's containers as it has changed the copies."""

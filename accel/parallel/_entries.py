@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from types import CodeType
@@ -287,12 +287,9 @@ class _ShardedCall:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        for name, ndim in self._sharded.items():
-            parameter = getattr(module, name)
-            if type(parameter) is nn.Parameter or not is_dtensor(parameter) or parameter.device_mesh.ndim != ndim:
-                continue  # gathered; along tp as a DTensor of fewer dimensions
-            if not any(map(is_dtensor, (*args, *kwargs.values()))):  # which computes with shards
-                raise self._error(module)
+        # arguments that are DTensors compute with shards
+        if any(_shards_in(module, self._sharded)) and not any(map(is_dtensor, (*args, *kwargs.values()))):
+            raise self._error(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ShardedCall:
         model = self._model()
@@ -325,8 +322,8 @@ def refuse_parts(view: ModelView, gathered: Collection[int], methods: Sequence[s
     """
     model = view.model
     for module in view.modules.values():
-        own = {name: each for name, each in module.named_parameters(recurse=False) if id(each) in gathered}
-        sharded = {name: mesh.ndim for name, each in own.items() if (mesh := mesh_of(each)) is not None}
+        own = ((name, each) for name, each in module.named_parameters(recurse=False) if id(each) in gathered)
+        sharded = _sharded_dims(own)
         if sharded and module is not model:
             _ = module.register_forward_pre_hook(_ShardedCall(model, sharded, methods), with_kwargs=True)
 
@@ -343,8 +340,7 @@ def refuse_parts_of_units(units: Mapping[str, nn.Module]) -> None:
     *inner, (_, root) = units.items()
     for unit_path, unit in inner:
         for path, module in named_modules(unit):
-            own = {name: mesh_of(each) for name, each in module.named_parameters(recurse=False)}
-            sharded = {name: mesh.ndim for name, mesh in own.items() if mesh is not None}
+            sharded = _sharded_dims(module.named_parameters(recurse=False))
             if path and sharded and f"{unit_path}.{path}" not in units:
                 handles.append(module.register_forward_pre_hook(partial(_refuse_part, unit_path, unit, path, sharded)))
     if handles:
@@ -356,20 +352,34 @@ def _refuse_part(
 ) -> None:
     if torch.compiler.is_compiling():
         return
+    name = next(_shards_in(module, sharded), None)
+    if name is None:
+        return
+    holder, _, key = unit_path.rpartition(".")
+    around = ".".join(filter(None, (holder, "*" if key.isdigit() else key)))
+    parts = [each for each, part in unit.named_children() if any(True for _ in part.parameters())]
+    listed = "".join(f'"{around}.{each}", ' for each in parts).strip()
+    raise PrepareError(
+        "the forward calls a part of a unit outside of the unit's forward, which gathers its parameters",
+        expected=f"a call of {unit_path}",
+        got=f"a call of {path}, which holds {name}",
+        where=f"{unit_path}.{path}",
+        fix=f"Name the parts: accel.prepare_model(ctx, model, plan=accel.parallel.Plan(units=({listed}))).",
+    )
+
+
+def _sharded_dims(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, int]:
+    """Return the number of mesh dimensions of each sharded parameter, by name."""
+    return {name: mesh.ndim for name, each in named if (mesh := mesh_of(each)) is not None}
+
+
+def _shards_in(module: nn.Module, sharded: Mapping[str, int]) -> Iterator[str]:
+    """Yield names of parameters that are shards now. A gathered one is plain, or along tp a DTensor of fewer mesh
+    dimensions."""
     for name, ndim in sharded.items():
         parameter = getattr(module, name)
-        if is_dtensor(parameter) and parameter.device_mesh.ndim == ndim:
-            holder, _, key = unit_path.rpartition(".")
-            around = ".".join(filter(None, (holder, "*" if key.isdigit() else key)))
-            parts = [each for each, part in unit.named_children() if any(True for _ in part.parameters())]
-            listed = "".join(f'"{around}.{each}", ' for each in parts).strip()
-            raise PrepareError(
-                "the forward calls a part of a unit outside of the unit's forward, which gathers its parameters",
-                expected=f"a call of {unit_path}",
-                got=f"a call of {path}, which holds {name}",
-                where=f"{unit_path}.{path}",
-                fix=f"Name the parts: accel.prepare_model(ctx, model, plan=accel.parallel.Plan(units=({listed}))).",
-            )
+        if type(parameter) is not nn.Parameter and is_dtensor(parameter) and parameter.device_mesh.ndim == ndim:
+            yield name
 
 
 def _called(paths: Mapping[int, str]) -> str:

@@ -258,7 +258,7 @@ def is_end_of_backward() -> bool:
 
 
 def unchanged_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-    """Return a block in which changes in place do not count: functions that have saved the tensor take it as it is."""
+    """Return a block in which in-place changes do not increase the tensor's version, which saved tensors compare."""
     return cast(Any, torch.autograd)._unsafe_preserve_version_counter(tensor)
 
 

@@ -111,7 +111,7 @@ class UnitCall(msgspec.Struct, frozen=True):
     width: int  # number of leaves of the result
     leaves: tuple[Leaf, ...]  # of the result; then of attributes, arguments, lists and hooks
     arguments: Mapping[int, Argument]  # by number of the leaf of (args, kwargs), those that may be sent
-    needs: Labels  # sources of what it is given and of what it reads, parameters included
+    needs: Labels  # sources of its inputs, and of all other tensors that it reads, such as parameters
     stashes: tuple[Stash, ...] = ()  # values with tensors that it leaves in attributes
     writes: tuple[Write, ...] = ()  # arguments that it changes in place
     growths: tuple[Growth, ...] = ()  # items that it adds to lists and dictionaries
@@ -235,7 +235,7 @@ class ForwardRecord(msgspec.Struct, frozen=True):
 
 
 def check_hidden(record: ForwardRecord, sent: Iterable[Label]) -> None:
-    """Raise `StageError` for a tensor that stages send without its gradient. `sent`: what they send."""
+    """Raise `StageError` for a sent tensor without its gradient. `sent`: labels of the tensors between stages."""
     for each in sent:
         if each.kind == "output" and each.leaf in record.calls[each.call].hidden:
             raise StageError(

@@ -227,7 +227,8 @@ class _Kept:
         self._module, self._group = module, group
         self._facts: list[tuple[int, ...]] | None = None  # of the shards that are gathered; None if none is kept
         self._watched = self._in_forward = False
-        self._usual = group.reshard, group.unshard, group.post_forward, group.post_backward
+        self._torch_reshard, self._torch_unshard = group.reshard, group.unshard
+        self._torch_post_forward, self._torch_post_backward = group.post_forward, group.post_backward
         group.reshard, group.unshard = self._reshard, self._unshard
         group.post_forward, group.post_backward = self._post_forward, self._post_backward
 
@@ -258,17 +259,17 @@ class _Kept:
     def _reshard(self) -> None:
         if self._facts is None or not self._in_forward:  # a further forward within the loss leaves them gathered
             self._facts = None
-            self._usual[0]()
+            self._torch_reshard()
 
     def _unshard(self, *args: Any, **kwargs: Any) -> None:
         if self._facts is not None and self._facts != self._now():  # a step has come, and no backward before it
             self._group.reshard()
-        self._usual[1](*args, **kwargs)
+        self._torch_unshard(*args, **kwargs)
 
     def _post_forward(self, *args: Any) -> Any:
         self._in_forward = True
         try:
-            return self._usual[2](*args)
+            return self._torch_post_forward(*args)
         finally:
             self._in_forward = False
 
@@ -286,7 +287,7 @@ class _Kept:
         if is_last:
             self._facts = None
             with torch.no_grad():
-                self._usual[3](*unused)
+                self._torch_post_backward(*unused)
 
 
 def keep_for_graphs(modules: Iterable[nn.Module]) -> None:

@@ -55,25 +55,23 @@ QUERIES = (
     "q, k, v = torch.ones(3, 1, 2, 4, 8).unbind(); more = torch.ones(1, 2, 6, 8)\n"
     "attend = functools.partial(accel.parallel.context_attention, ctx)\n"
 )
-NESTED = (
+CALLED = (
     "from torch.utils.checkpoint import checkpoint\n"
     "class Block(nn.Module):\n"
     "    def __init__(self):\n        super().__init__()\n        self.layer = nn.Linear(4, 4)\n"
     "    def forward(self, x): return torch.softmax(self.layer(x) @ x.transpose(1, 2), -1) @ x\n"
-    "class Net(nn.Module):\n    def __init__(self, inner):\n        super().__init__()\n"
-    "        self.block, self.inner = Block(), inner\n"
-    "    def forward(self, x): return checkpoint(lambda x: self.inner(self.block, x), x, use_reentrant=False)\n"
-    "own = accel.parallel.split_sequence(ctx, {'x': torch.ones(2, 8, 4)})['x'].requires_grad_()\n"
-    "prepared = lambda inner: accel.prepare_model(ctx, Net(inner))\n"
-)
-RECOMPUTED = (
-    "import warnings; warnings.simplefilter('ignore')  # of torch, about the proof's inputs and about views\n"
-    + NESTED.partition("class Net")[0]
-    + "class Net(nn.Module):\n    def __init__(self, call):\n        super().__init__()\n"
+    "class Net(nn.Module):\n    def __init__(self, call):\n        super().__init__()\n"
     "        self.block, self.call = Block(), call\n"
     "    def forward(self, x): return self.call(self.block, x)\n"
     "own = accel.parallel.split_sequence(ctx, {'x': torch.ones(2, 8, 4)})['x'].requires_grad_()\n"
     "prepared = lambda call: accel.prepare_model(ctx, Net(call))\n"
+)
+NESTED = CALLED + (
+    "outer = lambda inner: lambda block, x: checkpoint(lambda x: inner(block, x), x, use_reentrant=False)\n"
+    "prepared = lambda inner: accel.prepare_model(ctx, Net(outer(inner)))\n"
+)
+RECOMPUTED = CALLED + (
+    "import warnings; warnings.simplefilter('ignore')  # of torch, about the proof's inputs and about views\n"
 )
 STAGED = CHAIN + (
     "Plan = accel.parallel.Plan; state = accel.train_state(ctx).next()\n"

@@ -73,7 +73,11 @@ def test_a_models_own_plan_is_read_wherever_it_stands():
         (BOTH, {"layers.*.router": "local"}, "layers.0.router: has weight [4, 2], bias [4]"),
         (model_of(Stacked(5)), {"layers.*.experts": "local"}, "layers.0.experts: has 5 experts"),
         (model_of(Stacked(4, 2)), {"layers.*.experts": "local"}, "layers.0.experts: has up [4, 3, 2], down [2, 2, 3]"),
-        (model_of(nn.ModuleList([nn.Linear(2, 2)] * 4)), {"layers.*.experts": "local"}, "holds 0.weight in a separate module"),
+        (
+            model_of(nn.ModuleList([nn.Linear(2, 2)] * 4)),
+            {"layers.*.experts": "local"},
+            "holds 0.weight in a separate module",
+        ),
         (model_of(nn.ModuleList([nn.Linear(2, 2)] * 4)), {"layers.*.experts": "dispatch"}, "as torch.stack makes them"),
         (model_of(nn.Identity()), {"layers.*.experts": "local"}, "layers.0.experts: has no parameters"),
         (BOTH, "models", "'models'"),

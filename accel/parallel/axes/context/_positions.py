@@ -61,7 +61,7 @@ class PositionRanks(Ranks):
     Attributes:
         ctx: the context.
         callers: modules that are running their forward, while calls are noted.
-        across: modules in which a position needed positions of other ranks, in the calls that were noted.
+        across: modules that needed positions of other ranks in the noted calls.
         plain: modules that were given no part, of the calls that were noted.
         whole: names of the functions that computed all positions on each rank.
         agrees: whether ranks compare the next call before each collective, as in a proof, where a single rank may fail.

@@ -208,8 +208,8 @@ def _needs(record: ForwardRecord, begins: Sequence[int], sent: Labels) -> tuple[
 
 
 def _holds(record: ForwardRecord, begins: Sequence[int], reads: Sequence[set[str]]) -> list[frozenset[str]]:
-    """Return names of tensors by stage: tensors that it reads, tensors of its calls' modules, and unread tensors next to
-    tensors of one module."""
+    """Return names of tensors by stage: tensors that it reads, tensors of its calls' modules, and unread tensors next
+    to tensors of one module."""
     found: list[set[str]] = [set() for _ in begins]
     left: list[tuple[str, ...]] = []
     for each in record.held:

@@ -29,7 +29,6 @@ from accel.optim._gradients import (
     norms as norms,
     note_complex as note_complex,
     note_elsewhere as note_elsewhere,
-    parameters_of as parameters_of,
     precision_of as precision_of,
     scale_ as scale_,
     step_of as step_of,
@@ -41,6 +40,7 @@ from accel.optim._gradients import (
 from accel.optim._muon import Muon
 from accel.optim._streamed_state import settle_state as settle_state, streamed_state as streamed_state
 from accel.optim._substitutes import MASTER as MASTER
+from accel.tensors import parameters_of as parameters_of
 
 __all__ = ["Adafactor", "Muon"]
 __dir__ = __all__.copy

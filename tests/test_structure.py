@@ -17,11 +17,11 @@ SCRIPT = Path(__file__).parent / "benchmarks" / "structure.py"
 MOST_FILES = {
     "batches": 8,
     "prepare": 16,
-    "a loop's pass": 24,
+    "a loop's pass": 23,
     "save a layer": 17,
     "load a layer": 17,
-    "save a run": 27,  # a run is a model, AdamW, a scheduler, a TrainState and a loader
-    "load a run": 26,
+    "save a run": 25,  # a run is a model, AdamW, a scheduler, a TrainState and a loader
+    "load a run": 24,
 }
 MOST_OF_A_LAUNCH = 26  # two of them the doors to files of others and to signals and helper programs
 MOST_OF_A_DISPATCH = 28

@@ -19,10 +19,10 @@ import msgspec
 import torch
 from torch.utils.data import Sampler
 
-from accel.data._cursor import Cursor, advance, beyond, check_cursor
-from accel.data._shards import BatchBounds, BatchPlan, EpochPlan, token_bounds
+from accel.data._shards import BatchBounds, BatchPlan, EpochPlan, beyond, check_cursor, token_bounds
 from accel.errors import AccelError, ConfigError, DataError
 from accel.random import Key, capture_rng, check_seed, restore_rng, seed_rng
+from accel.run_state import Cursor, advance
 
 _CPU = torch.device("cpu")
 _PASSES = 100  # over the dataset, before a sampler without a length counts as endless

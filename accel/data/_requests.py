@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info
 
-from accel.data._cursor import Cursor
 from accel.data._epoch import DrawnOrder, Epoch, Order
 from accel.data._shards import BatchBounds, EpochPlan, Shard, shard
 from accel.errors._checks import is_users
 from accel.random import Key, isolated_rng
+from accel.run_state import Cursor
 
 _FIRST, _LOOKAHEAD = 1024, 16384  # positions of the order evaluated at once: few at first, which a batch waits for
 _WORD = 2**64 - 1

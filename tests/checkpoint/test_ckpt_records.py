@@ -15,8 +15,8 @@ from hypothesis import given, strategies as st
 
 import accel
 from accel.context import DistContext
-from accel.data._cursor import StreamPosition, WorkerPosition
 from accel.errors import CheckpointError, ConfigError
+from accel.run_state import StreamPosition, WorkerPosition
 from accel.testing import simulate
 
 

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset
 import accel
 from accel import Cursor
 from accel.comm import reduce_ints
-from accel.data._cursor import StreamPosition, WorkerPosition
 from accel.errors import CheckpointError, ConfigError, DataError
+from accel.run_state import StreamPosition, WorkerPosition
 
 MODES = ["shards", "elements", "dispatch"]
 relaxed = settings(deadline=None, max_examples=share(0.8))

@@ -14,8 +14,7 @@ import torch
 
 from accel.comm import Call, broadcast_bytes, call_site, exchange_values, shared_failure
 from accel.context import DistContext
-from accel.data._cursor import Cursor, Positioned, StreamPosition, WorkerPosition, check_entry
-from accel.data._shards import SampleCount, copies_of
+from accel.data._shards import SampleCount, check_entry, copies_of
 from accel.data._transfer import moved
 from accel.data.stream._dispatch import BatchPacker, BatchUnpacker, Dispatcher, PackedBatches
 from accel.data.stream._loader import StreamLoader
@@ -23,6 +22,7 @@ from accel.data.stream._prefetch import AgreedStep, Prefetcher, ReadStep, batch_
 from accel.data.stream._reader import LocalBatch, Skipped
 from accel.errors import DataError, TreeError
 from accel.random import Key
+from accel.run_state import Cursor, Positioned, StreamPosition, WorkerPosition
 from accel.tree import Container
 from accel.tree._walk import leaves
 

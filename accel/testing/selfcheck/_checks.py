@@ -20,7 +20,6 @@ from accel.collectives import broadcast, gather, gather_object, pad_across_proce
 from accel.context import DistContext, replace
 from accel.data import order
 from accel.data._batches import batches
-from accel.data._cursor import Cursor
 from accel.data._loader import prepare_loader
 from accel.data._progress import gather_for_metrics
 from accel.devices import name_of_device, wait_for_device
@@ -28,6 +27,7 @@ from accel.items._loading import load_state
 from accel.items._saving import save_state
 from accel.precision._amp import autocast
 from accel.process import any_rank, wait_for_everyone
+from accel.run_state import Cursor
 from accel.terminal import show_seconds, show_size
 from accel.training._backward import accumulate, backward
 from accel.training._prepare import prepare

@@ -107,6 +107,7 @@ if TYPE_CHECKING:
         launch as launch,
         notebook_launcher as notebook_launcher,
     )
+    from accel.loop_state import Accumulation as Accumulation, Cursor as Cursor, LossScale as LossScale
     from accel.memory import (
         find_executable_batch_size as find_executable_batch_size,
         free_memory as free_memory,
@@ -134,7 +135,6 @@ if TYPE_CHECKING:
         split_between_processes as split_between_processes,
         wait_for_everyone as wait_for_everyone,
     )
-    from accel.run_state import Accumulation as Accumulation, Cursor as Cursor, LossScale as LossScale
     from accel.trackers._log import log as log
     from accel.trackers._logger import get_logger as get_logger
     from accel.trackers._profile import profile as profile

@@ -34,8 +34,8 @@ from accel.data.stream._batches import BatchStep, stream_steps
 from accel.data.stream._loader import StreamLoader
 from accel.errors import AccelError, ConfigError, DataError
 from accel.errors._checks import check_kind
+from accel.loop_state import Cursor, Positioned
 from accel.random import Key
-from accel.run_state import Cursor, Positioned
 
 
 class Batch(msgspec.Struct, frozen=True, eq=False):

@@ -21,8 +21,8 @@ from torch.utils.data import Sampler
 
 from accel.data._shards import BatchBounds, BatchPlan, EpochPlan, beyond, check_cursor, token_bounds
 from accel.errors import AccelError, ConfigError, DataError
+from accel.loop_state import Cursor, advance
 from accel.random import Key, capture_rng, check_seed, restore_rng, seed_rng
-from accel.run_state import Cursor, advance
 
 _CPU = torch.device("cpu")
 _PASSES = 100  # over the dataset, before a sampler without a length counts as endless

@@ -31,7 +31,7 @@ from accel.data.stream._loader import (
     unread,
 )
 from accel.errors import ConfigError, DataError
-from accel.run_state import Cursor, LastPass
+from accel.loop_state import Cursor, LastPass
 
 _FABRIC = "_FabricDataLoader"
 _SHARDED_BATCHES, _SHARDED_STREAM = "BatchSamplerShard", "IterableDatasetShard"  # of Accelerate, and of HF's Trainer

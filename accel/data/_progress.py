@@ -21,7 +21,7 @@ from accel.data._shards import Tail
 from accel.data.stream._loader import StreamLoader, is_stream
 from accel.errors import ConfigError, DataError, TreeError
 from accel.errors._checks import check_count, check_kind
-from accel.run_state import Cursor, Positioned
+from accel.loop_state import Cursor, Positioned
 from accel.terminal import ProgressBar
 from accel.tree import map_tensors
 from accel.tree._walk import leaves

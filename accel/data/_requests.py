@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_wor
 from accel.data._epoch import DrawnOrder, Epoch, Order
 from accel.data._shards import BatchBounds, EpochPlan, Shard, shard
 from accel.errors._checks import is_users
+from accel.loop_state import Cursor
 from accel.random import Key, isolated_rng
-from accel.run_state import Cursor
 
 _FIRST, _LOOKAHEAD = 1024, 16384  # positions of the order evaluated at once: few at first, which a batch waits for
 _WORD = 2**64 - 1

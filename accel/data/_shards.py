@@ -14,7 +14,7 @@ import msgspec
 
 from accel.errors import DataError
 from accel.errors._checks import check_choice, check_count
-from accel.run_state import Cursor, advance
+from accel.loop_state import Cursor, advance
 
 Tail = Literal["ragged", "pad", "drop"]
 

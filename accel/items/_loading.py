@@ -50,11 +50,11 @@ from accel.items._source import (
     apply_on_all_ranks,
 )
 from accel.items._values import VALUE
+from accel.loop_state import Accumulation, Cursor, LossScale
 from accel.metrics import Metrics, StepStatistics
 from accel.parallel import LocalSgd
 from accel.parallel._engines import ENGINES, engine_loaded
 from accel.random import Key, RngState
-from accel.run_state import Accumulation, Cursor, LossScale
 from accel.storage import RemotePath, Span, as_place, folder_of, lag_of
 from accel.system import write_error
 from accel.tensors import local_part

@@ -15,8 +15,8 @@ import torch
 
 from accel.context import DistContext, context_first
 from accel.formats import Precision, PrecisionName, precision as precision_of
+from accel.loop_state import LossScale
 from accel.precision._fp8 import DTYPES, check_compute, fp8_scope
-from accel.run_state import LossScale
 
 _backends = cast(Any, torch.backends)
 

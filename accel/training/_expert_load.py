@@ -16,11 +16,11 @@ from accel.context import DistContext, group_of
 from accel.context._dist_context import check_context
 from accel.errors import ConfigError, PrepareError, StepError
 from accel.errors._checks import check_kind
+from accel.loop_state import Accumulation
 from accel.parallel import balanced_bias, expert_counts
 from accel.parallel._modules import forget, is_pipelined, matching, named_modules, note_module, notes_of, unwrap_model
 from accel.parallel._private import runs_in_backward, untraced
 from accel.parallel.axes.experts import WITH_OWN_TOKENS, ExpertCalls, calls_around, is_sorted_experts, moe_modules
-from accel.run_state import Accumulation
 from accel.tensors import is_dtensor
 from accel.training._evaluating import Stepped
 from accel.training._train_state import TrainState

@@ -18,7 +18,7 @@ from accel.items import Folder, Part, TrainableOnly
 from accel.items._kinds import check_mapping, kind_of
 from accel.items._loading import load_newest
 from accel.items._source import LoadOptions
-from accel.run_state import Accumulation, Cursor, LossScale
+from accel.loop_state import Accumulation, Cursor, LossScale
 from accel.storage import RemotePath
 from accel.training._train_state import TrainState
 

@@ -19,6 +19,7 @@ from accel.context import DistContext, group_of
 from accel.devices import wide_dtype
 from accel.errors import ConfigError, StepError
 from accel.errors._checks import check_choice
+from accel.loop_state import Accumulation, LossScale, WindowLosses, check_latest
 from accel.optim import (
     KeptNorms,
     elements_of,
@@ -34,7 +35,6 @@ from accel.parallel._labels import check_exchanged, decide_independently, has_st
 from accel.parallel._leftovers import drop_unused, found_gradient
 from accel.parallel._spread import average_
 from accel.parallel.axes.pipeline import is_tied_copy
-from accel.run_state import Accumulation, LossScale, WindowLosses, check_latest
 from accel.tensors import is_dtensor, parameters_of
 
 _MOST_BITS = 1024  # of what a float holds

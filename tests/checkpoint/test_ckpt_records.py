@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 import accel
 from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError
-from accel.run_state import StreamPosition, WorkerPosition
+from accel.loop_state import StreamPosition, WorkerPosition
 from accel.testing import simulate
 
 

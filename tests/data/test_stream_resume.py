@@ -20,7 +20,7 @@ import accel
 from accel import Cursor
 from accel.comm import reduce_ints
 from accel.errors import CheckpointError, ConfigError, DataError
-from accel.run_state import StreamPosition, WorkerPosition
+from accel.loop_state import StreamPosition, WorkerPosition
 
 MODES = ["shards", "elements", "dispatch"]
 relaxed = settings(deadline=None, max_examples=share(0.8))

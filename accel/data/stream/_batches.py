@@ -21,8 +21,8 @@ from accel.data.stream._loader import StreamLoader
 from accel.data.stream._prefetch import AgreedStep, Prefetcher, ReadStep, batch_bytes, next_count, read_steps
 from accel.data.stream._reader import LocalBatch, Skipped
 from accel.errors import DataError, TreeError
+from accel.loop_state import Cursor, Positioned, StreamPosition, WorkerPosition
 from accel.random import Key
-from accel.run_state import Cursor, Positioned, StreamPosition, WorkerPosition
 from accel.tree import Container
 from accel.tree._walk import leaves
 

@@ -15,7 +15,7 @@ from accel.data._shards import Coordinates, Tail
 from accel.data.stream._reader import StepPlan, forgotten_samples, is_unseeded
 from accel.errors import ConfigError, DataError
 from accel.errors._checks import check_choice, check_count, check_kind
-from accel.run_state import LastPass
+from accel.loop_state import LastPass
 from accel.tree import Container
 
 StreamMode = Literal["shards", "own", "elements", "dispatch"]

@@ -29,8 +29,8 @@ from accel.data.stream._reader import (
     resumable,
 )
 from accel.errors import AccelError, DataError, TreeError
+from accel.loop_state import StreamPosition
 from accel.random import Key, isolated_rng
-from accel.run_state import StreamPosition
 from accel.tree import Container
 from accel.tree._walk import tensors
 

@@ -18,8 +18,8 @@ from accel.data._requests import seed_base, seed_streams, twin
 from accel.data._shards import Tail
 from accel.data._transfer import pin
 from accel.errors import DataError
+from accel.loop_state import WorkerPosition
 from accel.random import Key
-from accel.run_state import WorkerPosition
 from accel.tree import Container
 from accel.tree._walk import tensors
 

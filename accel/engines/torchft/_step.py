@@ -23,7 +23,7 @@ from accel.engines.torchft._group import ReplicaGroup
 from accel.errors import AccelError, ConfigError, PeerError, StepError
 from accel.items._kinds import refuse_replaced_items
 from accel.items._values import Stateful
-from accel.run_state import Accumulation, Cursor, LossScale, check_latest
+from accel.loop_state import Accumulation, Cursor, LossScale, check_latest
 from accel.tensors import is_dtensor, parameters_of
 from accel.training._step import optimizer_step as step_of_group
 from accel.training._train_state import TrainState

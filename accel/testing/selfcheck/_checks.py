@@ -25,9 +25,9 @@ from accel.data._progress import gather_for_metrics
 from accel.devices import name_of_device, wait_for_device
 from accel.items._loading import load_state
 from accel.items._saving import save_state
+from accel.loop_state import Cursor
 from accel.precision._amp import autocast
 from accel.process import any_rank, wait_for_everyone
-from accel.run_state import Cursor
 from accel.terminal import show_seconds, show_size
 from accel.training._backward import accumulate, backward
 from accel.training._prepare import prepare

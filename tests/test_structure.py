@@ -20,8 +20,8 @@ MOST_FILES = {
     "a loop's pass": 23,
     "save a layer": 17,
     "load a layer": 17,
-    "save a run": 25,  # a run is a model, AdamW, a scheduler, a TrainState and a loader
-    "load a run": 24,
+    "save a run": 24,  # a run is a model, AdamW, a scheduler, a TrainState and a loader
+    "load a run": 23,
 }
 MOST_OF_A_LAUNCH = 26  # two of them the doors to files of others and to signals and helper programs
 MOST_OF_A_DISPATCH = 28

@@ -1,152 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nested values to JSON and back, exactly and by type; tensors are taken out by name."""
+"""Nested values and records to JSON and back, exactly and by type; tensors are taken out by name.
+
+Records are Structs, dataclasses and namedtuples, stored by the names of their fields. Their classes come from live
+values, from their fields' annotations and from accel; none is looked up by a name from a file.
+"""
 
 from __future__ import annotations
 
-import base64
 import binascii
+import dataclasses
 import enum
-import importlib
+import functools
 import json
 import math
 import re
 import struct
-import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path, PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, Self, cast, runtime_checkable
 
+import msgspec
 import torch
 
+from accel.checkpoint._leaves import (
+    LEAVES,
+    encode_leaf,
+    is_special,
+    make_array,
+    make_generator,
+    make_path,
+    take_apart,
+    unsaveable,
+)
 from accel.checkpoint._live_tensors import check_tensor
 from accel.checkpoint._manifest import is_list, is_object
-from accel.checkpoint._records import (
-    Classes,
-    JoinsRanks,
-    MisfitError,
-    class_name,
-    fields_of,
-    is_record,
-    make_record,
-    record_tag,
-)
 from accel.comm._marks import Uncompared
-from accel.errors import CheckpointError, MissingExtraError
+from accel.errors import CheckpointError
 from accel.errors._checks import with_article
-from accel.storage import stored_dtype
-
-_PURE = {"PurePosixPath": PurePosixPath, "PureWindowsPath": PureWindowsPath}
-_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)  # each is written as its text
-_KINDS = "biufcSUMm"  # numpy's letters of dtypes that are stored as their bytes
-
-
-def is_special(value: Any) -> bool:
-    """Return whether a value is a path, or a scalar or an array of numpy, of a kind that `take_apart` accepts."""
-    if isinstance(value, PurePath):
-        return type(value) in (PosixPath, WindowsPath, PurePosixPath, PureWindowsPath)
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is None:
-        return False
-    # a subclass would come back as a plain array
-    if type(value) is numpy.ndarray:
-        return value.dtype.kind in _KINDS
-    return isinstance(value, numpy.generic) and value.dtype.kind in _KINDS and type(_scalar(value)) is type(value)
-
-
-def take_apart(value: Any) -> tuple[str, list[str], torch.Tensor | None]:
-    """Return the tag of a special value, its texts, and the tensor of an array. Bytes of a dtype that torch lacks get
-    one more dimension at the end."""
-    if isinstance(value, PurePath):
-        return "$path", [type(value).__name__ if type(value).__name__ in _PURE else "Path", str(value)], None
-    numpy: Any = sys.modules["numpy"]
-    if isinstance(value, numpy.generic):
-        return "$scalar", [value.dtype.str, value.tobytes().hex()], None
-    # torch shares the memory of a writable, contiguous array; others are copied
-    whole = value if value.flags.writeable and value.flags.c_contiguous else value.copy(order="C")
-    try:
-        tensor = cast("Any", torch).from_numpy(whole) if whole.dtype.isnative else None
-    except TypeError:  # torch has no such dtype
-        tensor = None
-    if tensor is not None and stored_dtype(tensor.dtype) is not None:
-        return "$array", [""], tensor
-    flat = torch.frombuffer(bytearray(whole.tobytes()), dtype=torch.uint8) if whole.nbytes else torch.empty(0).byte()
-    return "$array", [whole.dtype.str], flat.view(*whole.shape, whole.dtype.itemsize)
-
-
-def make_path(kind: str, text: str) -> PurePath:
-    """Make a path."""
-    return Path(text) if kind == "Path" else _PURE[kind](text)
-
-
-def make_scalar(dtype: str, data: str) -> Any:
-    """Make a scalar of numpy; raises ValueError or TypeError for other texts."""
-    return _numpy().ndarray((), _dtype(dtype), bytes.fromhex(data))[()]
-
-
-def make_array(dtype: str, tensor: object) -> Any:
-    """Make an array of numpy; raises as `make_scalar`."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError("not a tensor")
-    numpy = _numpy()
-    whole = tensor.detach().cpu()
-    if not dtype:
-        return whole.numpy()
-    wanted = _dtype(dtype)
-    shape = tuple(whole.shape[:-1])
-    if whole.dtype != torch.uint8 or whole.dim() == 0 or whole.shape[-1] != wanted.itemsize:
-        raise ValueError("not the bytes of such an array")
-    return numpy.frombuffer(whole.numpy().tobytes(), wanted, math.prod(shape)).reshape(shape).copy()
-
-
-def make_torch(text: str) -> Any:
-    """Return the dtype, layout or memory format of a name such as "torch.float32", or else a device; raises TypeError
-    for other texts."""
-    prefix, _, name = text.partition(".")
-    try:
-        found: object = getattr(torch, name) if prefix == "torch" else torch.device(text)
-    except RuntimeError as error:
-        raise TypeError(f"not a device: {text!r}") from error
-    if type(found) not in _TORCH:
-        raise TypeError(f"not a value of torch: {text!r}")
-    return found
-
-
-def make_generator(state: object) -> torch.Generator:
-    """Make a generator of the CPU at a state; raises ValueError or TypeError for anything else."""
-    if not isinstance(state, torch.Tensor):
-        raise TypeError("not a tensor")
-    generator = torch.Generator()
-    try:
-        _ = generator.set_state(state.detach().cpu())
-    except RuntimeError as error:
-        raise ValueError("not a state of a generator") from error
-    return generator
-
-
-def _scalar(value: Any) -> Any:
-    return make_scalar(value.dtype.str, value.tobytes().hex())
-
-
-def _dtype(text: str) -> Any:
-    dtype = _numpy().dtype(text)
-    if dtype.kind not in _KINDS:
-        raise ValueError(f"no dtype of plain values: {text!r}")
-    return dtype
-
-
-def _numpy() -> Any:
-    try:
-        return importlib.import_module("numpy")
-    except ImportError as error:
-        raise MissingExtraError("the checkpoint holds values of numpy", fix="pip install numpy") from error
-
 
 _PLAIN_STEP = re.compile(r"[A-Za-z0-9_\-]+", re.ASCII)
 _WORD = 2**63
 
+Classes = Mapping[str, tuple[type, ...]]
 Kept = dict[str, object]  # by path: records and members of enums, of any class
+
+
+@runtime_checkable
+class DiffersByRank(Protocol):
+    """A record with a part that differs between ranks."""
+
+    def rank_part(self) -> object:
+        """Return the part, None for none."""
+        ...
+
+    def with_rank_part(self, part: object) -> Self:
+        """Return the record with a part of plain values; raise `msgspec.ValidationError` if it does not fit."""
+        ...
+
+
+@runtime_checkable
+class JoinsRanks(DiffersByRank, Protocol):
+    """A record that is nothing but its ranks' parts, which another number of ranks takes together."""
+
+    def without_rank_part(self) -> Self:
+        """Return what is common to all ranks."""
+        ...
+
+    def declared_as(self, live: Self) -> Self:
+        """Return the common part of a stored record as the live one has it; raise as `with_rank_part`."""
+        ...
+
+    def with_rank_parts(self, parts: Sequence[object]) -> Self:
+        """Return the record with the parts of all ranks in order, None where one has none; raise as
+        `with_rank_part`."""
+        ...
+
+
+class MisfitError(CheckpointError):
+    """A stored value does not fit its class; `where`, `expected` and `got` hold the difference."""
+
+    def __init__(self, where: str, *, expected: str, got: str) -> None:
+        super().__init__("not what the class holds", expected=expected, got=got, where=where)
 
 
 def encode(value: object, path: str, tensors: dict[str, torch.Tensor], kept: Kept | None = None) -> Any:
@@ -155,18 +89,13 @@ def encode(value: object, path: str, tensors: dict[str, torch.Tensor], kept: Kep
     # exact types: an instance of a subclass would come back as a plain one
     if value is None or type(value) is bool:
         return value
-    if type(value) is int:
-        # readers of JSON take 64 bits at most
-        return value if -_WORD <= value < _WORD else {"$int": hex(value)}
-    if type(value) is float:
-        # JSON has neither infinity nor NaN; the bits of a NaN count too
-        return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
-    if type(value) is str:
-        return value if _is_unicode(value) else {"$text": _base64(value.encode("utf-8", "surrogatepass"))}
-    if type(value) is bytes:
-        return {"$bytes": _base64(value)}
-    if type(value) is complex:
-        return {"$complex": [encode(part, path, tensors) for part in (value.real, value.imag)]}
+    # as JSON: readers take integers of 64 bits at most, and neither infinity nor NaN
+    if type(value) is int and -_WORD <= value < _WORD:
+        return value
+    if type(value) is float and math.isfinite(value):
+        return value
+    if type(value) is str and _is_unicode(value):
+        return value
     if isinstance(value, torch.Tensor):
         return {"$tensor": _take(value, path, tensors)}
     if type(value) is list or type(value) is tuple:
@@ -188,15 +117,11 @@ def encode(value: object, path: str, tensors: dict[str, torch.Tensor], kept: Kep
         return {"$generator": encode(value.get_state(), path, tensors)}
     if isinstance(value, enum.Enum):
         return _encode_member(value, path, tensors, kept)
-    if type(value) is torch.Size:
-        return {"$size": list(value)}
-    if type(value) in _TORCH:
-        return {"$torch": str(value)}
     if is_special(value):
         tag, texts, tensor = take_apart(value)
         held = [encode(text, path, tensors) for text in texts]
         return {tag: held if tensor is None else [*held, encode(tensor, path, tensors)]}
-    raise _unsaveable(value, path)
+    return encode_leaf(value, path)
 
 
 def encode_record(
@@ -228,7 +153,7 @@ def _encode_mapping(value: dict[object, object], path: str, tensors: dict[str, t
     pairs: list[Any] = []
     for key, child in value.items():
         if isinstance(key, torch.Tensor) or is_record(key):
-            raise _unsaveable(key, f"a key of {path}")
+            raise unsaveable(key, f"a key of {path}")
         pairs.append([encode(key, f"a key of {path}", {}, kept), encode(child, path + key_step(key), tensors, kept)])
     return {kinds[type(value)]: pairs}
 
@@ -237,7 +162,7 @@ def _encode_set(value: set[object], path: str, kept: Kept | None) -> list[Any]:
     """Return the elements in an order that no hash decides, as ranks must agree."""
     for element in value:
         if isinstance(element, torch.Tensor) or is_record(element):
-            raise _unsaveable(element, f"an element of {path}")
+            raise unsaveable(element, f"an element of {path}")
     elements = [encode(element, f"an element of {path}", {}, kept) for element in value]
     return sorted(elements, key=lambda element: json.dumps(element, sort_keys=True))
 
@@ -265,33 +190,157 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode()
+def is_record(value: object) -> bool:
+    """Return whether a value is a record: an instance of a `msgspec.Struct`, a dataclass or a namedtuple."""
+    return not isinstance(value, type) and is_record_class(type(value))
 
 
-def _unsaveable(value: object, path: str) -> CheckpointError:
-    name = type(value).__name__
-    fixes = {
-        "function": "Leave functions out of the state and pass them to the constructor again.",
-        "Generator": "Store its get_state(), a tensor.",
-        "ndarray": "Use an array of numbers, texts, bytes or dates.",
-        "defaultdict": "Use dict(...).",
-        "bytearray": "Use bytes(...).",
-    }
-    known = fixes.get(name)
-    if callable(getattr(value, "load_state_dict", None)) and not isinstance(value, type):
-        known = "Pass it as a separate item, or pass the result of its state_dict()."
-    return CheckpointError(
-        f"{with_article(name)} cannot be stored",
-        expected="None, bool, int, float, complex, str, bytes, a tensor, a record, an enum, a path, a scalar or array "
-        "of numpy, or a list, tuple, deque, set or dict of such",
-        got=f"{name} of {type(value).__module__}",
-        where=path,
-        fix=known or "Give it state_dict() and load_state_dict(), or store plain values.",
-    )
+def class_name(kind: type) -> str:
+    """Return the stored name of a class; accel's own begin with `accel.`, in any module."""
+    return f"accel.{kind.__qualname__}" if _is_ours(kind) else kind.__qualname__
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+def stored_names(kind: type[Any]) -> tuple[str, ...]:
+    """Return the names of a record's fields."""
+    if issubclass(kind, msgspec.Struct):
+        return kind.__struct_fields__
+    if issubclass(kind, tuple):
+        return cast("Any", kind)._fields
+    return tuple(field.name for field in dataclasses.fields(cast("Any", kind)))
+
+
+def fields_of(record: object, path: str) -> dict[str, object]:
+    """Return the stored fields of a record by name; raises `CheckpointError` if they do not describe the record."""
+    names = stored_names(type(record))
+    known = {*names, *_cached_properties(type(record))}
+    beside = [name for name in getattr(record, "__dict__", {}) if name not in known and not _is_ours(type(record))]
+    unset = [name for name in names if not hasattr(record, name)]
+    if beside or unset:
+        raise CheckpointError(
+            f"{with_article(type(record).__name__)} that its fields do not describe",
+            expected=f"a value for each of {', '.join(names)}, and no other attributes",
+            got=f"also {', '.join(beside)}" if beside else f"none for {', '.join(unset)}",
+            where=path,
+            fix="Give it state_dict() and load_state_dict(), or make every attribute a field.",
+        )
+    fields = {name: getattr(record, name) for name in names}
+    try:
+        # a trial of the load: a value that the class refuses must not come out at the resume
+        _ = make_record(type(record), fields, path)
+    except MisfitError as error:
+        raise CheckpointError(
+            f"{with_article(type(record).__name__)} that its own class refuses, so that it could not be loaded",
+            expected=error.expected,
+            got=error.got,
+            where=path,
+            fix="Annotate its fields by the types that they hold.",
+        ) from error
+    return fields
+
+
+def make_record(kind: type[Any], fields: Mapping[str, Any], path: str, *, exact: bool = True) -> Any:
+    """Make a record of its stored fields; raises `MisfitError` if the class has others, or refuses the values. `exact`:
+    fields hold values of the annotated types; else nested records may be dicts, as before format 4."""
+    names = stored_names(kind)
+    gone = {name for name, value in fields.items() if value is None}
+    missing = [name for name in names if name not in fields]
+    if _is_ours(kind):
+        missing = []  # an older accel had no such field yet, and the class checks what it needs
+    unexpected = sorted(fields.keys() - names - gone)
+    if exact and (missing or unexpected):
+        facts = [f"no {', '.join(missing)}"] if missing else []
+        facts += [f"also {', '.join(unexpected)}"] if unexpected else []
+        raise MisfitError(path, expected=f"{kind.__qualname__} of {', '.join(names)}", got=" and ".join(facts))
+    held = {name: value for name, value in fields.items() if name in names}
+    if issubclass(kind, msgspec.Struct):
+        return _make_struct(kind, held, path, exact=exact)
+    if issubclass(kind, tuple):
+        return cast("Any", kind)(**held)
+    made: Any = object.__new__(kind)  # and no second run of __post_init__
+    for name, value in held.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def record_tag(value: object) -> dict[str, Any]:
+    """Return the tag of a Struct by its field; empty for other records."""
+    if not isinstance(value, msgspec.Struct):
+        return {}
+    config = value.__struct_config__
+    return {config.tag_field: config.tag} if config.tag_field is not None else {}
+
+
+def is_record_class(kind: type[Any]) -> bool:
+    """Return whether a class is a `msgspec.Struct`, a dataclass or a namedtuple."""
+    if issubclass(kind, msgspec.Struct) or dataclasses.is_dataclass(kind):
+        return True
+    return issubclass(kind, tuple) and isinstance(getattr(cast("type[Any]", kind), "_fields", None), tuple)
+
+
+def _is_ours(kind: type) -> bool:
+    """Return whether a class is accel's; attributes of its records besides fields serve only the running process."""
+    return kind.__module__.partition(".")[0] == "accel"
+
+
+def _cached_properties(kind: type) -> set[str]:
+    members = {name: member for base in kind.__mro__ for name, member in vars(base).items()}
+    return {name for name, member in members.items() if isinstance(member, functools.cached_property)}
+
+
+def _make_struct(kind: type[msgspec.Struct], fields: Mapping[str, Any], path: str, *, exact: bool) -> msgspec.Struct:
+    try:
+        made = _converted(kind, fields)
+    except msgspec.ValidationError as error:
+        # annotations may name plain types where the live record held numpy's, or an enum's member
+        plain = {name: _plain(value) for name, value in fields.items()}
+        try:
+            made = _converted(kind, plain)
+        except msgspec.ValidationError:
+            raise MisfitError(path, expected=kind.__qualname__, got=f"a value that is none: {error}") from error
+    for name, value in fields.items() if exact else ():
+        taken = getattr(made, name)
+        if taken is not value and (type(taken) is type(value) or type(taken) in _PLAIN):
+            msgspec.structs.force_setattr(made, name, value)  # convert takes a Counter for a dict, 1 for 1.0
+    return made
+
+
+_PLAIN = frozenset({bool, int, float, str, bytes, list, dict, type(None)})
+
+
+def _converted(kind: type[msgspec.Struct], fields: Mapping[str, Any]) -> msgspec.Struct:
+    """Return a Struct of fields that its class has checked, or raise `msgspec.ValidationError`."""
+    config = kind.__struct_config__
+    tag = {config.tag_field: config.tag} if config.tag_field is not None else {}
+    wire = dict(zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True))
+    try:
+        if not config.array_like:
+            return msgspec.convert(tag | {wire[name]: value for name, value in fields.items()}, kind)
+        given = kind(**fields)  # what an array leaves out it must leave out at its end
+        return msgspec.convert([*tag.values(), *(getattr(given, name) for name in kind.__struct_fields__)], kind)
+    except msgspec.ValidationError:
+        raise
+    except (TypeError, ValueError, NameError) as error:  # of annotations, too, that msgspec cannot check
+        try:
+            return kind(**fields)
+        except (TypeError, ValueError) as refusal:
+            raise msgspec.ValidationError(str(refusal)) from error
+
+
+def _plain(value: Any) -> Any:
+    """Convert a value for annotations of plain types: numbers of numpy, and members of enums, to plain values."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        return value.item()
+    if type(value) is list or type(value) is tuple:
+        children = [_plain(child) for child in cast("Sequence[Any]", value)]
+        return children if isinstance(value, list) else tuple(children)
+    if isinstance(value, dict):
+        return {_plain(key): _plain(child) for key, child in cast("dict[Any, Any]", value).items()}
+    return value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Making:
     """Makes records of stored fields."""
 
@@ -372,12 +421,6 @@ def _decode_tagged(
         fields = {str(key): child(held, f".{key}") for key, held in stored.items()}
         return fields if making is None else making.record(str(name), fields, path)
 
-    def real(value: Any) -> float:
-        number = child(value)
-        if type(number) is not float:
-            raise TypeError
-        return number
-
     def member(value: Any) -> object:
         name, chosen = str(value[0]), value[1]
         stored = child(value[2])
@@ -397,18 +440,10 @@ def _decode_tagged(
         "$record": record,
         "$enum": member,
         "$path": lambda value: make_path(value[0], child(value[1])),
-        "$scalar": lambda value: make_scalar(*map(str, value)),
         "$array": lambda value: make_array(str(value[0]), child(value[1])),
         "$dict": lambda value: dict(pairs(value)),
         "$ordered": lambda value: OrderedDict(pairs(value)),
         "$counter": lambda value: Counter(dict(pairs(value))),
-        "$int": lambda value: int(value, 16),
-        "$float": lambda value: struct.unpack(">d", bytes.fromhex(value))[0],
-        "$text": lambda value: base64.b64decode(value, validate=True).decode("utf-8", "surrogatepass"),
-        "$bytes": lambda value: base64.b64decode(value, validate=True),
-        "$complex": lambda value: complex(real(value[0]), real(value[1])),
         "$tensor": lambda value: tensors[value],
-        "$size": lambda value: torch.Size(map(int, value)),
-        "$torch": lambda value: make_torch(str(value)),
     }
-    return makers[tag](inner)
+    return (LEAVES.get(tag) or makers[tag])(inner)

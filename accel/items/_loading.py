@@ -15,11 +15,11 @@ import msgspec
 from torch import nn
 
 from accel.checkpoint._boxes import Box, plan_checks
+from accel.checkpoint._encoding import MisfitError
 from accel.checkpoint._hosts import hold_on_hosts
 from accel.checkpoint._live_tensors import held_box
 from accel.checkpoint._manifest import Manifest
 from accel.checkpoint._read import Held, Saved, SkippedCheckpoints, divide_files, hold_newest
-from accel.checkpoint._records import MisfitError
 from accel.comm import Call, agreed, agreed_values, call_site
 from accel.context import DistContext, context_first
 from accel.errors import CheckpointError

@@ -12,10 +12,9 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from accel.checkpoint._encoding import Kept, Making, decode, encode
+from accel.checkpoint._encoding import Kept, Making, decode, encode, is_record_class
 from accel.checkpoint._live_tensors import memory_id
 from accel.checkpoint._manifest import Item, has_records, is_object, tensors_in
-from accel.checkpoint._records import is_record_class, named_classes
 from accel.errors import CheckpointError
 from accel.errors._checks import with_article
 from accel.items import _packed_state
@@ -30,7 +29,7 @@ from accel.items._packed_state import (
     unspread_in,
     with_own_flags,
 )
-from accel.items._source import Captured, ItemHandler, ItemLoad, StateChange, facts, is_floating
+from accel.items._source import Captured, ItemHandler, ItemLoad, StateChange, facts, is_floating, named_classes
 from accel.optim import MASTER, streamed_state
 from accel.parallel._labels import has_state_on_host
 from accel.parallel._leftovers import clear_parameters

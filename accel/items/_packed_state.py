@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 
-from accel.checkpoint._records import is_record_class
+from accel.checkpoint._encoding import is_record_class
 from accel.errors import CheckpointError
 from accel.errors._checks import import_extra
 from accel.items._source import StateChange

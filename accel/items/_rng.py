@@ -14,10 +14,9 @@ import torch
 
 from accel import xla
 from accel.checkpoint._boxes import Box
-from accel.checkpoint._encoding import decode, encode
+from accel.checkpoint._encoding import Classes, DiffersByRank, JoinsRanks, decode, encode
 from accel.checkpoint._manifest import RANKS, Item, record_names
 from accel.checkpoint._read import Saved
-from accel.checkpoint._records import Classes, DiffersByRank, JoinsRanks
 from accel.comm import as_bytes
 from accel.context import DistContext
 from accel.errors import CheckpointError

@@ -3,24 +3,25 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 import operator
+import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeGuard, cast
 
 import msgspec
 import torch
 from torch import nn
 
 from accel.checkpoint._boxes import Box
-from accel.checkpoint._encoding import Kept, Making, decode
+from accel.checkpoint._encoding import Classes, Kept, Making, class_name, decode, is_record_class
 from accel.checkpoint._live_tensors import held_box
 from accel.checkpoint._manifest import Item, ItemKind, tensors_in
 from accel.checkpoint._read import Saved
-from accel.checkpoint._records import Classes, named_classes
 from accel.comm import Call, Comm, agreed
 from accel.context import DistContext
 from accel.errors import CheckpointError
@@ -396,6 +397,37 @@ def join_fields(_name: str, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any
     for fields in reversed(ranks):
         joined |= fields
     return joined
+
+
+def named_classes(kinds: Iterable[type]) -> Classes:
+    """Return classes of records and enums, and of their fields' annotations, by stored name."""
+    seen = dict[type, None]()
+    for kind in kinds:
+        _add_classes(kind, seen)
+    found = dict[str, tuple[type, ...]]()
+    for kind in seen:
+        found[class_name(kind)] = (*found.get(class_name(kind), ()), kind)
+    return found
+
+
+def _add_classes(hint: object, seen: dict[type, None]) -> None:
+    """Add the records and enums in an annotation, and in their fields' annotations."""
+    for part in typing.get_args(hint):
+        _add_classes(part, seen)
+    if not _has_own_class(hint) or hint in seen:
+        return
+    seen[hint] = None
+    if not issubclass(hint, enum.Enum):
+        try:
+            hints = typing.get_type_hints(hint)
+        except (NameError, TypeError, AttributeError):  # names that only a type checker sees
+            hints = {}
+        for annotation in hints.values():
+            _add_classes(annotation, seen)
+
+
+def _has_own_class(hint: object) -> TypeGuard[type[Any]]:
+    return isinstance(hint, type) and (issubclass(hint, enum.Enum) or is_record_class(cast("type[Any]", hint)))
 
 
 def facts(tensor: torch.Tensor) -> Facts:

@@ -16,9 +16,18 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from accel.checkpoint._encoding import Kept, decode, encode, encode_record
+from accel.checkpoint._encoding import (
+    Kept,
+    MisfitError,
+    decode,
+    encode,
+    encode_record,
+    is_record,
+    make_record,
+    record_tag,
+    stored_names,
+)
 from accel.checkpoint._manifest import Item, is_list, is_object
-from accel.checkpoint._records import MisfitError, is_record, make_record, record_tag, stored_names
 from accel.comm import refuse_replaced_memory
 from accel.context import DistContext
 from accel.errors import CheckpointError

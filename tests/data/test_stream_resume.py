@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import random
 import re
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from stream_helpers import Stateful, Stream, make_loader, on_nodes, seen
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import ChainDataset, DataLoader, IterableDataset
 
 import accel
 from accel import Cursor
@@ -358,6 +361,44 @@ def test_a_state_that_cannot_be_stored_is_named_when_it_is_saved(ranks, tmp_path
         return accel.latest_checkpoint(tmp_path) is None
 
     assert all(ranks.run(rank, 2))
+
+
+GENERATORS = {
+    "torch": (lambda: torch.Generator().manual_seed(5), lambda own: int(torch.randint(2**30, (), generator=own))),
+    "python": (lambda: random.Random(5), random.Random.random),
+    "numpy": (lambda: np.random.default_rng(5), lambda own: own.random()),
+    "legacy": (lambda: np.random.RandomState(5), lambda own: own.random_sample()),
+}
+
+
+class Shuffled(Stream):
+    """Shuffles with a generator that its epochs share."""
+
+    def __init__(self, kind):
+        super().__init__(11)
+        make, self.draw = GENERATORS[kind]
+        self.generator = make()
+
+    def __iter__(self):
+        return ((number, 0.0, 0.0) for number in sorted(self.numbers(), key=lambda _: self.draw(self.generator)))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_a_generator_that_a_stream_holds_is_seeded_in_each_epoch(kind, nested):
+    def made():
+        stream = Shuffled(kind)
+        return stream, make_loader(ctx, ChainDataset([stream, Stream(2)]) if nested else stream, "dispatch", 3)
+
+    ctx = accel.single()
+    stream, loader = made()
+    whole = [[seen(batch) for batch in accel.batches(ctx, loader, Cursor(seed=1, epoch=epoch))] for epoch in range(3)]
+    assert whole[0] != whole[1]
+    again = made()[1]  # as another process makes it
+    second = list(accel.batches(ctx, again, Cursor(seed=1, epoch=1)))
+    assert [seen(batch) for batch in second] == whole[1]
+    assert [seen(batch) for batch in accel.batches(ctx, again, second[1].next)] == whole[1][2:]
+    assert stream.draw(stream.generator) == stream.draw(GENERATORS[kind][0]())  # the user's generator stays as it is
 
 
 class Place(msgspec.Struct, frozen=True):

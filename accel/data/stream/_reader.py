@@ -208,20 +208,22 @@ def _with_seeded_generators(source: Any, key: Key, known: dict[int, Any]) -> Any
     """
     if id(source) in known:
         return known[id(source)]
-    known[id(source)] = new = source
-    kind = type(source)
-    if (generator := fresh_generator(source, key)) is not None:
-        new = generator
-    elif issubclass(kind, list | tuple) and any(isinstance(each, IterableDataset) for each in source):
-        inside = [_with_seeded_generators(each, key.fold_in(at), known) for at, each in enumerate(source)]
-        if kind in (list, tuple) and any(one is not other for one, other in zip(inside, source, strict=True)):
-            new = kind(inside)
-    elif isinstance(source, IterableDataset) and not isinstance(source, IterDataPipe):
-        held = {} if kind.__module__.startswith("datasets.") else dict(getattr(source, "__dict__", {}))
-        seeded = {name: _with_seeded_generators(value, key.fold_in(name), known) for name, value in held.items()}
-        if any(seeded[name] is not value for name, value in held.items()) and (copied := twin(source)) is not source:
-            new = copied
-            new.__dict__.update(seeded)
+    kind = cast("type[object]", type(source))
+    new = fresh_generator(source, key)
+    if new is None:
+        known[id(source)] = new = source  # for a stream that holds itself
+        if kind in (list, tuple) and source and isinstance(source[0], IterableDataset):
+            inside = [_with_seeded_generators(each, key.fold_in(at), known) for at, each in enumerate(source)]
+            if any(one is not other for one, other in zip(inside, source, strict=True)):
+                new = cast(Any, kind)(inside)
+        elif issubclass(kind, IterableDataset) and not issubclass(kind, IterDataPipe):
+            foreign = kind.__module__.startswith("datasets.")
+            held = {} if foreign else cast("dict[str, Any]", getattr(source, "__dict__", {}))
+            seeded = {name: _with_seeded_generators(value, key.fold_in(name), known) for name, value in held.items()}
+            if any(seeded[name] is not value for name, value in held.items()):
+                new = twin(source)
+                if new is not source:  # which cannot be copied otherwise
+                    new.__dict__.update(seeded)
     known[id(source)] = new
     return new
 

@@ -113,7 +113,7 @@ def test_a_part_of_several_dimensions_needs_a_group_that_somebody_made(ranks):
         (lambda: _mesh()["dp"], r"other ranks than the context: expected the 4 ranks \[0, 1, 2, 3\], got 2, \["),
         (lambda: _mesh(("dp", "model")), "of unknown meaning.* got 'model'"),
         (lambda: init_device_mesh("cpu", (2, 2)), "2 dimensions without names"),
-        (lambda: (2, 2), r"the mesh is not valid: expected a torch DeviceMesh, got \(2, 2\)"),
+        (lambda: (2, 2), r"expected a text such as \"dp=2,tp=2\", or a torch DeviceMesh, got \(2, 2\)"),
     ],
 )
 def test_what_is_no_mesh_of_the_context_is_refused(ranks, make, said):

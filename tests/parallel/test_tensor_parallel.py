@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from catching import assert_raises
 from fake_ranks import Counted, fake_rank
+from handwritten import named
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from steps import begin_batch
@@ -314,3 +315,22 @@ def test_gradients_of_whole_parameters_share_no_memory(ranks):
     (expected,) = ranks.run(lambda ctx: rank(ctx, ""), 1)
     for found in ranks.run(lambda ctx: rank(ctx, "tp=2"), 2, default_group=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("plan", ["model", {"head": "colwise_gather_output"}], ids=["found", "given"])
+def test_a_recomputed_method_reads_parameters_of_its_module(ranks, plan):
+    (entry,) = named("checkpointed_methods")
+    ids, targets = entry.batch(1, 2)
+    plain = entry.make()
+    entry.loss(plain(ids), targets).backward()
+
+    def rank(ctx):
+        ctx = accel.replace(ctx, mesh="tp=2")
+        model = accel.prepare_model(ctx, entry.make(), plan=accel.parallel.Plan(tensor=plan), example=(ids,))
+        _ = accel.backward(ctx, entry.loss(model(ids), targets), begin_batch(ctx), weight=1)
+        grads = {name: each.grad for name, each in model.named_parameters()}
+        return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
+
+    for grads in ranks.run(rank, 2, default_group=True):
+        for name, each in plain.named_parameters():
+            torch.testing.assert_close(grads[name], each.grad, rtol=0, atol=1e-12)

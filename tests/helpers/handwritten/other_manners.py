@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ._entry import WIDTH, WORDS, Handwritten, cross_entropy, cross_entropy_and, entry
 from .manners import Block, Words
@@ -152,6 +153,28 @@ class Exits(Words):
         return {"logits": self.head(self.norm(x)), **found}
 
 
+class MethodsBlock(nn.Module):
+    """Recomputes methods, one of which reads parameters of the block itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.up = nn.Parameter(torch.randn(2 * WIDTH, WIDTH) / WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def gated(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.inner(x)) * nn.functional.linear(x, self.up)) * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.gated, self.norm(x), use_reentrant=False)
+
+
+class CheckpointedMethods(Words):
+    """Blocks that recompute one of their methods."""
+
+    kind = MethodsBlock
+
+
 OTHER_MANNERS: tuple[Handwritten, ...] = (
     entry("carried_states", CarriedStates, loss=cross_entropy, tags="language causal shared"),
     entry("kept_statistics", KeptStatistics, loss=cross_entropy_and, tags="causal side"),
@@ -160,4 +183,5 @@ OTHER_MANNERS: tuple[Handwritten, ...] = (
     entry("carried_dataclass", CarriedDataclass, loss=cross_entropy, tags="language causal"),
     entry("codebooks", Codebooks, loss=cross_entropy, tags="language causal buffers"),
     entry("exits", Exits, loss=cross_entropy_and, tags="causal"),
+    entry("checkpointed_methods", CheckpointedMethods, loss=cross_entropy, tags="language causal checkpoint"),
 )

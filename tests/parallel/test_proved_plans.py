@@ -691,3 +691,20 @@ def test_forwards_without_values_leave_nothing_in_the_caches_of_functions(
     kept = _order(5)
     run(model, x)
     assert _order(5) is kept  # with values
+
+
+class Ensemble(nn.Module):
+    """Runs several weights at once, by torch.vmap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(3, WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda weight: torch.tanh(x @ weight))(self.weights).mean(0)
+
+
+def test_modules_next_to_one_with_vmap_are_divided():
+    model = nn.Sequential(Ensemble(), nn.Sequential(nn.Linear(WIDTH, 48), nn.ReLU(), nn.Linear(48, WIDTH)))
+    plan = found_plan(model, 2, [torch.randn(2, 5, WIDTH)])
+    assert {path: plan.styles[path] for path in ("1.0", "1.2")} == {"1.0": "colwise", "1.2": "rowwise"}

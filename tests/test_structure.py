@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parent / "benchmarks" / "structure.py"
 MOST_FILES = {
     "batches": 8,
     "prepare": 16,
-    "a loop's pass": 24,
+    "a loop's pass": 23,
     "save a layer": 17,
     "load a layer": 17,
     "save a run": 28,  # a run is a model, AdamW, a scheduler, a TrainState and a loader

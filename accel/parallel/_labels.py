@@ -20,8 +20,7 @@ from accel.parallel._modules import (
     tensor_notes,
     unwrap_model,
 )
-from accel.parallel._private import is_view
-from accel.tensors import is_dtensor
+from accel.tensors import is_dtensor, is_view
 from accel.topology import Dimension, dimension_of
 from accel.topology._axes import Axis
 

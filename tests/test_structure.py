@@ -24,7 +24,7 @@ MOST_FILES = {
     "load a run": 27,
 }
 MOST_OF_A_LAUNCH = 26  # two of them the doors to files of others and to signals and helper programs
-MOST_OF_A_DISPATCH = 23
+MOST_OF_A_DISPATCH = 22
 
 
 def benchmark() -> ModuleType:

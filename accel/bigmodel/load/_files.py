@@ -14,9 +14,8 @@ import torch
 
 from accel.bigmodel._arguments import copy_in_range, dtype_of, dtypes, name_of
 from accel.bigmodel._describe import StoredTensor
-from accel.checkpoint._boxes import Box
+from accel.checkpoint._boxes import Box, Strided, StridedPart, cut, file_order, in_file, is_contiguous, runs
 from accel.checkpoint._manifest import Manifest
-from accel.checkpoint._recipes import Strided, StridedPart, cut, file_order, in_file, is_contiguous, runs
 from accel.checkpoint._retention import all_tensors
 from accel.errors import CheckpointError, ConfigError
 from accel.errors._checks import did_you_mean

@@ -40,8 +40,9 @@ from accel.bigmodel.load._targets import (
     refusal,
 )
 from accel.checkpoint import Recipe
+from accel.checkpoint._boxes import Strided, cut
 from accel.checkpoint._manifest import Manifest, manifest_of
-from accel.checkpoint._recipes import Strided, apply_recipes, check_recipes, cut
+from accel.checkpoint._recipes import apply_recipes, check_recipes
 from accel.checkpoint._retention import find_checkpoint
 from accel.comm import Call, Comm, agreed, agreed_values, broadcast_flat, call_site, refuse_replaced
 from accel.context import DistContext, context_first
@@ -180,8 +181,8 @@ def open_weights(
     names = tuple(manifest.files) if manifest is not None else files.names
     ranges = _open(files, names, readers, direct)
     try:
-        named = _renamed(_tensors(files, manifest, names, ranges, where), rename, where)
-        return FileWeights(named, ranges, where)
+        found = _tensors(files, manifest, names, ranges, where)
+        return FileWeights(found if rename == () else _renamed(found, rename, where), ranges, where)
     except BaseException:
         ranges.close()
         raise

@@ -56,6 +56,11 @@ def has_wide_gradient(parameter: torch.Tensor) -> bool:
     return is_half(parameter) and parameter.grad_dtype == torch.float32
 
 
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a view of another, as gradients in DDP's buckets are."""
+    return tensor._is_view()  # pyright: ignore[reportPrivateUsage]
+
+
 class AbsentWeight(Protocol):
     """A weight that is not in memory: a tensor of a class with `stored`."""
 

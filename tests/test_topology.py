@@ -13,7 +13,7 @@ from catching import assert_raises
 from hypothesis import given, strategies as st
 
 from accel.errors import ConfigError
-from accel.topology import AXIS_NAMES, DATA_DIMS, SHARED_DIMS, Axis, Plan, TensorStyle, mesh_position
+from accel.topology import AXIS_NAMES, DATA_DIMS, SHARED_DIMS, Axis, Plan, TensorStyle, axis_of, mesh_position
 
 known = st.lists(st.sampled_from(DATA_DIMS + SHARED_DIMS), min_size=1, max_size=4, unique=True)
 meshes = known.flatmap(lambda names: st.tuples(st.just(names), st.tuples(*[st.integers(1, 4)] * len(names))))
@@ -82,19 +82,23 @@ def test_every_axis_has_an_index_and_a_size(mesh):
     names, shape = mesh
     for coordinate in _coordinates(shape):
         position = mesh_position(names, shape, coordinate)
-        assert [position.axis(name) for name in names] == list(map(Axis, coordinate, shape))
+        assert [axis_of(position.axes, name, "") for name in names] == list(map(Axis, coordinate, shape))
         dimensions = {dimension for dimension, known in AXIS_NAMES.items() if not set(known) & set(names)}
         if set(names) & set(AXIS_NAMES["replicate"] + AXIS_NAMES["shard"]):
             dimensions.discard("data")  # the place along both
         for dimension in dimensions:
-            assert {position.axis(name) for name in AXIS_NAMES[dimension]} == {(0, 1)}
+            assert {axis_of(position.axes, name, "") for name in AXIS_NAMES[dimension]} == {(0, 1)}
 
 
 def test_an_axis_is_found_by_another_name_of_its_dimension_and_an_unknown_one_is_refused():
     position = mesh_position(("stage", "tensor"), (2, 3), (1, 2), ())
-    assert (position.axis("tp"), position.axis("stage"), position.axis("pp")) == ((2, 3), (1, 2), (0, 1))
+    assert (
+        axis_of(position.axes, "tp", ""),
+        axis_of(position.axes, "stage", ""),
+        axis_of(position.axes, "pp", ""),
+    ) == ((2, 3), (1, 2), (0, 1))
     with assert_raises(ConfigError, problem="unknown axis of a mesh", got="'tensors'", fix=r"Did you mean `tensor`\?"):
-        position.axis("tensors")
+        axis_of(position.axes, "tensors", "")
 
 
 def test_other_names_are_for_the_user_to_state():

@@ -10,7 +10,8 @@ from hypothesis import given, settings, strategies as st
 from profiles import share
 
 from accel.checkpoint import Recipe
-from accel.checkpoint._recipes import Strided, apply_recipes, file_order, in_file, inverse, runs
+from accel.checkpoint._boxes import Strided, file_order, in_file, runs
+from accel.checkpoint._recipes import apply_recipes, inverse
 from accel.errors import CheckpointError, ConfigError
 
 

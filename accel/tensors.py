@@ -313,7 +313,7 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
 _CACHE = type(functools.lru_cache(lambda: None))
 _EMPTY = CellType()
 _WITHOUT_VALUES = ("FakeTensor", "FunctionalTensor")
-_NO_MODELS = frozenset({"torch", "sympy", "numpy", *sys.stdlib_module_names})
+_NO_MODELS = frozenset({"torch", "sympy", "numpy", "hypothesis", *sys.stdlib_module_names})
 
 
 def fake_mode() -> Any:
@@ -345,19 +345,40 @@ def _caches() -> list[Any]:
     """The caches of functions in imported modules, and of methods of their classes."""
     found: dict[int, Any] = {}  # not from gc.get_objects, which lists none after gc.freeze
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in _NO_MODELS and name != "__main__":
+        names: dict[str, Any] = getattr(module, "__dict__", {})
+        package = name.partition(".")[0]
+        if package in _NO_MODELS and name != "__main__":
             continue
-        for value in list(getattr(module, "__dict__", {}).values()):
-            own = list(vars(value).values()) if isinstance(value, type) and value.__module__ == name else (value,)
-            for each in own:
-                kind = cast(Any, type(each))  # compared by identity: a class may have no hash
-                function: Any = cast(Any, each).__func__ if kind is staticmethod or kind is classmethod else each
-                if type(function) is _CACHE:
-                    found[id(function)] = function
-                elif type(function) is FunctionType and function.__closure__ is not None:
-                    held = [cell.cell_contents for cell in function.__closure__ if cell != _EMPTY]
-                    found |= {id(one): one for one in held if type(one) is _CACHE}
+        # Thousands of modules of packages keep their functions: each is read once, and again when it has other names.
+        kept = package == "accel" or "-packages" in str(names.get("__file__"))
+        caches = _caches_of_package(name, len(names)) if kept else _caches_of(name, names)
+        found |= {id(each): each for each in caches}
     return list(found.values())
+
+
+def _caches_of(name: str, names: Mapping[str, Any]) -> list[Any]:
+    """The caches of functions in a module, and of methods of its classes."""
+    values: list[Any] = list(names.values())
+    for value in tuple(values):
+        if isinstance(value, type) and value.__module__ == name:
+            values.extend(vars(value).values())
+    found: list[Any] = []
+    for each in values:
+        kind = cast(Any, type(each))  # compared by identity: a class may have no hash
+        function = each.__func__ if kind is staticmethod or kind is classmethod else each
+        if type(function) is _CACHE:
+            found.append(function)
+        elif type(function) is FunctionType and function.__closure__ is not None:
+            held = [cell.cell_contents for cell in function.__closure__ if cell != _EMPTY]
+            found.extend(one for one in held if type(one) is _CACHE)
+    return found
+
+
+@functools.cache
+def _caches_of_package(name: str, names: int) -> list[Any]:
+    """The caches of an installed package's module, while it has so many names."""
+    caches = _caches_of(name, getattr(sys.modules.get(name), "__dict__", {}))
+    return [each for each in caches if each is not _caches_of_package]
 
 
 def _holds_fakes(cache: object) -> bool:

@@ -80,7 +80,7 @@ def test_parts_begin_where_the_price_is_finite(count: int, data: st.DataObject) 
     assert set(ends[:-1]) <= allowed
 
 
-@settings(max_examples=10)
+@settings(max_examples=share(0.5))
 @given(depth=st.integers(2, 9), data=st.data())
 def test_every_module_of_a_chain_has_one_stage(depth: int, data: st.DataObject) -> None:
     model = Stack(depth)

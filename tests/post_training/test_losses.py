@@ -11,6 +11,7 @@ import pytest
 import torch
 from catching import assert_raises
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch import Tensor, nn
 
 import accel
@@ -114,7 +115,7 @@ def step(
 def test_any_split_over_ranks_and_micro_batches_is_one_gradient(
     ranks: Simulator, loss: Callable[..., post.LossSum]
 ) -> None:
-    @settings(max_examples=6)
+    @settings(max_examples=share(0.3))
     @given(st.data())
     def law(data: st.DataObject) -> None:
         seed = data.draw(st.integers(0, 99))
@@ -305,7 +306,6 @@ def test_ranks_whiten_and_scale_as_one_does(ranks: Simulator, mesh: str, world: 
     ranks.run(run, world, default_group=True)
 
 
-@settings(max_examples=20)
 @given(st.integers(0, 999), st.floats(0.5, 1.0), st.floats(0.0, 1.0))
 def test_advantages_are_weighted_sums_of_errors(seed: int, discount: float, decay: float) -> None:
     generator = torch.Generator().manual_seed(seed)

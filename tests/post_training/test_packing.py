@@ -14,6 +14,7 @@ import pytest
 import torch
 from catching import assert_raises
 from hypothesis import given, settings, strategies as st
+from profiles import share
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -77,7 +78,7 @@ class Plain:
 KINDS: list[Any] = [list, Stateful, Plain]
 
 
-@settings(max_examples=60)
+@settings(max_examples=share(3))
 @given(LENGTHS, st.integers(12, 30), st.integers(1, 9), st.sampled_from(KINDS))
 def test_each_row_comes_once_and_whole(lengths: list[int], size: int, lookahead: int, kind: Any) -> None:
     rows = rows_of(lengths)
@@ -107,7 +108,7 @@ def test_cumulative_lengths_of_a_batch_are_of_the_flattened_one() -> None:
     assert batch.cumulative_lengths().tolist() == [0, 3, 5, 9, 10, 15]
 
 
-@settings(max_examples=60)
+@settings(max_examples=share(3))
 @given(LENGTHS, st.integers(1, 9), st.sampled_from(KINDS), st.data())
 def test_a_pass_goes_on_from_any_state(lengths: list[int], lookahead: int, kind: Any, data: st.DataObject) -> None:
     rows = rows_of(lengths)

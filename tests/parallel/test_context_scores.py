@@ -16,7 +16,7 @@ from torch import Tensor
 import accel
 from accel.comm import exchanged
 from accel.errors import ConfigError
-from accel.parallel.axes.context import _ring
+from accel.parallel.axes.context import _attention
 from accel.testing import Simulator
 
 
@@ -173,7 +173,7 @@ def test_equals_attention_that_is_written_out(ranks: Simulator, size: int, metho
 
 
 def test_tiles_of_a_ring_cover_the_window(ranks: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ring, "_TILE", 1)
+    monkeypatch.setattr(_attention, "_TILE", 1)
     for case in CASES:
         if case.window is not None:
             assert difference(ranks, 3, case, "ring") < 1e-11, case
@@ -199,7 +199,7 @@ def test_no_key_travels_that_a_window_does_not_need(
         sent.extend(messages)
         return exchanged(rows, to, back, group)
 
-    monkeypatch.setattr(_ring, "exchanged", counted)
+    monkeypatch.setattr(_attention, "exchanged", counted)
     whole = torch.zeros(1, 2, 24, 4)
 
     def rank(ctx: accel.DistContext) -> None:

@@ -12,6 +12,7 @@ from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import accel
 from accel.comm import exchanged
@@ -177,6 +178,31 @@ def test_tiles_of_a_ring_cover_the_window(ranks: Simulator, monkeypatch: pytest.
     for case in CASES:
         if case.window is not None:
             assert difference(ranks, 3, case, "ring") < 1e-11, case
+
+
+def test_blocks_of_a_window_are_computed_again_in_a_checkpoint_too(ranks: Simulator) -> None:
+    whole = torch.randn(1, 2, 24, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def rank(ctx: accel.DistContext) -> list[Tensor]:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        own = accel.parallel.split_sequence(ctx, {"x": whole}, dim=2)["x"]
+
+        def attention(x: Tensor) -> Tensor:
+            return accel.parallel.context_attention(ctx, x, x, x.sin(), window=5, method="ring")
+
+        def recomputed(x: Tensor) -> Tensor:
+            return checkpoint(attention, x, use_reentrant=False)
+
+        gradients: list[Tensor] = []
+        for each in (attention, recomputed):
+            x = own.clone().requires_grad_()
+            each(x).square().sum().backward()
+            assert x.grad is not None
+            gradients.append(x.grad)
+        return gradients
+
+    for one, other in ranks.run(rank, 2, default_group=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any, cast, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils import checkpoint
 
 from accel.comm import exchanged, gathered, gathered_summed, peer_error, records
 from accel.context import DistContext, context_first, group_of
@@ -27,6 +27,7 @@ from accel.parallel.axes.context._split import (
     note_attention,
     places,
     planned_method,
+    position_axis,
     rank_order,
     seen_keys,
     sorted_positions,
@@ -85,7 +86,7 @@ def near_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, te
     order = sorted(range(len(arrived)), key=lambda at: arrived[at].start)
     both = torch.cat([parts[at] for at in order]).movedim(0, 2)
     keys, values = torch.split(both, [k.shape[3], v.shape[3]], -1)
-    again: Any = partial(cast(Any, checkpoint), attend, use_reentrant=False, preserve_rng_state=False)
+    again: Any = partial(cast(Any, checkpoint).checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
     return _in_runs(q, keys, values, group, terms, length, [arrived[at] for at in order], again)
 
 
@@ -132,6 +133,8 @@ def _of_all(own: Tensor | None, group: dist.ProcessGroup) -> Tensor | None:
 
 def whole_positions(ctx: DistContext, own: Tensor, dim: int = 1) -> Tensor:
     """Return the positions of all ranks along cp in their order. A collective, as its backward."""
+    if has_all_positions(ctx):
+        return own
     group = group_of(ctx, "cp")
     assert group is not None
     return sorted_positions(gathered_summed(own.contiguous(), dim, group), dim, group.size())
@@ -253,7 +256,7 @@ def context_attention(
         torch.Size([1, 4, 6, 8])
     """
     q, k, v = _as_autocast(q, k, v)
-    size = 1 if has_all_positions(ctx) else ctx.axis("cp").size
+    size = position_axis(ctx).size
     whole = k.shape[2] * size
     factor = float(q.shape[-1] ** -0.5) if scale is None else scale
     near = None if window is None or window >= whole else window

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of special classes: DTensors and what this rank holds of them, weights elsewhere, quantizers' weights, fakes.
+"""Tensors of special classes: DTensors and what this rank holds of them, weights elsewhere, quantizers' weights, fakes;
+and the tensors of models and optimizers.
 
 Nothing here imports torch.distributed.tensor, which takes most of a second, before there is a DTensor. A quantizer's
 weight is split into plain tensors by the engine for its package, which is imported when such a weight is met.
@@ -264,6 +265,11 @@ def packed_weights(model: nn.Module | Iterable[tuple[str, nn.Module]]) -> dict[s
             if (weight := known[id(tensor)]) is not None:
                 found[f"{path}.{key}" if path else key] = weight
     return found
+
+
+def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """List the optimizers' parameters, in their order."""
+    return [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
 
 
 def part_names(model: nn.Module) -> set[str]:

@@ -30,7 +30,7 @@ LAYERS = [
     {"mixins", "tree", "random", "storage", "tensors"},
     {"comm"},
     {"context"},
-    {"process", "collectives", "metrics", "memory", "preempt", "seeding"},
+    {"process", "collectives", "metrics", "memory", "loop_state", "preempt", "seeding"},
     {"data", "precision", "parallel", "optim", "checkpoint", "launching", "estimate", "report", "trackers"},
     {"items"},
     {"bigmodel"},

@@ -19,9 +19,9 @@ import msgspec
 import torch
 from torch.utils.data import Sampler
 
-from accel.data._cursor import Cursor, advance, beyond, check_cursor
-from accel.data._shards import BatchBounds, BatchPlan, EpochPlan, token_bounds
+from accel.data._shards import BatchBounds, BatchPlan, EpochPlan, beyond, check_cursor, token_bounds
 from accel.errors import AccelError, ConfigError, DataError
+from accel.loop_state import Cursor, advance
 from accel.random import Key, capture_rng, check_seed, restore_rng, seed_rng
 
 _CPU = torch.device("cpu")

@@ -22,8 +22,8 @@ from torch.utils.data import ChainDataset, DataLoader, IterableDataset
 import accel
 from accel import Cursor
 from accel.comm import reduce_ints
-from accel.data._cursor import StreamPosition, WorkerPosition
 from accel.errors import CheckpointError, ConfigError, DataError
+from accel.loop_state import StreamPosition, WorkerPosition
 
 MODES = ["shards", "elements", "dispatch"]
 relaxed = settings(deadline=None, max_examples=share(0.8))

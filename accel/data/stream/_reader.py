@@ -14,12 +14,12 @@ from typing import Any, Protocol, cast, runtime_checkable
 import msgspec
 from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
 
-from accel.data._cursor import WorkerPosition
 from accel.data._epoch import fresh_generator
 from accel.data._requests import seed_base, seed_streams, twin
 from accel.data._shards import Tail
 from accel.data._transfer import pin
 from accel.errors import DataError
+from accel.loop_state import WorkerPosition
 from accel.random import Key
 from accel.tree import Container
 from accel.tree._walk import tensors

@@ -109,10 +109,10 @@ def test_a_model_of_timm_is_built_by_name(monkeypatch: pytest.MonkeyPatch, capsy
     assert found["parameters"] == 4 * 3 * 9 + 4 + 144 * 2 + 2
     assert found["rows"][0]["largest"]["activations"] > 0
     assert asked == [("resnet8.tiny", False)]
-    with pytest.raises(AccelError, match="Unknown model"):
+    with assert_raises(AccelError, got="Unknown model"):
         run(["timm/resnet9"], {})
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(MissingExtraError, match=r"accel-torch\[timm\]"):
+    with assert_raises(MissingExtraError, fix=r"accel-torch\[timm\]"):
         run(["timm/resnet8.tiny"], {})
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from safetensors.torch import save_file
@@ -228,5 +229,5 @@ def test_a_model_without_sizes_has_meshes_of_data_parallelism_alone(strategy: st
     axis = "dp_shard" if how.name == "fsdp" else "dp_replicate"
     alone = rank_memory(model, Axes(dp=nproc), step, how.plan)
     assert rank_memory(model, Axes(**{axis: nproc}), step, how.plan) == alone
-    with pytest.raises(accel.errors.ConfigError, match="the blocks of this model are not known"):
+    with assert_raises(accel.errors.ConfigError, problem="the blocks of this model are not known"):
         _ = rank_memory(model, Axes(dp=nproc, tp=2), step, how.plan)

@@ -85,16 +85,23 @@ def test_a_report_over_hosts_names_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "told"),
+    ("endpoint", "fields"),
     [
-        ("", r"the hosts have no endpoint to meet at: expected --rdzv-endpoint HOST:PORT, got nnodes=2 without it"),
-        ("127.0.0.1:70000", r"there is no such port: expected 1 to 65535, got 70000"),
-        ("no-such-host.invalid:29400", r"does not resolve here: .* got 'no-such-host\.invalid'"),
-        (f"{'x' * 70}.invalid:29400", r"does not resolve here"),
+        (
+            "",
+            {
+                "problem": "the hosts have no endpoint to meet at",
+                "expected": "--rdzv-endpoint HOST:PORT",
+                "got": "nnodes=2 without it",
+            },
+        ),
+        ("127.0.0.1:70000", {"problem": "there is no such port", "expected": "1 to 65535", "got": "^70000$"}),
+        ("no-such-host.invalid:29400", {"problem": "does not resolve here", "got": r"'no-such-host\.invalid'"}),
+        (f"{'x' * 70}.invalid:29400", {"problem": "does not resolve here"}),
     ],
 )
-def test_a_place_where_nobody_can_meet_is_refused(endpoint: str, told: str) -> None:
-    with pytest.raises(LaunchError, match=told):
+def test_a_place_where_nobody_can_meet_is_refused(endpoint: str, fields: dict[str, str]) -> None:
+    with assert_raises(LaunchError, **fields):
         check_endpoint(LaunchConfig(nnodes=2, rdzv_endpoint=endpoint))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from steps import ByState
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -152,25 +153,45 @@ def test_units_are_those_that_the_plan_names() -> None:
 
 
 REFUSED = {
-    "no such module": (Plan(units=("blocks.*.middle", "Blok")), r"got 'blocks\.\*\.middle', 'Blok' - at Plan\.units"),
-    "no such class": (Plan(ignored=("LayerNrm",)), r"Plan\.ignored.*`LayerNorm`"),
-    "a list": (Plan(units=("blocks",)), r"blocks: a ModuleList has no forward - at Plan\.units"),
-    "trainable": (Plan(ignored=("blocks.0",)), r"trainable.*got blocks\.0\.up\.weight - at Plan\.ignored"),
-    "divisor": (Plan(reshard_after_forward=3), r"a number that divides 4, got 3 - at Plan\.reshard_after_forward"),
+    "no such module": (
+        Plan(units=("blocks.*.middle", "Blok")),
+        PrepareError,
+        {"got": r"^'blocks\.\*\.middle', 'Blok'$", "where": r"^Plan\.units"},
+    ),
+    "no such class": (Plan(ignored=("LayerNrm",)), PrepareError, {"where": r"Plan\.ignored", "fix": "`LayerNorm`"}),
+    "a list": (
+        Plan(units=("blocks",)),
+        PrepareError,
+        {"got": "blocks: a ModuleList has no forward$", "where": r"^Plan\.units"},
+    ),
+    "trainable": (
+        Plan(ignored=("blocks.0",)),
+        PrepareError,
+        {"problem": "trainable", "got": r"^blocks\.0\.up\.weight$", "where": r"^Plan\.ignored"},
+    ),
+    "divisor": (
+        Plan(reshard_after_forward=3),
+        ConfigError,
+        {"expected": "a number that divides 4", "got": "^3$", "where": r"^Plan\.reshard_after_forward"},
+    ),
     "several": (
         Plan(gather_dtype="bf16", units=("a",), ignored=("b",), reshard_after_forward=3),
-        r"(?s)refused for several reasons.*\n- .*gather_dtype.*\n- .*'b'.*\n- .*'a'.*\n- .*divides 4",
+        PrepareError,
+        {
+            "problem": "refused for several reasons",
+            "got": r"(?s)\n- .*gather_dtype.*\n- .*'b'.*\n- .*'a'.*\n- .*divides 4",
+        },
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_fit_is_told_before_anything_moves(ranks: Simulator, name: str) -> None:
-    plan, said = REFUSED[name]
+    plan, error, fields = REFUSED[name]
 
     def rank(ctx: accel.DistContext) -> bool:
         model = _net()
-        with pytest.raises((PrepareError, ConfigError), match=said):
+        with assert_raises(error, **fields):
             accel.prepare(accel.replace(ctx, strategy="fsdp"), model, plan=plan)
         return any(isinstance(each, FSDPModule) for each in model.modules())
 
@@ -180,7 +201,7 @@ def test_what_does_not_fit_is_told_before_anything_moves(ranks: Simulator, name:
 def test_parts_of_a_mesh_are_not_resharded_by_number(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="dp=4,tp=2", strategy="fsdp")
-        with pytest.raises((PrepareError, ConfigError), match="a mesh of 4 of 8 ranks"):
+        with assert_raises(PrepareError, got="a mesh of 4 of 8 ranks"):
             accel.prepare_model(ctx, _net(), plan=Plan(reshard_after_forward=2))
 
     ranks.run(rank, 8, default_group=True)

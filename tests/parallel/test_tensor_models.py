@@ -307,7 +307,7 @@ def test_adapters_that_cannot_be_divided_are_refused_with_two_ways_that_train(ra
 
     def rank(ctx: accel.DistContext) -> None:
         on_tp = accel.replace(ctx, mesh="tp=2")
-        with pytest.raises(PrepareError, match=problem) as caught:
+        with assert_raises(PrepareError, got=problem) as caught:
             trained(on_tp, refused)
         assert 'peft.LoraConfig(target_modules="all-linear", use_dora=False)' in caught.value.fix
         scope = {"ctx": on_tp, "accel": accel}

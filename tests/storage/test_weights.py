@@ -181,7 +181,7 @@ def test_where_the_disk_fails_to_the_end_the_first_error_is_raised(
             monkeypatch.setattr(Path, "exists", fail)
             raise CheckpointError("first")
 
-    with pytest.raises(CheckpointError, match="first"):
+    with assert_raises(CheckpointError, problem="first"):
         write()
     monkeypatch.undo()
     with staged(tmp_path / "model") as stage:  # the lock is released

@@ -12,6 +12,7 @@ import pytest
 import torch
 from catching import assert_raises
 from hypothesis import assume, given, strategies as st
+from tables import rows
 
 import accel
 from accel.errors import ConfigError, EnvError
@@ -121,8 +122,8 @@ def test_no_text_is_no_mesh() -> None:
     assert fit_axes("", 7, where="here") is None
 
 
-@pytest.mark.parametrize(
-    ("text", "fields"),
+@rows(
+    "text, fields",
     [
         (
             "dp",

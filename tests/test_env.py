@@ -8,11 +8,11 @@ from types import MappingProxyType
 
 import pytest
 from catching import assert_raises
+from configs import SETTINGS
 from hypothesis import given, settings, strategies as st
 from profiles import share
 
 from accel import LaunchEnv, read_env
-from accel.config._settings import SETTINGS
 from accel.errors import ConfigError, EnvError
 
 TORCHRUN = {

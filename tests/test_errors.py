@@ -138,7 +138,7 @@ ARTICLES = """an object, an AdamW, an SGD, an LSTM, an AutoModel, an Uninitializ
 a OneCycleLR, a UserDict, a UnionType, a Module, a StepLR"""
 
 
-@pytest.mark.parametrize("noun", ARTICLES.replace("\n", " ").split(", "))
+@rows("noun", ARTICLES.replace("\n", " ").split(", "))
 def test_the_article_follows_the_name(noun: str) -> None:
     assert with_article(noun.partition(" ")[2]) == noun
 

@@ -12,6 +12,7 @@ import torch
 from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
+from tables import rows
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, PolynomialLR
 
 import accel
@@ -153,8 +154,8 @@ def test_a_run_goes_on_from_a_checkpoint_at_the_same_rate(tmp_path, stop):
     assert rates + go(second, 12 - stop) == straight == [schedule(step) for step in range(12)]
 
 
-@pytest.mark.parametrize(
-    ("make", "fields"),
+@rows(
+    "make, fields",
     [
         (lambda: Linear(0), {"expected": "an integer from 1", "got": "^0$", "where": "Linear.steps"}),
         (lambda: Cosine(), {"got": "None", "where": "Cosine.steps"}),

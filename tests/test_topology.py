@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from catching import assert_raises
 from hypothesis import given, strategies as st
+from tables import rows
 
 from accel.errors import ConfigError
 from accel.topology import AXIS_NAMES, DATA_DIMS, SHARED_DIMS, Axis, Plan, TensorStyle, mesh_position
@@ -142,7 +143,7 @@ UNKNOWN = [
 ]
 
 
-@pytest.mark.parametrize(("field", "value", "expected", "got"), UNKNOWN)
+@rows("field, value, expected, got", UNKNOWN)
 def test_a_plan_knows_its_names_when_it_is_made(field, value, expected, got):
     for make in (lambda: Plan(**{field: value}), lambda: msgspec.structs.replace(Plan(), **{field: value})):
         with assert_raises(ConfigError, expected=expected, got=f"^{got}$", where=rf"^plan\.{field}$"):

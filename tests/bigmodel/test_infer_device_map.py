@@ -14,6 +14,7 @@ import pytest
 from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
+from tables import rows
 
 import accel
 from accel.bigmodel.plan import DeviceMap, Fill, Segment, Skeleton, Weight, infer_device_map, pass_seconds
@@ -341,8 +342,8 @@ def test_a_dtype_changes_sizes_and_texts_are_limits() -> None:
         assert found.limits == {"xpu:1": 10**6}
 
 
-@pytest.mark.parametrize(
-    ("limits", "options", "fields"),
+@rows(
+    "limits, options, fields",
     [
         (
             "auto",

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from catching import assert_raises
+from tables import rows
 from torch import nn
 
 import accel
@@ -130,8 +131,8 @@ MAP = accel.bigmodel.check_device_map(SKELETON, {"": 0, "1": "cpu"})
 PLACES = {"": 0, "1": "cpu", "2": 1}
 
 
-@pytest.mark.parametrize(
-    ("call", "fields"),
+@rows(
+    "call, fields",
     [
         (
             lambda: accel.bigmodel.explain(SKELETON),

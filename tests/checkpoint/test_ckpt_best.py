@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from catching import assert_raises
-from ckpt_helpers import CPU, Run, equal, streams
+from ckpt_helpers import CPU, Run, equal, plan_keep, streams
 from hypothesis import HealthCheck, given, settings, strategies as st
 from profiles import share
 from torch import nn
 
 import accel
 from accel.checkpoint import Keep, best_checkpoint
-from accel.checkpoint._retention import plan_keep
 from accel.errors import CheckpointError, ConfigError
 from accel.testing import simulate
 

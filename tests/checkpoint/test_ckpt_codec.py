@@ -13,6 +13,7 @@ import pytest
 import torch
 from catching import assert_raises
 from hypothesis import given, strategies as st
+from tables import rows
 
 import accel
 from accel.checkpoint._encoding import decode, encode
@@ -108,8 +109,8 @@ class Opaque:
     pass
 
 
-@pytest.mark.parametrize(
-    ("value", "fields"),
+@rows(
+    "value, fields",
     [
         (lambda: 0, {"fix": "Leave functions out"}),
         (Opaque(), {"fix": "state_dict"}),

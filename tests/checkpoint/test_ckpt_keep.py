@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 from catching import assert_raises
+from ckpt_helpers import plan_keep
 from hypothesis import given, strategies as st
 
 from accel.checkpoint import Keep
-from accel.checkpoint._retention import check_keep, check_metrics, plan_keep
+from accel.checkpoint._retention import check_keep, check_metrics
 from accel.errors import ConfigError
 
 METRICS = st.dictionaries(st.sampled_from(["loss", "accuracy"]), st.sampled_from([0.0, 0.5, 1.0, -2.0, 3.25]))

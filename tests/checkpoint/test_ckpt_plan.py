@@ -3,11 +3,13 @@ import msgspec
 import pytest
 import torch
 from catching import assert_raises
+from ckpt_helpers import Item, Manifest, decode_manifest, encode_manifest
 from hypothesis import given, strategies as st
+from tables import rows
 
 from accel.checkpoint._boxes import plan_checks, plan_writes
 from accel.checkpoint._live_tensors import tied
-from accel.checkpoint._manifest import Item, Manifest, StoredPiece, TensorEntry, decode_manifest, encode_manifest
+from accel.checkpoint._manifest import StoredPiece, TensorEntry
 from accel.errors import CheckpointError
 from accel.storage import FileEntry
 
@@ -117,8 +119,8 @@ def test_any_flipped_bit_of_a_manifest_is_blamed_on_it(position: int, bit: int) 
         decode_manifest(bytes(data), "here")
 
 
-@pytest.mark.parametrize(
-    ("change", "fields"),
+@rows(
+    "change, fields",
     [
         ({"files": {"../a": FileEntry(1, "0" * 64)}}, {"problem": "not a name of a file"}),
         ({"files": {"manifest.json": FileEntry(1, "0" * 64)}}, {"problem": "not a name of a file"}),

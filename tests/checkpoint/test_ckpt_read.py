@@ -10,12 +10,10 @@ import pytest
 import torch
 from catching import assert_raises
 from ckpt_golden import HERE
-from ckpt_helpers import CPU
+from ckpt_helpers import CPU, Box, open_checkpoint
 from hypothesis import given, settings, strategies as st
 
 import accel
-from accel.checkpoint._boxes import Box
-from accel.checkpoint._read import open_checkpoint
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.storage import OpenDirectory, as_place

@@ -10,12 +10,11 @@ import msgspec
 import pytest
 import torch
 from catching import assert_raises
-from ckpt_helpers import CPU, Window
+from ckpt_helpers import CPU, StreamPosition, Window, WorkerPosition
 from hypothesis import given, strategies as st
 
 import accel
 from accel.context import DistContext
-from accel.data._cursor import StreamPosition, WorkerPosition
 from accel.errors import CheckpointError, ConfigError
 from accel.testing import simulate
 

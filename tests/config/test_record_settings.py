@@ -6,15 +6,15 @@ from __future__ import annotations
 from typing import get_args
 
 import msgspec
-import pytest
 from catching import assert_raises
+from configs import to_text
 from hypothesis import given, settings, strategies as st
 from profiles import share
+from tables import rows
 
 import accel
 from accel import Compile
 from accel.config import ConfigFile, LaunchConfig, decode, encode, resolve
-from accel.config._schema import to_text
 from accel.errors import ConfigError
 from accel.formats import CompileMode
 from accel.parallel import Plan
@@ -79,8 +79,8 @@ def test_pairs_name_fields_of_records_inside_and_entries_of_lists_and_mappings()
     assert to_text(Plan(stages=(("a",), ("b",)))) == '{"stages":[["a"],["b"]]}'
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "fields"),
+@rows(
+    "name, text, fields",
     [
         ("plan", "unit=Block", {"problem": "unknown field", "got": "'unit'", "fix": "Did you mean `units`"}),
         ("plan", "offload", {"expected": "pairs such as units=Block,offload=true or auto", "got": "'offload'"}),

@@ -12,6 +12,7 @@ import torch
 from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
+from tables import rows
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
 
 import accel
@@ -285,7 +286,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@rows("name", REFUSED)
 def test_a_loader_that_cannot_be_sharded_exactly_is_refused(name):
     make, fields = REFUSED[name]
     with assert_raises(DataError, **fields):

@@ -8,6 +8,7 @@ import torch
 from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
+from tables import rows
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 import accel
@@ -227,8 +228,8 @@ def test_skipping_is_arithmetic_or_planned():
     assert accel.skip_first_batches(Cursor(), 10**10, endless).consumed == 32 * 10**10
 
 
-@pytest.mark.parametrize(
-    ("raw", "options", "error", "fields"),
+@rows(
+    "raw, options, error, fields",
     [
         (
             {"batch_sampler": [[1]]},

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 import pytest
 from catching import assert_raises
+from ckpt_helpers import StreamPosition, WorkerPosition
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from stream_helpers import Stateful, Stream, make_loader, on_nodes, seen
@@ -18,7 +19,6 @@ from torch.utils.data import DataLoader, IterableDataset
 import accel
 from accel import Cursor
 from accel.comm import reduce_ints
-from accel.data._cursor import StreamPosition, WorkerPosition
 from accel.errors import CheckpointError, ConfigError, DataError
 
 MODES = ["shards", "elements", "dispatch"]

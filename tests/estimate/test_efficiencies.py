@@ -10,19 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 from catching import assert_raises
+from estimates import H100, MessageSpeed
 from hypothesis import given, strategies as st
 
 import accel
 from accel.cli._plan import link_speeds
 from accel.errors import ConfigError
 from accel.estimate import Efficiencies, Hosts, measure_efficiencies, read_efficiencies
-from accel.estimate._efficiencies import (
-    H100,
-    MessageSpeed,
-    ProductSpeed,
-    attention_flops,
-    product_flops,
-)
+from accel.estimate._efficiencies import ProductSpeed, attention_flops, product_flops
 from accel.testing import simulate
 
 sizes = st.integers(1, 1 << 17)

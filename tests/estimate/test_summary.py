@@ -187,8 +187,8 @@ def test_a_sharded_model_shows_what_this_rank_holds_and_a_replica_the_plain_mode
             torch.zeros(2, 3),
             {"where": "summary, module 1", "fix": "Pass a tensor"},
         ),
-        (nn.Linear(3, 4), (torch.zeros(2, 3), 1), "TypeError.*positional arguments"),
-        (nn.Linear(3, 4), Input((2, 3), "float3"), "no attribute 'float3'"),
+        (nn.Linear(3, 4), (torch.zeros(2, 3), 1), {"got": "TypeError.*positional arguments"}),
+        (nn.Linear(3, 4), Input((2, 3), "float3"), {"got": "no attribute 'float3'"}),
     ],
 )
 def test_what_cannot_be_called_is_refused_with_the_module(

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from catching import assert_raises
+from estimates import kept_by_forward, memory_by_moment
 from fake_ranks import Counted, Live, fake_rank
 from model_configs import transformer_of
 from small_llamas import attend_as_on_gpus
@@ -29,8 +30,7 @@ from accel.estimate import (
     step_time,
     step_traffic,
 )
-from accel.estimate._build import as_on_gpus, kept_by_forward
-from accel.estimate._memory import memory_by_moment
+from accel.estimate._build import as_on_gpus
 from accel.tensors import local_part
 from accel.topology import Axes, Plan
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 from catching import assert_raises
+from estimates import kept_by_forward, memory_by_moment, read_config
 from hypothesis import given, strategies as st
 from model_configs import transformer_of
+from tables import rows
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import accel
 from accel.estimate import EstimatedStep, Hosts, Input, Transformer, measure, read_transformer, step_time
-from accel.estimate._build import kept_by_forward, read_config
-from accel.estimate._memory import memory_by_moment
 from accel.topology import Axes, Plan
 
 SIZES = {
@@ -146,8 +146,8 @@ def test_parameters_are_those_published(kind: str) -> None:
     assert sizes.active_count == pytest.approx(active, rel=0.03)
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
+@rows(
+    "changes, told",
     [
         ({"model_type": "bert"}, {"problem": "the blocks of this kind of model are not known"}),
         ({"model_type": None}, {"problem": "the file is not a configuration of a model"}),

@@ -7,20 +7,20 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
+import launches
 import msgspec
 import pytest
 from catching import assert_raises
+from configs import FIELDS, SETTINGS
 from hypothesis import given, strategies as st
+from launches import Gpu, HostPosition, LaunchPlan, LaunchTarget, Machine
 
 from accel import launching
 from accel.config import LaunchConfig
 from accel.config._resolve import TORCHRUN_VARIABLES
-from accel.config._settings import FIELDS, SETTINGS
 from accel.env import read_env
 from accel.errors import ConfigError, EnvError, LaunchError
-from accel.launching._target import LaunchTarget
-from accel.launching.local._launch_plan import HostPosition, LaunchPlan, plan_launch
-from accel.launching.local._machine import Gpu, Machine, read_gpus, visible_gpus
+from accel.launching.local._machine import read_gpus, visible_gpus
 from accel.topology import fit_axes
 
 
@@ -35,15 +35,11 @@ def plan(
     position: HostPosition | None = None,
     columns: int = 0,
 ) -> LaunchPlan:
-    return plan_launch(
-        target or LaunchTarget(name="train.py", args=args),
+    return launches.plan(
         config or LaunchConfig(nproc_per_node=n),
-        environ=environ or {},
-        machine=machine or Machine(cores=8),
-        interpreter=("python", "worker"),
-        parent_pid=42,
-        port=29511,
-        record_dir="records",
+        machine or Machine(cores=8),
+        environ,
+        target=target or LaunchTarget(name="train.py", args=args),
         position=position or HostPosition(),
         columns=columns,
     )

@@ -12,6 +12,7 @@ import torch
 from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
+from tables import rows
 from torch.utils.data import DataLoader
 
 import accel
@@ -265,8 +266,8 @@ def test_sums_are_float64_and_keep_no_graph():
     assert not metrics.nested["y"].values.requires_grad
 
 
-@pytest.mark.parametrize(
-    ("add", "error", "fields"),
+@rows(
+    "add, error, fields",
     [
         (
             lambda m, w: m.add(1, los=1.0),

@@ -21,6 +21,7 @@ import pytest
 from catching import assert_raises, caught
 from hypothesis import given, strategies as st
 from processes import patience, wait_for
+from tables import rows
 
 import accel
 from accel.alerts import AlertLog, RuleWatch, read_alerts
@@ -79,8 +80,8 @@ def test_a_slow_rank_is_named_and_even_or_short_delays_are_not() -> None:
     assert breach.text == "rank 3 takes 30 ms a step of its own, the median is 9 ms at step 4"
 
 
-@pytest.mark.parametrize(
-    ("section", "fields"),
+@rows(
+    "section, fields",
     [
         ({"webhok": URL}, {"fix": "Did you mean `webhook`"}),
         ({"webhook": "http://hooks.example/T0/secret-part"}, {"expected": "https"}),

@@ -19,7 +19,6 @@ from catching import assert_fields, assert_raises, caught
 from processes import patience, same_path
 
 import accel
-from accel.comm._streams import DeviceStreams
 from accel.testing import Simulator
 from accel.trackers import _log
 
@@ -453,7 +452,7 @@ class Elsewhere(torch.Tensor):
 def test_a_number_of_a_device_is_read_once_its_copy_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     waited = list[object]()
 
-    class Streams(DeviceStreams):
+    class Streams(type(accel.single("cpu").streams)):
         is_pinnable = True
 
         def record(self, stream: object) -> object:

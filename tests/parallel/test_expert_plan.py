@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from catching import assert_raises
+from planned_parts import matching, named_modules
 from torch import nn
 
 import accel
 from accel.errors import PrepareError
 from accel.parallel import expert_plan
-from accel.parallel._modules import matching, named_modules
 from accel.parallel.axes.experts._expert_plan import resolve_experts
 from accel.testing import simulate
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from catching import assert_raises, caught
 from pipelines import WORDS, Block, Words, batch_of, by_hand, differences, loss_sum, train
+from planned_parts import stage_modules
 from steps import begin_batch, one_sample_each
 from torch import nn
 
 import accel
 from accel.errors import PrepareError, StageError, StepError
-from accel.parallel._modules import stage_modules
 from accel.testing import Simulator
 
 PARAMETERS, FIGURES = 1e-10, 1e-12

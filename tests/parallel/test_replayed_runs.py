@@ -14,6 +14,7 @@ import torch
 from catching import assert_raises, caught
 from handwritten import Handwritten, named
 from handwritten.manners import Words
+from planned_parts import Calls
 from steps import begin_batch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -24,7 +25,6 @@ import accel
 from accel.errors import StageError
 from accel.parallel import Plan
 from accel.parallel.axes.pipeline import ReplayedModule, Work, pipeline_of
-from accel.parallel.axes.pipeline._replayed import Calls
 from accel.testing import Simulator
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from catching import assert_raises
+from planned_parts import fsdp_units
 from steps import ByState
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -18,9 +19,7 @@ from torch.optim import SGD, AdamW
 import accel
 from accel.errors import ConfigError, PrepareError
 from accel.parallel import Plan
-from accel.parallel._spread import ModelView
 from accel.parallel.axes.shard._options import reshard_setting
-from accel.parallel.axes.shard._units import plan_units
 from accel.testing import Simulator
 
 EXACT = {"rtol": 0, "atol": 1e-13}
@@ -137,19 +136,15 @@ def test_one_plan_serves_all_meshes(ranks: Simulator, mesh: str) -> None:
 def test_units_are_those_that_the_plan_names() -> None:
     model = _net()
     blocks = tuple(f"blocks.{at}" for at in range(3))
-    assert (
-        plan_units(ModelView(model), units=("Block",))
-        == plan_units(ModelView(model), units=("blocks.*",))
-        == (*blocks, "")
-    )
-    assert plan_units(ModelView(model), units=("blocks.1.up", "last")) == ("blocks.1.up", "last", "")
-    assert plan_units(ModelView(model), units=()) == ("",)
+    assert fsdp_units(model, units=("Block",)) == fsdp_units(model, units=("blocks.*",)) == (*blocks, "")
+    assert fsdp_units(model, units=("blocks.1.up", "last")) == ("blocks.1.up", "last", "")
+    assert fsdp_units(model, units=()) == ("",)
     products = [f"{block}.{part}" for block in blocks for part in ("down", "up")]
-    assert plan_units(ModelView(model), units=1) == (*products, "first", "last", "scale", "")
-    assert plan_units(ModelView(model), units=50) == (*blocks, "")
-    assert plan_units(ModelView(model), units=10_000) == ("",)
+    assert fsdp_units(model, units=1) == (*products, "first", "last", "scale", "")
+    assert fsdp_units(model, units=50) == (*blocks, "")
+    assert fsdp_units(model, units=10_000) == ("",)
     model.last.weight = model.first.weight
-    assert "first" not in plan_units(ModelView(model), units=1)
+    assert "first" not in fsdp_units(model, units=1)
 
 
 REFUSED = {

@@ -14,17 +14,15 @@ from blocks import Stack
 from catching import assert_raises, caught
 from handwritten import Handwritten, named
 from hypothesis import given, settings, strategies as st
+from planned_parts import planned, split_batch, stage_modules, without_memory
 from profiles import share
 from torch import nn
 
 import accel
 from accel.errors import ConfigError, PrepareError
-from accel.parallel._fakes import without_memory
-from accel.parallel._micro_batches import plan_rows, split_batch
-from accel.parallel._modules import stage_modules
+from accel.parallel._micro_batches import plan_rows
 from accel.parallel.axes.pipeline import ReplayedModule
 from accel.parallel.axes.pipeline._layout import make_layout
-from accel.parallel.axes.pipeline._planned import planned
 from accel.testing import Simulator
 from accel.topology import Balance, divide
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from catching import assert_raises
 from hypothesis import given, strategies as st
+from planned_parts import rules_of
 from tensor_models import COPIES, made, plans
 from torch import nn
 
 import accel
 from accel.errors import ConfigError, PrepareError
-from accel.parallel.axes.tensor._rules import match, rules_of
+from accel.parallel.axes.tensor._rules import match
 from accel.parallel.axes.tensor._styles import STYLES, needed_heads, needed_packs, row_exchange
 
 

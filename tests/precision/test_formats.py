@@ -11,6 +11,7 @@ import torch
 from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
+from tables import rows
 
 import accel
 from accel.errors import ConfigError
@@ -49,8 +50,8 @@ def test_a_record_without_a_name_says_so():
     assert set(get_args(Compute)) < set(get_args(PrecisionName))
 
 
-@pytest.mark.parametrize(
-    ("make", "fields"),
+@rows(
+    "make, fields",
     [
         (
             lambda: Precision(compute="fp61"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from catching import assert_raises
 from hypothesis import given, settings, strategies as st
+from planned_parts import note_module
 from profiles import share
 from steps import begin_batch
 from torch import nn
@@ -20,7 +21,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import accel
 from accel.errors import ConfigError, PrepareError
-from accel.parallel._modules import note_module
 from accel.testing import simulate
 from accel.training import Ema
 from accel.training._evaluating import ema_decay

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from catching import assert_raises
+from planned_parts import is_compiled
 from steps import begin_batch
 from torch import nn
 
@@ -13,7 +14,6 @@ import accel
 from accel import Compile
 from accel.errors import ConfigError
 from accel.parallel import Plan
-from accel.parallel._private import is_compiled
 
 
 class Block(nn.Module):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from catching import assert_raises
 from steps import one_sample_each
+from tables import rows
 from torch import nn
 
 import accel
@@ -168,7 +169,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@rows("name", MISTAKES)
 def test_a_mistake_with_the_parts_is_refused(name: str) -> None:
     mistake, error, fields = MISTAKES[name]
     with assert_raises(error, **fields):

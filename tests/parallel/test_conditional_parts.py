@@ -133,7 +133,7 @@ def test_an_unknown_part_is_refused(ranks: Simulator) -> None:
         ranks.run(rank, 2, default_group=True)
 
 
-def _told(text: str) -> None:
+def assert_told_of_both_ranks(text: str) -> None:
     """Both ranks' units and lines, and where they parted."""
     assert "vision.0 where rank 1 ran the unit read.0" in text
     assert text.count(" of read.1") == 2
@@ -146,7 +146,7 @@ def test_ranks_that_run_different_units_are_told_with_a_line_that_trains(ranks: 
 
     with pytest.raises(CollectiveMismatch) as caught:
         ranks.run(rank, 2, default_group=True)
-    _told(str(caught.value))
+    assert_told_of_both_ranks(str(caught.value))
     assert '("vision.*",)' in caught.value.fix
     line = re.search(r"prepare_model\(ctx, model, (.*)\), before prepare", caught.value.fix)
     assert line is not None

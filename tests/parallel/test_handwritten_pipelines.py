@@ -46,7 +46,7 @@ REFUSED = {  # in four stages
 }
 
 
-def _check(ranks: Simulator, each: Handwritten, stages: int, *, evaluates: bool = True) -> None:
+def assert_stages_are_the_model(ranks: Simulator, each: Handwritten, stages: int, *, evaluates: bool = True) -> None:
     micro = 3 if stages == 2 else 4
     ragged = 7 if "batch_norm" not in each.tags else 2 * micro
     plan = Plan(micro_batches=micro)
@@ -65,7 +65,7 @@ def _check(ranks: Simulator, each: Handwritten, stages: int, *, evaluates: bool 
     ids=lambda each: each.name,
 )
 def test_two_stages_are_the_model(ranks: Simulator, each: Handwritten) -> None:
-    _check(ranks, each, 2, evaluates=each.name in OUTPUTS)
+    assert_stages_are_the_model(ranks, each, 2, evaluates=each.name in OUTPUTS)
 
 
 @pytest.mark.nightly
@@ -74,9 +74,9 @@ def test_two_stages_are_the_model(ranks: Simulator, each: Handwritten) -> None:
 def test_any_number_of_stages_is_the_model(ranks: Simulator, each: Handwritten, stages: int) -> None:
     if stages == 4 and each.name in REFUSED:
         with assert_raises(StageError, problem=REFUSED[each.name]):
-            _check(ranks, each, stages)
+            assert_stages_are_the_model(ranks, each, stages)
         return
-    _check(ranks, each, stages)
+    assert_stages_are_the_model(ranks, each, stages)
 
 
 class Universal(Words):

@@ -16,6 +16,7 @@ import torch
 from functorch.compile import make_boxed_func
 from handwritten import MODELS, Handwritten, named
 from pipelines import batch_of, by_hand, differences, train
+from planned_parts import found_plan, rules_of
 from steps import two_steps
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -25,9 +26,8 @@ import accel
 from accel.comm import SilentGroup
 from accel.errors import PrepareError
 from accel.parallel.axes.tensor import _dependence, _found
-from accel.parallel.axes.tensor._found_plan import found_plan
 from accel.parallel.axes.tensor._layers import GroupLayer
-from accel.parallel.axes.tensor._rules import install, lines_of, rules_of, share_of
+from accel.parallel.axes.tensor._rules import install, lines_of, share_of
 from accel.parallel.parts import NoRuleError
 from accel.parallel.parts._part import name_of
 from accel.tensors import full_tensor, is_dtensor

@@ -17,6 +17,7 @@ import numpy
 import pytest
 import tensor_models
 import torch
+from planned_parts import found_plan, rules_of, verdict_of
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -24,10 +25,6 @@ from torch.utils.checkpoint import checkpoint
 import accel
 from accel.comm import run_in_threads, summed
 from accel.errors import PrepareError
-from accel.parallel.axes.tensor._found_plan import found_plan
-from accel.parallel.axes.tensor._prove import prove
-from accel.parallel.axes.tensor._rules import rules_of
-from accel.parallel.axes.tensor._trace import trace
 
 WIDTH = 24
 
@@ -156,8 +153,7 @@ MENDED: dict[str, tuple[nn.Module, Any, str]] = {
 def _verdict(module: nn.Module, styles: Any, *, crosses: bool = False) -> Any:
     width = WIDTH if isinstance(module, Attention) else 8
     holder = Holder(copy.deepcopy(module), width, crosses=crosses)
-    call = next(each for each in trace(holder, [torch.randn(2, 5, 3)]).calls if each.path == "inner")
-    return prove(holder.inner, call, styles, 2)
+    return verdict_of(holder, [torch.randn(2, 5, 3)], "inner", styles, 2)
 
 
 @pytest.mark.parametrize("what", WRONG)

@@ -34,7 +34,7 @@ def _alone(model: dict[str, Any], samples: int, per_step: int, steps: int) -> An
     return train(ctx, net, optimizer, data, steps, divided=False), whole(net)
 
 
-def _check(
+def assert_trains_as_one_process(
     ranks: Simulator,
     mesh: str,
     size: int,
@@ -89,14 +89,14 @@ def test_every_plan_trains_as_one_process(ranks, size, model, name, samples, ste
         styles = styles | ENDS
     divided = styles.get("head") == "colwise"
     plan = accel.parallel.Plan(tensor=styles)
-    _check(ranks, f"tp={size}", size, plan, model, divided=divided, samples=samples, steps=steps)
+    assert_trains_as_one_process(ranks, f"tp={size}", size, plan, model, divided=divided, samples=samples, steps=steps)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_data_parallelism_on_top_trains_as_one_process(ranks, strategy):
     model = {"heads_of_keys": 1, "tied": True, **UNEVEN}
     plan = accel.parallel.Plan(tensor=plans(fused=False)["sequence, ends"])
-    _check(ranks, "dp=2,tp=2", 4, plan, model, divided=True, strategy=strategy)
+    assert_trains_as_one_process(ranks, "dp=2,tp=2", 4, plan, model, divided=True, strategy=strategy)
 
 
 class Method(nn.Module):
@@ -140,7 +140,9 @@ def test_every_mesh_trains_as_one_process(ranks, mesh, strategy, model, name, st
         styles = styles | {"embedding": "embedding_rowwise", "head": "colwise_gather_output"}
     size = int(torch.tensor(sizes).prod())
     strategy = "fsdp" if "dp_shard" in mesh else strategy
-    _check(ranks, mesh, size, accel.parallel.Plan(tensor=styles), model, steps=steps, strategy=strategy, samples=9)
+    assert_trains_as_one_process(
+        ranks, mesh, size, accel.parallel.Plan(tensor=styles), model, steps=steps, strategy=strategy, samples=9
+    )
 
 
 @pytest.mark.parametrize(("name", "count"), [("layers", 3 + 1 + 2 + 1), ("copies", 4)])

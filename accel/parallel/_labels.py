@@ -20,7 +20,7 @@ from accel.parallel._modules import (
     tensor_notes,
     unwrap_model,
 )
-from accel.parallel._private import is_view
+from accel.parallel._private import hook_count, is_view
 from accel.tensors import is_dtensor
 from accel.topology import Dimension, dimension_of
 from accel.topology._axes import Axis
@@ -110,9 +110,12 @@ def check_exchanged(rank: int, parameters: Iterable[torch.Tensor]) -> None:
     """Refuse parameters with gradients that ranks cannot have exchanged, by name. No communication."""
     unused: list[str] = []
     own: list[str] = []
+    hooked: list[str] = []
     for each in parameters:
         known, grad = tensor_notes(each), each.grad
         name = known.get("name")
+        if "sharded" in known and hook_count(each):
+            hooked.append(name_of(each))
         if grad is None:
             if heir_of(each) is not None:
                 raise replaced_parameter(rank, name_of(each))
@@ -123,6 +126,15 @@ def check_exchanged(rank: int, parameters: Iterable[torch.Tensor]) -> None:
         # sums of ranks are coalesced where they are sparse
         elif known.get("viewed") and not (is_view(grad) or (grad.is_sparse and grad.is_coalesced())):
             own.append(name)
+    if hooked:
+        raise StepError(
+            "hooks on gradients of sharded parameters have not run",
+            expected="hooks that run when ranks have summed a gradient",
+            got=f"register_hook for {', '.join(hooked)}",
+            where=f"rank {rank}",
+            fix="parameter.register_post_accumulate_grad_hook(hook) calls hook(parameter) then; parameter.grad is this"
+            " rank's part of the sum, a DTensor, and the hook changes it in place.",
+        )
     if unused:
         raise unused_parameters(rank, unused)
     if own:

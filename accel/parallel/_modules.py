@@ -215,6 +215,7 @@ class TensorNotes(TypedDict, total=False):
     # Parameters of its model, which all ranks hold alike. By prepare_model, ddp; emptied by the first step
     replicas: dict[str, Tensor]
     reports: int  # id of the parameter that a hook notes as used
+    sharded: bool  # `fully_shard` writes its gradient, past hooks. By prepare_model, fsdp; read by steps
     settled: bool  # gradient; ranks have exchanged its bit. By steps
     tied_copy: bool  # a lower rank along pp has the same parameter. By prepare_model
     used: bool  # whether a backward has reached it since these bits were exchanged. By backwards; read by steps

@@ -138,7 +138,7 @@ REFUSED = {
     "no forward": (lambda: Holder(a=Block()), "got Holder"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(2)), r"without a shape yet.*0\.weight"),
     "two dtypes": (_mixed, r"expected torch.float32, as most of Sequential, got torch.bfloat16.*1\.weight"),
-    "hooks": (_hooked, "hooks.*weight.*after prepare_model"),
+    "hooks": (_hooked, "hooks.*weight.*After prepare_model"),
 }
 
 

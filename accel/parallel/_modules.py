@@ -212,7 +212,10 @@ class TensorNotes(TypedDict, total=False):
     on_host: bool  # the optimizer keeps its state on the host. By prepare_model; read by prepare_optimizer and steps
     placeholder: bool  # activation; another stage computes it. By stages; read by the look at a loss
     reached: bool  # activation; a unit is gathered again when its gradient comes. By the unit's forward
+    # Parameters of its model, which all ranks hold alike. By prepare_model, ddp; emptied by the first step
+    replicas: dict[str, Tensor]
     reports: int  # id of the parameter that a hook notes as used
+    sharded: bool  # `fully_shard` writes its gradient, past hooks. By prepare_model, fsdp; read by steps
     settled: bool  # gradient; ranks have exchanged its bit. By steps
     tied_copy: bool  # a lower rank along pp has the same parameter. By prepare_model
     used: bool  # whether a backward has reached it since these bits were exchanged. By backwards; read by steps

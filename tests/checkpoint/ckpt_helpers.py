@@ -25,7 +25,6 @@ from accel.checkpoint._manifest import (
 from accel.checkpoint._read import open_checkpoint as open_checkpoint
 from accel.checkpoint._retention import plan_keep as plan_keep
 from accel.context import DistContext, single
-from accel.data._cursor import StreamPosition as StreamPosition, WorkerPosition as WorkerPosition
 from accel.errors import ConfigError
 
 CPU = single()

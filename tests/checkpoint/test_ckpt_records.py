@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 from catching import assert_raises
-from ckpt_helpers import CPU, StreamPosition, Window, WorkerPosition
+from ckpt_helpers import CPU, Window
 from hypothesis import given, strategies as st
 
 import accel

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from catching import assert_raises
-from ckpt_helpers import StreamPosition, WorkerPosition
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from stream_helpers import Stateful, Stream, make_loader, on_nodes, seen

@@ -147,7 +147,7 @@ REFUSED = {
         _mixed,
         {"expected": "torch.float32, as most of Sequential", "got": "torch.bfloat16", "where": r"1\.weight"},
     ),
-    "hooks": (_hooked, {"got": "hooks", "where": "weight", "fix": "after prepare_model"}),
+    "hooks": (_hooked, {"got": "hooks", "where": "weight", "fix": "After prepare_model"}),
 }
 
 

@@ -105,6 +105,66 @@ def test_a_rank_with_a_step_more_is_told(ranks: Simulator):
         _ = ranks.run(rank, 2)
 
 
+class Initialized(nn.Linear):
+    """A layer that sets its bias from its first batch."""
+
+    is_set = False
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        found = super().forward(input)
+        if not self.is_set:
+            self.is_set = True
+            self.bias.data.copy_(-found.detach().mean(0))
+        return found + self.bias
+
+
+def _set_by_the_forward(ctx: accel.DistContext) -> nn.Module:
+    model = accel.prepare_model(ctx, nn.Sequential(Initialized(4, 2)))
+    with torch.no_grad():
+        _ = model(X + ctx.rank)
+    return model
+
+
+def _loaded_on_rank_0(ctx: accel.DistContext) -> nn.Module:
+    model = accel.prepare_model(ctx, nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2)))
+    if ctx.rank == 0:
+        accel.unwrap_model(model)[0].load_state_dict({"weight": torch.ones(2, 4), "bias": torch.ones(2)})
+    return model
+
+
+def _frozen_part_loaded_on_rank_0(ctx: accel.DistContext) -> nn.Module:
+    net = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
+    _ = net[0].requires_grad_(requires_grad=False)
+    model = accel.prepare_model(ctx, net)
+    if ctx.rank == 0:
+        net[0].load_state_dict({"weight": torch.ones(2, 4), "bias": torch.ones(2)})
+    return model
+
+
+@pytest.mark.parametrize("program", [_set_by_the_forward, _loaded_on_rank_0, _frozen_part_loaded_on_rank_0])
+def test_replicas_that_differ_before_their_first_step_are_told(ranks: Simulator, program: Any):
+    def rank(ctx: accel.DistContext) -> None:
+        model = program(ctx)
+        trained = [each for each in model.parameters() if each.requires_grad]
+        loop = Loop(ctx)
+        loop.model = model
+        loop.optimizer = torch.optim.SGD(trained, lr=0.1)
+        _ = loop.step()
+        accel.wait_for_everyone(ctx)
+
+    with assert_raises(
+        CollectiveMismatch, problem="different parameters before", got=r"on rank 1 than on rank 0 of 0\."
+    ):
+        _ = ranks.run(rank, 2)
+
+
+def _changed_alike(ctx: accel.DistContext) -> None:
+    loop = Loop(ctx)
+    for each in loop.model.parameters():
+        _ = each.data.mul_(0.5)
+    _ = loop.step()
+
+
 def _local_sgd(ctx: accel.DistContext) -> None:
     """An overflow of one rank is its own affair until the average."""
     loop, local = Loop(ctx, accel.parallel.prepare_local_model), accel.parallel.LocalSgd(every=2)
@@ -206,6 +266,7 @@ def _towers(ctx: accel.DistContext) -> None:
 
 
 PASS = [
+    (_changed_alike, 2),
     (_local_sgd, 2),
     (_local_sgd_on_a_mesh, 4),
     (_two_models_in_turn, 2),

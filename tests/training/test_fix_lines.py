@@ -661,6 +661,21 @@ PROGRAMS: tuple[Program, ...] = (
         strategy="fsdp",
     ),
     Program(
+        "parallel/_labels.py",
+        "hooks on gradients of sharded parameters",
+        "model = accel.prepare_model(ctx, nn.Linear(2, 1)); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "state = accel.train_state(ctx).next(); x = torch.ones(4, 2); seen = []\n",
+        "for parameter in model.parameters(): parameter.register_hook(lambda grad: grad * 2)\n"
+        "state = accel.backward(ctx, model(x).mean(), state, weight=4)\n"
+        "accel.optimizer_step(ctx, optimizer, state)",
+        "parameter.register_post_accumulate_grad_hook(hook)",
+        "hook = seen.append\nfor parameter in model.parameters(): {line}\n"
+        "state = accel.backward(ctx, model(x).mean(), state, weight=4)\n"
+        "accel.optimizer_step(ctx, optimizer, state); assert len(seen) == 2",
+        ranks=2,
+        strategy="fsdp",
+    ),
+    Program(
         "parallel/_entries.py",
         "a part of a sharded model is called outside",
         "net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)); x = torch.ones(4, 2)\n",

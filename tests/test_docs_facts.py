@@ -21,11 +21,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from ckpt_helpers import FORMAT
+from launches import parser
 from tables import rows
 
 import accel
-from accel.checkpoint._manifest import FORMAT
-from accel.cli._launch import parser
 from accel.cli._parser import value_flags
 from accel.comm import Comm, blank
 from accel.comm._group import MOST_GATHERED

@@ -221,7 +221,7 @@ def test_records_in_states_of_objects_modules_and_optimizers_keep_class_and_guar
         "holder": lambda: saved["holder"].records.append(Window(1)),
     }.items():
         change()
-        with pytest.raises(ConfigError, match=f"middle of a window.*item {name}"):
+        with assert_raises(ConfigError, problem="middle of a window", where=f"item {name}"):
             accel.save_state(CPU, tmp_path, {name: saved[name]}, step=2)
 
 

@@ -72,7 +72,7 @@ def read_steps(
     A step is yielded once one more element is known to follow; with tail `drop`, one more step.
     """
     _warn_of_resume(source, start, replay)
-    steps = StreamSteps(at_epoch(source, epoch), plan, collate, (key, start.workers, replay))
+    steps = StreamSteps(at_epoch(source, epoch, Key(key.seed)), plan, collate, (key, start.workers, replay))
     loader = DataLoader(steps, batch_size=None, collate_fn=_unchanged, generator=key.generator(), **options)
     turns = _WorkerTurns(iter(loader), start)
     try:

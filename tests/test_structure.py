@@ -16,7 +16,7 @@ from accel.testing import simulate
 SCRIPT = Path(__file__).parent / "benchmarks" / "structure.py"
 MOST_FILES = {
     "batches": 8,
-    "prepare": 16,
+    "prepare": 13,
     "a loop's pass": 22,
     "save a layer": 17,
     "load a layer": 17,

@@ -10,7 +10,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypedDict, Unpack, cast
+from typing import Any, Protocol, TypedDict, TypeGuard, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ def matching(paths: Iterable[str], pattern: str) -> list[str]:
     return [path for path in paths if rule.fullmatch(path) and (path or not pattern)]
 
 
-def written_class(module: nn.Module) -> type:
+def written_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module behind the classes that parallelism has put before it, such as the first block's class."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     before = (Mixin, getattr(fsdp, "FSDPModule", Mixin))  # another thread may be importing the module
@@ -315,12 +315,37 @@ def name_and_owner(module: nn.Module, raw: str) -> tuple[str, nn.Module]:
     return ".".join(kept), node
 
 
+class Sharded(Protocol):
+    """Methods that `fully_shard` adds to a module."""
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, /) -> None:
+        """Set whether the next backward exchanges the gradients of this module and of those below it."""
+        ...
+
+    def reshard(self) -> None:
+        """Shard this module's parameters again, if they are whole after a forward."""
+        ...
+
+
+def is_unit(module: nn.Module) -> TypeGuard[Sharded]:
+    """Return whether a module has the methods of `fully_shard`: one that it was called on, or a pipeline of such."""
+    kind = type(module)  # a protocol's isinstance takes 10 us for a module that does not fit
+    return hasattr(kind, "reshard") and hasattr(kind, "set_requires_gradient_sync")
+
+
+def sharded_roots(model: nn.Module) -> Sequence[Sharded]:
+    """Return the outermost modules that `fully_shard` was called on; none if there is only tensor parallelism."""
+    if is_pipelined(model):
+        return [root for stage in stage_modules(model) for root in sharded_roots(stage)]
+    if is_unit(model):
+        return [model]
+    return [root for child in model.children() for root in sharded_roots(child)]
+
+
 def reshard(model: nn.Module) -> None:
     """Let `fully_shard` drop gathered weights, which are stale once their shards change."""
-    for module in model.modules():
-        kind = type(module)
-        if hasattr(kind, "reshard") and hasattr(kind, "set_requires_gradient_sync"):
-            cast(Any, module).reshard()
+    for module in filter(is_unit, model.modules()):
+        module.reshard()
 
 
 def held_by(model: nn.Module) -> EngineGradients | None:

@@ -18,8 +18,7 @@ from accel.comm import Call, Comm, adopt, all_reduce_flat, alone, broadcast_flat
 from accel.context import DistContext, group_of
 from accel.errors import AccelError, ConfigError
 from accel.parallel._blocks import ModelBlock, blocks_of
-from accel.parallel._modules import named_modules, unwrap_model
-from accel.parallel._sharded import sharded_roots
+from accel.parallel._modules import named_modules, sharded_roots, unwrap_model
 from accel.tensors import Packed, is_dtensor, packed_weights
 from accel.topology import Dimension, Plan, dimension_of
 

@@ -222,7 +222,7 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None, exampl
     views: dict[int, ModelView] = {}
     with agreed(ctx.comm, Call("prepare", ordered=False)):  # else a rank that refuses leaves the others waiting
         # All checks of all objects before the first change, so that an error leaves every one of them as it was.
-        objects = tuple(map(unwrapped_loader, objects))
+        objects = tuple(each if isinstance(each, _TRAINED) else unwrapped_loader(each) for each in objects)
         _check_kinds(objects)
         _check_optimizers(objects)
         _check_schedulers(objects)
@@ -337,6 +337,9 @@ def _prepare_stepped(ctx: DistContext, each: Any) -> Any:
     return each
 
 
+_TRAINED = nn.Module | Optimizer | LRScheduler
+
+
 def _check_kinds(objects: tuple[Any, ...]) -> None:
     if not objects:
         raise PrepareError(
@@ -345,7 +348,7 @@ def _check_kinds(objects: tuple[Any, ...]) -> None:
     for at, each in enumerate(objects):
         check_kind(
             each,
-            nn.Module | Optimizer | LRScheduler | DataLoader | Loader | StreamLoader | None,
+            _TRAINED | DataLoader | Loader | StreamLoader | None,
             "cannot prepare this",
             expected="a module, torch optimizer, torch scheduler or DataLoader",
             where=f"prepare, argument {at + 1}",

@@ -18,11 +18,11 @@ SCRIPT = Path(__file__).parent / "benchmarks" / "structure.py"
 MOST_FILES = {
     "batches": 8,
     "prepare": 13,
-    "a loop's pass": 22,
+    "a loop's pass": 21,
     "save a layer": 17,
     "load a layer": 17,
-    "save a run": 27,  # a run is a model, AdamW, a scheduler, a TrainState and a loader
-    "load a run": 27,
+    "save a run": 24,  # a run is a model, AdamW, a scheduler, a TrainState and a loader
+    "load a run": 24,
 }
 MOST_OF_A_LAUNCH = 26  # two of them the doors to files of others and to signals and helper programs
 MOST_OF_A_DISPATCH = 22

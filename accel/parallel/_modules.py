@@ -10,7 +10,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypedDict, TypeGuard, Unpack, cast
+from typing import Any, Protocol, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -212,7 +212,10 @@ class TensorNotes(TypedDict, total=False):
     on_host: bool  # the optimizer keeps its state on the host. By prepare_model; read by prepare_optimizer and steps
     placeholder: bool  # activation; another stage computes it. By stages; read by the look at a loss
     reached: bool  # activation; a unit is gathered again when its gradient comes. By the unit's forward
+    # Parameters of its model, which all ranks hold alike. By prepare_model, ddp; emptied by the first step
+    replicas: dict[str, Tensor]
     reports: int  # id of the parameter that a hook notes as used
+    sharded: bool  # `fully_shard` writes its gradient, past hooks. By prepare_model, fsdp; read by steps
     settled: bool  # gradient; ranks have exchanged its bit. By steps
     tied_copy: bool  # a lower rank along pp has the same parameter. By prepare_model
     used: bool  # whether a backward has reached it since these bits were exchanged. By backwards; read by steps
@@ -327,7 +330,7 @@ class Sharded(Protocol):
         ...
 
 
-def is_unit(module: nn.Module) -> TypeGuard[Sharded]:
+def is_unit(module: nn.Module) -> bool:
     """Return whether a module has the methods of `fully_shard`: one that it was called on, or a pipeline of such."""
     kind = type(module)  # a protocol's isinstance takes 10 us for a module that does not fit
     return hasattr(kind, "reshard") and hasattr(kind, "set_requires_gradient_sync")
@@ -338,14 +341,14 @@ def sharded_roots(model: nn.Module) -> Sequence[Sharded]:
     if is_pipelined(model):
         return [root for stage in stage_modules(model) for root in sharded_roots(stage)]
     if is_unit(model):
-        return [model]
+        return [cast(Sharded, model)]
     return [root for child in model.children() for root in sharded_roots(child)]
 
 
 def reshard(model: nn.Module) -> None:
     """Let `fully_shard` drop gathered weights, which are stale once their shards change."""
     for module in filter(is_unit, model.modules()):
-        module.reshard()
+        cast(Any, module).reshard()
 
 
 def held_by(model: nn.Module) -> EngineGradients | None:

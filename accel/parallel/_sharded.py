@@ -56,7 +56,7 @@ def check_sharded(ctx: DistContext, model: nn.Module) -> None:
         if is_kept(module):
             kept |= {id(each.whole): cast(nn.Parameter, each.parameter) for each in shards_of(module)}
         else:
-            module.reshard()
+            cast(Any, module).reshard()
     named = {name: kept.get(id(each), each) for name, each in model.named_parameters()}
     if (found := _left_out(ctx, named, with_fsdp=with_fsdp)) is not None:
         name, ranks = found

@@ -21,7 +21,7 @@ from accel.data._loader import Loader, prepare_loader, unwrapped_loader
 from accel.errors import DeviceError, PrepareError
 from accel.errors._checks import check_kind, with_article
 from accel.items._packed_state import is_zero
-from accel.optim import guard_closures, note_complex, note_elsewhere, parameters_of, streamed_state
+from accel.optim import guard_closures, note_complex, note_elsewhere, streamed_state
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import current_parameter, has_state_on_host, heir_of, is_dropped, name_of
 from accel.parallel._modules import unwrap_model
@@ -29,7 +29,7 @@ from accel.parallel._prepare_model import check_model, compile_as_set, prepare_v
 from accel.parallel._refused import check_sparse
 from accel.parallel._spread import ModelView
 from accel.precision import apply_precision
-from accel.tensors import has_wide_gradient, is_dtensor, is_half, is_offloaded
+from accel.tensors import has_wide_gradient, is_dtensor, is_half, is_offloaded, parameters_of
 from accel.topology import Plan
 from accel.training._narrow import check_narrow
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, PrepareError
 from accel.parallel._empty import allocate_empty, make_room, move_model
-from accel.parallel._labels import label_parameters, let_step_alone_
+from accel.parallel._labels import label_parameters, let_step_alone_, note_replicas
 from accel.parallel._modules import unwrap_model, wrapped_name
 from accel.parallel._refused import ModelRefusal, PrepareCall, RefusedFact, check_sparse, refused
 from accel.parallel._spread import (
@@ -193,6 +193,7 @@ def _replicate(ctx: DistContext, view: ModelView, options: ReplicateOptions) -> 
         _fix_buckets(replica, view)
     if hook is not None and not is_early:
         register_hook(replica, ctx.comm.group, hook)
+    note_replicas(view.parameters)
     return replica
 
 

@@ -114,7 +114,8 @@ def _in_runs(
         for run in [piece[at : at + step] for at in range(0, max(1, len(piece)), step)]:
             seen = seen_keys(run, length, terms.window, causal=terms.causal)
             before = sum(len(range(each.start, min(each.stop, seen.start))) for each in held)
-            rows, columns = slice(begin, begin + len(run)), slice(before, before + len(seen))
+            rows = slice(begin, begin + len(run))
+            columns = slice(before, before + len(seen))
             whole = slice(seen.start, seen.stop)
             pair = None if documents is None else (documents[:, run.start : run.stop], documents[:, whole])
             mask = terms.mask

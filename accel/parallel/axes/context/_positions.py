@@ -451,7 +451,8 @@ def _attended(
         each is not None and each == RowLayout(rows, balanced(each.cut.total, ranks.size)) for each in layouts
     )
     if not crosses:
-        key, value = whole_of(key), whole_of(value)
+        key = whole_of(key)
+        value = whole_of(value)
         query = query if layouts[0] is not None and layouts[0].dim == rows else whole_of(query)
         if is_causal:
             attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()

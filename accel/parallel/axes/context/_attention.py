@@ -32,6 +32,7 @@ from accel.parallel.axes.context._split import (
     seen_keys,
     sorted_positions,
 )
+from accel.parallel.parts import PartTensor, leave
 from accel.topology import ContextMethod
 
 _TILE = 256  # queries at least of a run under a window
@@ -134,8 +135,8 @@ def _of_all(own: Tensor | None, group: dist.ProcessGroup) -> Tensor | None:
 
 def whole_positions(ctx: DistContext, own: Tensor, dim: int = 1) -> Tensor:
     """Return the positions of all ranks along cp in their order. A collective, as its backward."""
-    if has_all_positions(ctx):
-        return own
+    if has_all_positions(ctx) or isinstance(own, PartTensor):
+        return leave(own)
     group = group_of(ctx, "cp")
     assert group is not None
     return sorted_positions(gathered_summed(own.contiguous(), dim, group), dim, group.size())

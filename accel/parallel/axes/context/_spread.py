@@ -51,7 +51,10 @@ def _is_done(ctx: DistContext, view: ModelView) -> bool:
 def _computes_in_parts(ctx: DistContext, view: ModelView, models: Sequence[nn.Module]) -> bool:
     """Return whether a user's module computes with parts of positions, around its models of transformers if it has
     some. Its first call is proved."""
-    return ctx.axis("pp").size == 1 and view.model not in models and not any(map(out_of_reach, models))
+    crossing = [each for each in models if out_of_reach(each)]
+    takes_parts = all(takes_cut_tokens(each) and not first_blocks(each) for each in crossing)
+    are_alike = not crossing or (takes_parts and len(crossing) == len(models))
+    return ctx.axis("pp").size == 1 and view.model not in models and are_alike
 
 
 def _mixing(asked: PrepareCall) -> RefusedFact | None:
@@ -121,13 +124,14 @@ def _spread(ctx: DistContext, view: ModelView, options: ContextOptions, *, is_em
     note_prepared(view.model, context=options.context)
     models = [each for _, each in transformers_models(view.modules)]
     computes_in_parts = _computes_in_parts(ctx, view, models)
+    attending = [each for each in models if not out_of_reach(each)]
     for each in models:
-        if out_of_reach(each):
-            _use_parts(ctx, each)
-        else:
+        if each in attending:
             use_context_attention(ctx, each, options.context)
+        else:
+            _use_parts(ctx, each)
     if computes_in_parts:
-        use_positions(ctx, view.model, inner=models)
+        use_positions(ctx, view.model, inner=attending if models else None)
     elif models and ctx.is_main_process:
         _log_others(view, models)
     return view.model

@@ -271,7 +271,7 @@ def context_attention(
     if size == 1:
         pair = None if documents is None else (documents, documents)
         return attend(q, k, v, terms, Seen(pair, key_padding_mask, mask))
-    chosen = planned_method(ctx) if method is None else method
+    chosen = method or planned_method(ctx) or "gather"
     check_method(q, terms, chosen, size)
     function = near_attention if chosen == "ring" and near is not None else _METHODS[chosen]
     return _across(ctx, function, q, k, v, terms)

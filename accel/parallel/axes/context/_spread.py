@@ -28,7 +28,7 @@ from accel.parallel.axes.context._checks import (
     transformers_models,
 )
 from accel.parallel.axes.context._forward import use_positions
-from accel.parallel.axes.context._split import has_plan, plan_method, planned_method
+from accel.parallel.axes.context._split import plan_method, planned_method
 from accel.parallel.axes.context._transformers import check_first, kept_for_padding, use_context_attention
 from accel.topology import ContextMethod
 
@@ -95,10 +95,9 @@ _REFUSED = (
 
 
 def _planned_before(asked: PrepareCall) -> RefusedFact | None:
-    ctx, wanted = asked.ctx, asked.options.context
-    if not has_plan(ctx) or planned_method(ctx) == wanted:
-        return None
-    return RefusedFact(f"{wanted!r}, and {planned_method(ctx)!r} of a model before", "plan.context")
+    wanted = asked.options.context
+    before = planned_method(asked.ctx) or wanted
+    return None if before == wanted else RefusedFact(f"{wanted!r}, and {before!r} of a model before", "plan.context")
 
 
 _METHODS = ModelRefusal(

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accel.context import DistContext
+from accel.errors import ConfigError
 from accel.mixins import Mixin
 
 
@@ -281,14 +283,32 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     Args:
         model: from `prepare_model`, or compiled, or plain.
 
+    Raises:
+        ConfigError: the argument is no module.
+
     Examples:
         >>> model = accel.prepare_model(ctx, net)
         >>> accel.unwrap_model(model) is net
         True
     """
+    check_module(model)
     while (name := wrapped_name(model)) is not None:
         model = getattr(model, name)
     return model
+
+
+def check_module(model: object, *, where: str = "") -> None:
+    """Raise `ConfigError` for other things than a module, such as its class, a function that makes it, or a context."""
+    if isinstance(model, nn.Module):
+        return
+    fix = "Build it first: accel.init_empty_weights(make) takes the function." if callable(model) else ""
+    raise ConfigError(
+        "the model is not a module",
+        expected="a torch.nn.Module",
+        got=getattr(model, "__name__", type(model).__name__),
+        where=where,
+        fix="Pass the model first: this function takes no context." if isinstance(model, DistContext) else fix,
+    )
 
 
 def wrapped_name(module: nn.Module) -> str | None:

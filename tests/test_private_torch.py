@@ -20,7 +20,8 @@ from sources import ACCEL, source_nodes, walked
 from torch import nn
 
 from accel.parallel import _torch_fsdp
-from accel.parallel._private import has_hooks, is_view
+from accel.parallel._private import has_hooks
+from accel.tensors import is_view
 from accel.testing import simulate
 
 # Of Python, other packages, and of ours.

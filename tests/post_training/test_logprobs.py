@@ -14,6 +14,7 @@ import torch
 from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from live_bytes import LiveBytes
+from planned_parts import notes_of
 from profiles import share
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +24,6 @@ from torch.utils.data import DataLoader
 import accel
 from accel import post_training as post
 from accel.errors import ConfigError
-from accel.parallel._modules import notes_of
 from accel.tensors import full_tensor
 from accel.testing import Simulator
 

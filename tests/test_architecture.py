@@ -7,16 +7,16 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import patience
+from sources import ACCEL, source_nodes, walked
 from uncollected import no_collections
-
-ROOT = Path(__file__).parent.parent / "accel"
 
 # A line may import only lines above it; neighbours on a line never import each other.
 LAYERS = [
@@ -105,13 +105,7 @@ CHANGING = {"append", "add", "update", "pop", "clear", "extend", "setdefault", "
 MUTABLE_CALLS = {"list", "dict", "set", "defaultdict", "OrderedDict", "deque", "Counter", "bytearray", "count", "local"}
 
 
-@pytest.fixture(scope="module")
-def trees() -> dict[Path, ast.Module]:
-    with no_collections():
-        return {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
-
-
-def complaints(path: Path, tree: ast.Module, root: Path = ROOT) -> Iterator[str]:
+def complaints(path: Path, nodes: Sequence[Any], root: Path = ACCEL) -> Iterator[str]:
     """Everything that a source file does against the rules."""
     relative = path.relative_to(root)
     room = relative.parts[0].removesuffix(".py")
@@ -123,9 +117,9 @@ def complaints(path: Path, tree: ast.Module, root: Path = ROOT) -> Iterator[str]
         yield f"{relative}: no SPDX line"
     if (lines := text.count("\n")) > MOST_LINES:
         yield f"{relative}: {lines} lines, the most is {MOST_LINES}"
-    yield from _module_state(tree, relative)
-    top = set(tree.body)
-    for node in ast.walk(tree):
+    yield from _module_state(nodes, relative)
+    top = set(nodes[0].body)
+    for node in nodes:
         yield from _rules(node, relative, room, at_top=node in top)
 
 
@@ -193,10 +187,10 @@ def _formats_units(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and re.search(rf"%[.\d]*[dfg]{_UNIT}", str(node.value)) is not None
 
 
-def _module_state(tree: ast.Module, relative: Path) -> Iterator[str]:
+def _module_state(nodes: Sequence[Any], relative: Path) -> Iterator[str]:
     """Containers bound at module level must be constants: named in capitals and never changed by the module."""
     names: set[str] = set()
-    for node in tree.body:
+    for node in nodes[0].body:
         targets = (
             node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
         )
@@ -208,7 +202,7 @@ def _module_state(tree: ast.Module, relative: Path) -> Iterator[str]:
     for name in sorted(names - {"__all__"}):
         if name.lstrip("_") != name.lstrip("_").upper():
             yield f"{relative}: module-level {name} is a mutable container and not a constant"
-    for node in ast.walk(tree):
+    for node in nodes:
         changed = None
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGING:
             changed = node.func.value
@@ -255,16 +249,16 @@ def circle(modules: dict[str, ast.Module]) -> list[str]:
     return []
 
 
-def test_no_modules_import_each_other(trees: dict[Path, ast.Module]) -> None:
-    names = {path: ".".join(path.relative_to(ROOT.parent).with_suffix("").parts) for path in trees}
-    assert circle({name.removesuffix(".__init__"): trees[path] for path, name in names.items()}) == []
+def test_no_modules_import_each_other() -> None:
+    names = {path: ".".join(path.relative_to(ACCEL.parent).with_suffix("").parts) for path in source_nodes()}
+    assert circle({name.removesuffix(".__init__"): source_nodes()[path][0] for path, name in names.items()}) == []
     sources = {"a": "import b", "b": "try:\n    from a import c\nexcept ImportError: pass", "c": "from a import b"}
     assert set(circle({name: ast.parse(source) for name, source in sources.items()})) == {"a", "b"}
 
 
 @pytest.mark.kept("default")
-def test_sources_keep_the_rules(trees: dict[Path, ast.Module]) -> None:
-    found = [complaint for path, tree in trees.items() for complaint in complaints(path, tree)]
+def test_sources_keep_the_rules() -> None:
+    found = [complaint for path, its in source_nodes().items() for complaint in complaints(path, its)]
     assert not found, "\n".join(found)
 
 
@@ -299,8 +293,7 @@ def test_the_rules_catch_what_breaks_them(tmp_path: Path, room: str, source: str
     (tmp_path / room).mkdir()
     path = tmp_path / room / "_module.py"
     path.write_text("# SPDX-License-Identifier: Apache-2.0\n" + source)
-    tree = ast.parse(path.read_text())
-    assert any(expected in complaint for complaint in complaints(path, tree, tmp_path))
+    assert any(expected in complaint for complaint in complaints(path, walked(path.read_text()), tmp_path))
 
 
 @pytest.mark.kept("default")
@@ -335,16 +328,16 @@ def test_every_public_name_resolves_and_is_documented() -> None:
         _ = accel.no_such_name  # type: ignore[attr-defined]
 
 
-def test_a_class_name_has_one_meaning_and_files_are_few(trees: dict[Path, ast.Module]) -> None:
+def test_a_class_name_has_one_meaning_and_files_are_few() -> None:
     """A reader who looks for a class finds one; and opens no more files than there are subjects."""
     places: dict[str, list[str]] = {}
-    for path, tree in trees.items():
-        for node in ast.walk(tree):
+    for path, its in source_nodes().items():
+        for node in its:
             if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
+                places.setdefault(node.name, []).append(path.relative_to(ACCEL).as_posix())
     homonyms = {name: found for name, found in places.items() if len(found) > 1}
     assert not homonyms, homonyms
-    assert len(trees) <= MOST_FILES, f"{len(trees)} files: merge one with the file of its subject"
+    assert len(source_nodes()) <= MOST_FILES, f"{len(source_nodes())} files: merge one with the file of its subject"
 
 
 def private_names(tree: ast.Module) -> Iterator[str]:

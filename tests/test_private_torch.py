@@ -9,21 +9,21 @@ other folders in `helpers/private_names.py`. A name is private if a part of its 
 from __future__ import annotations
 
 import ast
+import itertools
 import re
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
 from private_names import LISTED, is_there, missing
+from sources import ACCEL, source_nodes, walked
 from torch import nn
-from uncollected import no_collections
 
 from accel.parallel import _torch_fsdp
 from accel.parallel._private import has_hooks
 from accel.tensors import is_view
 from accel.testing import simulate
 
-ROOT = Path(__file__).parent.parent / "accel"
 # Of Python, other packages, and of ours.
 OTHERS = {
     "_make", "_replace", "_fields", "_asdict", "_getframe", "_exit", "_actions", "_from_config", "_no_split_modules",
@@ -49,10 +49,10 @@ def test_a_name_that_torch_lacks_is_found() -> None:
         is_there("no_module_of_torch", "name")
 
 
-def defined(trees: list[ast.Module]) -> set[str]:
+def defined(nodes: Iterable[ast.AST]) -> set[str]:
     """The names that this package gives to something of its own."""
     found: set[str] = set()
-    for node in (node for tree in trees for node in ast.walk(tree)):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -66,32 +66,31 @@ def defined(trees: list[ast.Module]) -> set[str]:
     return found
 
 
-def used(tree: ast.Module) -> set[str]:
+def used(nodes: Sequence[ast.AST]) -> set[str]:
     """Private names that a module reads from something, or spells out."""
-    found = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    found |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    found = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    found |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return {name for name in found if re.fullmatch(r"_(?!accel_)[A-Za-z][A-Za-z0-9]*(_[a-z0-9]+)*_?", name)}
 
 
 @pytest.mark.kept("default")
 def test_no_private_name_is_used_that_is_not_listed() -> None:
-    with no_collections():
-        trees = {path: ast.parse(path.read_text()) for path in ROOT.rglob("*.py") if "testing" not in path.parts}
-    modules = {path.stem for path in trees}
-    known = defined(list(trees.values())) | modules | OTHERS | {name for _, name in LISTED}
+    files = {path: its for path, its in source_nodes().items() if "testing" not in path.parts}
+    modules = {path.stem for path in files}
+    known = defined(itertools.chain(*files.values())) | modules | OTHERS | {name for _, name in LISTED}
     unknown = {
-        f"{path.relative_to(ROOT)}: {name}"
-        for path, tree in trees.items()
-        for name in used(tree) - known
-        if "_" in name[1:] or any(isinstance(node, ast.Attribute) and node.attr == name for node in ast.walk(tree))
+        f"{path.relative_to(ACCEL)}: {name}"
+        for path, its in files.items()
+        for name in used(its) - known
+        if "_" in name[1:] or any(isinstance(node, ast.Attribute) and node.attr == name for node in its)
     }
     assert not unknown, f"list them in helpers/private_names.py or accel/parallel/_private.py: {sorted(unknown)}"
 
 
-def imported(tree: ast.Module) -> set[tuple[str, str]]:
+def imported(nodes: Sequence[ast.AST]) -> set[tuple[str, str]]:
     """Names that a module imports from private modules of torch, or reads from one that it imports."""
     found, aliases = set[tuple[str, str]](), dict[str, str]()
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] != "torch":
             continue
         for each in node.names:
@@ -99,7 +98,7 @@ def imported(tree: ast.Module) -> set[tuple[str, str]]:
                 found.add((node.module or "", each.name))
             elif each.name.startswith("_"):
                 aliases[each.asname or each.name] = f"{node.module}.{each.name}"
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
             found.add((aliases[node.value.id], node.attr))
     return found
@@ -107,22 +106,18 @@ def imported(tree: ast.Module) -> set[tuple[str, str]]:
 
 def test_no_name_of_a_private_module_is_imported_that_is_not_listed() -> None:
     source = "from torch._a import b\nfrom torch.c import _d as d\nfrom torch import nn\nd.e(nn.f)"
-    assert imported(ast.parse(source)) == {("torch._a", "b"), ("torch.c._d", "e")}
-    with no_collections():
-        trees = {path: ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
-    unknown = {f"{path.relative_to(ROOT)}: {each}" for path, tree in trees.items() for each in imported(tree)}
-    unknown -= {f"{path.relative_to(ROOT)}: {each}" for path in trees for each in LISTED}
+    assert imported(walked(source)) == {("torch._a", "b"), ("torch.c._d", "e")}
+    unknown = {f"{path.relative_to(ACCEL)}: {each}" for path, its in source_nodes().items() for each in imported(its)}
+    unknown -= {f"{path.relative_to(ACCEL)}: {each}" for path in source_nodes() for each in LISTED}
     assert not unknown, f"list them in helpers/private_names.py or accel/parallel/_private.py: {sorted(unknown)}"
 
 
 def test_the_inside_of_fully_shard_is_used_in_one_file() -> None:
     names = {name for names in _torch_fsdp.NAMES.values() for name in names if "_" in name}
-    for path in ROOT.rglob("*.py"):
+    for path, its in source_nodes().items():
         if path.name != "_torch_fsdp.py":
-            attributes = {
-                node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)
-            }
-            assert not attributes & names, f"{path.relative_to(ROOT)}: {attributes & names}"
+            attributes = {node.attr for node in its if isinstance(node, ast.Attribute)}
+            assert not attributes & names, f"{path.relative_to(ACCEL)}: {attributes & names}"
 
 
 def test_hooks_are_where_they_are_looked_for() -> None:

@@ -7,28 +7,19 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
 import pytest
-from uncollected import no_collections
+from sources import ACCEL, source_nodes, walked
 
-ROOT = Path(__file__).parent.parent / "accel"
-SOURCES = sorted(ROOT.rglob("*.py"))
 QUESTIONS = "what|who|whose|which|where|how"
 _FIRST = re.compile(rf"({QUESTIONS}|that)\b", re.I)
 _ARGUMENT = re.compile(rf"\s+\w+(?:, \w+)*: (?:{QUESTIONS})\b")
 
 
-@pytest.fixture(scope="module")
-def trees() -> dict[Path, ast.Module]:
-    with no_collections():
-        return {path: ast.parse(path.read_text()) for path in SOURCES}
-
-
-def translations(tree: ast.Module) -> Iterator[str]:
+def translations(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Docstrings, and lines of arguments in them, that begin with a question word."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node, clean=False) or ""
             if _FIRST.match(text):
@@ -36,9 +27,9 @@ def translations(tree: ast.Module) -> Iterator[str]:
             yield from (line.strip() for line in text.splitlines() if _ARGUMENT.match(line))
 
 
-def crowded(tree: ast.Module) -> Iterator[int]:
+def crowded(nodes: Iterable[ast.AST]) -> Iterator[int]:
     """Lines that assign several calls at once."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
             calls = [each for each in node.value.elts if any(isinstance(part, ast.Call) for part in ast.walk(each))]
             if len(calls) > 1 and isinstance(node.targets[0], ast.Tuple):
@@ -46,13 +37,13 @@ def crowded(tree: ast.Module) -> Iterator[int]:
 
 
 @pytest.mark.kept("default")
-def test_docstrings_begin_with_a_noun_or_a_verb(trees: dict[Path, ast.Module]) -> None:
-    found = [f"{path.relative_to(ROOT)}: {line}" for path, tree in trees.items() for line in translations(tree)]
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
+    found = [f"{path.relative_to(ACCEL)}: {line}" for path, its in source_nodes().items() for line in translations(its)]
     assert not found, "name the thing first, as in `call: the expected call`:\n" + "\n".join(found)
 
 
-def test_a_line_assigns_one_call(trees: dict[Path, ast.Module]) -> None:
-    found = [f"{path.relative_to(ROOT)}:{line}" for path, tree in trees.items() for line in crowded(tree)]
+def test_a_line_assigns_one_call() -> None:
+    found = [f"{path.relative_to(ACCEL)}:{line}" for path, its in source_nodes().items() for line in crowded(its)]
     assert not found, f"one assignment a line, at {', '.join(found)}"
 
 
@@ -60,9 +51,9 @@ PYTHONS = {"ValueError", "TypeError", "UnpicklingError", "OSError"}  # causes th
 _NO_SUBJECT = re.compile(r"not (?!all\b|every\b|enough\b)\w")
 
 
-def fragments(tree: ast.Module) -> Iterator[str]:
+def fragments(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Problems of errors that begin with "not", and so have no subject, such as "not a step"."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Call):
             continue
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
@@ -74,9 +65,9 @@ def fragments(tree: ast.Module) -> Iterator[str]:
                 yield text.value
 
 
-def test_errors_say_what_is_not_valid(trees: dict[Path, ast.Module]) -> None:
-    begun = {path: tree for path, tree in trees.items() if '"not ' in path.read_text()}  # the others hold none
-    found = [f"{path.relative_to(ROOT)}: {text!r}" for path, tree in begun.items() for text in fragments(tree)]
+def test_errors_say_what_is_not_valid() -> None:
+    begun = {path: its for path, its in source_nodes().items() if '"not ' in path.read_text()}  # the others hold none
+    found = [f"{path.relative_to(ACCEL)}: {text!r}" for path, its in begun.items() for text in fragments(its)]
     assert not found, "a subject and a verb, as in `the step is not valid`:\n" + "\n".join(found)
 
 
@@ -87,7 +78,7 @@ def test_an_error_without_a_subject_is_found() -> None:
         'StepError(f"not of {x}", got="")',
     ]
     right = ['ConfigError("the step is not valid")', 'ValueError("not a PNG")', 'ConfigError("x", got="not a step")']
-    assert [len([*fragments(ast.parse(line))]) for line in [*wrong, *right]] == [1, 1, 1, 0, 0, 0]
+    assert [len([*fragments(walked(line))]) for line in [*wrong, *right]] == [1, 1, 1, 0, 0, 0]
 
 
 # House verbs and clauses in place of nouns: the field reports, adopts, forwards, is; "of which each rank computes a
@@ -116,8 +107,8 @@ def prose(text: str) -> Iterator[tuple[int, str]]:
 @pytest.mark.kept("default")
 def test_prose_has_the_words_of_the_field() -> None:
     found = [
-        f"{path.relative_to(ROOT)}:{number}: {match[0]!r}"
-        for path in SOURCES
+        f"{path.relative_to(ACCEL)}:{number}: {match[0]!r}"
+        for path in source_nodes()
         for number, line in prose(path.read_text())
         for match in PLAIN.finditer(line)
     ]
@@ -129,20 +120,20 @@ NAMED = {"told", "tell", "tells", "untold", "whose", "apart"}
 TREES = {"take_apart", "_take_apart"}  # what nested containers are for `accel.tree.Container`, a public field
 
 
-def names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def names(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Names of functions, classes, parameters, variables, attributes and imports."""
-    for node in ast.walk(tree):
+    for node in nodes:
         line = getattr(node, "lineno", 0)
         for field in ("name", "id", "attr", "arg", "asname"):
             if isinstance(name := getattr(node, field, None), str):
                 yield line, name
 
 
-def test_names_have_the_words_of_the_field(trees: dict[Path, ast.Module]) -> None:
+def test_names_have_the_words_of_the_field() -> None:
     found = [
-        f"{path.relative_to(ROOT)}:{line}: {name}"
-        for path, tree in trees.items()
-        for line, name in names(tree)
+        f"{path.relative_to(ACCEL)}:{line}: {name}"
+        for path, its in source_nodes().items()
+        for line, name in names(its)
         if name not in TREES and NAMED & set(name.lower().split("_"))
     ]
     assert not found, "name the report, the warning or the separate thing:\n" + "\n".join(found)

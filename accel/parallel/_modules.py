@@ -65,13 +65,22 @@ def written_class(module: nn.Module) -> type[nn.Module]:
     return next(each for each in type(module).__mro__ if not issubclass(each, before))
 
 
+@functools.lru_cache(maxsize=1024)  # Python parses the whole file of a class: 0.1 s for a base class of transformers
+def source_of(written: type | Callable[..., Any]) -> str | None:
+    """Return the source of a class or a function; None where there is none."""
+    try:
+        return inspect.getsource(written)
+    except (OSError, TypeError):
+        return None
+
+
 @functools.lru_cache(maxsize=256)
 def passes_keyword(kind: type, callee: str, keyword: str) -> bool | None:
     """Return whether the forward that a class has written passes a keyword to any call of functions with names that
     match the pattern `callee`; None if it has no such call, or no source."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cast(Any, kind).forward))))
-    except (OSError, TypeError, AttributeError, SyntaxError):
+        tree = ast.parse(textwrap.dedent(source_of(inspect.unwrap(cast(Any, kind).forward)) or ""))
+    except (AttributeError, SyntaxError):
         return None
     dicts: dict[str, str] = {}  # keywords that are passed together, by the variable
     for each in ast.walk(tree):
@@ -106,9 +115,8 @@ def layerdrops(module: nn.Module) -> list[float]:
     config = getattr(module, "config", None)
     if config is None or not any(isinstance(each, nn.ModuleList) for each in module.children()):
         return []
-    try:
-        source = inspect.getsource(inspect.unwrap(cast(Any, written_class(module)).forward))
-    except (OSError, TypeError):  # no source
+    source = source_of(inspect.unwrap(cast(Any, written_class(module)).forward))
+    if source is None:
         source = "config.layerdrop"
     return [getattr(config, name, 0.0) for name in re.findall(r"config\.(\w*layerdrop)", source)]
 

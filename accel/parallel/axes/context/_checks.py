@@ -315,8 +315,9 @@ def numbers_positions(module: nn.Module) -> bool:
 
 def has_relative_bias(module: nn.Module) -> bool:
     """Return whether an attention adds a bias for each distance of a query and a key, as T5 does."""
-    names = inspect.signature(getattr(module, "compute_bias", list)).parameters
-    return "past_seen_tokens" in names and bool(getattr(module, "has_relative_attention_bias", False))
+    if not getattr(module, "has_relative_attention_bias", False):
+        return False
+    return "past_seen_tokens" in inspect.signature(getattr(module, "compute_bias", list)).parameters
 
 
 def check_inputs(known: Mapping[str, Any], size: int, *, has_positions: bool, takes_samples: bool = False) -> None:

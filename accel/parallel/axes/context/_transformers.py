@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from accel.context import DistContext
 from accel.errors import ConfigError, MissingExtraError
-from accel.parallel._modules import forward_names, written_class
+from accel.parallel._modules import forward_names, source_of, written_class
 from accel.parallel.axes.context._attention import context_attention, whole_positions
 from accel.parallel.axes.context._checks import (
     SAMPLES,
@@ -99,10 +99,8 @@ def _drops_keywords(module: nn.Module) -> bool:
     forward = inspect.unwrap(cast(Any, written_class(module)).forward)
     kinds = {each.kind: name for name, each in inspect.signature(forward).parameters.items()}
     name = kinds.get(inspect.Parameter.VAR_KEYWORD)
-    try:
-        return name is not None and inspect.getsource(forward).count(f"**{name}") < 2
-    except (OSError, TypeError):  # no source
-        return False
+    source = source_of(forward)
+    return name is not None and source is not None and source.count(f"**{name}") < 2
 
 
 def _keep_context(block: nn.Module, _inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from torch import nn
 from accel.errors import PrepareError
 from accel.errors._checks import check_choice
 from accel.parallel._blocks import ModuleGroup, block_groups, outermost_groups
-from accel.parallel._modules import example_of, has_parameters, matching, named_modules
+from accel.parallel._modules import example_of, has_parameters, matching, named_modules, source_of
 from accel.parallel.axes.tensor._dropout import draws
 from accel.parallel.axes.tensor._found_plan import FoundPlan, found_plan
 from accel.parallel.axes.tensor._pairs import LinearPair, known_pairs, known_styles
@@ -387,12 +386,9 @@ def _reads(source: str, name: str) -> bool:
 
 def _source(kind: type[nn.Module]) -> str:
     """The source of a class and its bases; "" where there is none."""
-    found: list[str] = []
-    for each in kind.__mro__:
-        if each.__module__.partition(".")[0] not in ("torch", "builtins", "accel"):
-            with contextlib.suppress(OSError, TypeError):
-                found.append(inspect.getsource(each))
-    return "\n".join(found)
+    known = ("torch", "builtins", "accel")
+    written = [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in known]
+    return "\n".join(filter(None, map(source_of, written)))
 
 
 def collapsed(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:

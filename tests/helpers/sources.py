@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The source of accel, parsed once for all tests of its rules."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from uncollected import no_collections
+
+ACCEL = Path(__file__).parents[2] / "accel"
+
+
+def walked(text: str) -> list[Any]:
+    """The nodes of a source, its module first."""
+    return [*ast.walk(ast.parse(text))]
+
+
+@functools.cache
+def source_nodes() -> Mapping[Path, Sequence[Any]]:
+    """The nodes of each file, by its path."""
+    with no_collections():
+        return {path: walked(path.read_text()) for path in sorted(ACCEL.rglob("*.py"))}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of special classes: DTensors and what this rank holds of them, weights elsewhere, quantizers' weights, fakes.
-Sums of bits, for ranks to compare.
+"""Tensors of special classes: DTensors and what this rank holds of them, weights elsewhere, quantizers' weights, fakes;
+the tensors of models and optimizers; and sums of bits, for ranks to compare.
 
 Nothing here imports torch.distributed.tensor, which takes most of a second, before there is a DTensor. A quantizer's
 weight is split into plain tensors by the engine for its package, which is imported when such a weight is met.
@@ -56,6 +56,11 @@ def is_half(tensor: torch.Tensor) -> bool:
 def has_wide_gradient(parameter: torch.Tensor) -> bool:
     """Return whether a 16-bit parameter has its gradients in float32, as master weights need them."""
     return is_half(parameter) and parameter.grad_dtype == torch.float32
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a view of another, as gradients in DDP's buckets are."""
+    return tensor._is_view()  # pyright: ignore[reportPrivateUsage]
 
 
 class AbsentWeight(Protocol):
@@ -263,6 +268,11 @@ def packed_weights(model: nn.Module | Iterable[tuple[str, nn.Module]]) -> dict[s
     return found
 
 
+def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """List the optimizers' parameters, in their order."""
+    return [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+
+
 def part_names(model: nn.Module) -> set[str]:
     """Return the names of all parts and constants of packed weights, as `state_tensors` has them."""
     return {name for tensors in _named_parts(packed_weights(model)).values() for name in tensors}
@@ -310,7 +320,7 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
 _CACHE = type(functools.lru_cache(lambda: None))
 _EMPTY = CellType()
 _WITHOUT_VALUES = ("FakeTensor", "FunctionalTensor")
-_NO_MODELS = frozenset({"torch", "sympy", "numpy", *sys.stdlib_module_names})
+_NO_MODELS = frozenset({"torch", "sympy", "numpy", "hypothesis", *sys.stdlib_module_names})
 
 
 def fake_mode() -> Any:
@@ -342,19 +352,40 @@ def _caches() -> list[Any]:
     """The caches of functions in imported modules, and of methods of their classes."""
     found: dict[int, Any] = {}  # not from gc.get_objects, which lists none after gc.freeze
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in _NO_MODELS and name != "__main__":
+        names: dict[str, Any] = getattr(module, "__dict__", {})
+        package = name.partition(".")[0]
+        if package in _NO_MODELS and name != "__main__":
             continue
-        for value in list(getattr(module, "__dict__", {}).values()):
-            own = list(vars(value).values()) if isinstance(value, type) and value.__module__ == name else (value,)
-            for each in own:
-                kind = cast(Any, type(each))  # compared by identity: a class may have no hash
-                function: Any = cast(Any, each).__func__ if kind is staticmethod or kind is classmethod else each
-                if type(function) is _CACHE:
-                    found[id(function)] = function
-                elif type(function) is FunctionType and function.__closure__ is not None:
-                    held = [cell.cell_contents for cell in function.__closure__ if cell != _EMPTY]
-                    found |= {id(one): one for one in held if type(one) is _CACHE}
+        # Thousands of modules of packages keep their functions: each is read once, and again when it has other names.
+        kept = package == "accel" or "-packages" in str(names.get("__file__"))
+        caches = _caches_of_package(name, len(names)) if kept else _caches_of(name, names)
+        found |= {id(each): each for each in caches}
     return list(found.values())
+
+
+def _caches_of(name: str, names: Mapping[str, Any]) -> list[Any]:
+    """The caches of functions in a module, and of methods of its classes."""
+    values: list[Any] = list(names.values())
+    for value in tuple(values):
+        if isinstance(value, type) and value.__module__ == name:
+            values.extend(vars(value).values())
+    found: list[Any] = []
+    for each in values:
+        kind = cast(Any, type(each))  # compared by identity: a class may have no hash
+        function = each.__func__ if kind is staticmethod or kind is classmethod else each
+        if type(function) is _CACHE:
+            found.append(function)
+        elif type(function) is FunctionType and function.__closure__ is not None:
+            held = [cell.cell_contents for cell in function.__closure__ if cell != _EMPTY]
+            found.extend(one for one in held if type(one) is _CACHE)
+    return found
+
+
+@functools.cache
+def _caches_of_package(name: str, names: int) -> list[Any]:
+    """The caches of an installed package's module, while it has so many names."""
+    caches = _caches_of(name, getattr(sys.modules.get(name), "__dict__", {}))
+    return [each for each in caches if each is not _caches_of_package]
 
 
 def _holds_fakes(cache: object) -> bool:

@@ -20,9 +20,9 @@ from accel.parallel._modules import (
     tensor_notes,
     unwrap_model,
 )
-from accel.parallel._private import hook_count, is_view
-from accel.tensors import is_dtensor
-from accel.topology import Dimension, dimension_of
+from accel.parallel._private import hook_count
+from accel.tensors import is_dtensor, is_view
+from accel.topology import Dimension, has_unknown_axis
 from accel.topology._axes import Axis
 
 
@@ -226,9 +226,9 @@ def has_state_on_host(optimizer: Optimizer) -> bool:
     return any(params and "on_host" in tensor_notes(params[0]) for params in groups)
 
 
-def decide_independently(axes: Iterable[tuple[str, Axis]], optimizers: Iterable[Optimizer]) -> bool:
+def decide_independently(axes: tuple[tuple[str, Axis], ...], optimizers: Iterable[Optimizer]) -> bool:
     """Return whether a rank may skip a step that others take: its parameters, or those along an axis, are its own."""
-    if any(axis.size > 1 and dimension_of(name) is None for name, axis in axes):
+    if has_unknown_axis(axes):
         return True
     groups = [group["params"] for each in optimizers for group in each.param_groups]
     return any(params and steps_alone(params[0]) for params in groups)

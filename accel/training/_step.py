@@ -17,11 +17,11 @@ from accel import xla
 from accel.comm import refuse_replaced
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, StepError
-from accel.optim import Accumulation, KeptNorms, begun_here, clamp_, parameters_of, scale_
+from accel.loop_state import Accumulation, LossScale
+from accel.optim import KeptNorms, begun_here, clamp_, scale_
 from accel.parallel._engines import Engine, EngineOutcome, StepRequest, engine_of
 from accel.parallel._labels import decide_independently, new_replicas
-from accel.precision._amp import LossScale
-from accel.tensors import checksums
+from accel.tensors import checksums, parameters_of
 from accel.training._closure import Closure, step_by_closure
 from accel.training._deferred import Deferred, check_deferrable, defer, give_found_inf, mark_deferred
 from accel.training._refused import cannot_step, check_overflow, check_settings, warn_unstorable

@@ -1052,7 +1052,7 @@ def _is_of(site: Site, file: str, problem: str) -> bool:
     return site.file == file and site.problem.startswith(problem)
 
 
-def _assert_refused(program: Program, call: Callable[[], object]) -> None:
+def assert_refused(program: Program, call: Callable[[], object]) -> None:
     with pytest.raises(AccelError) as caught:
         _ = call()
     problem = re.sub(r"^rank \d+: ", "", caught.value.problem)  # where ranks compared their errors
@@ -1081,12 +1081,12 @@ def test_the_line_of_a_refusal_mends_the_program(ranks: Simulator, program: Prog
     def mended(ctx: accel.DistContext) -> None:
         names = scope(ctx)
         if not program.alone:
-            _assert_refused(program, lambda: exec(program.refused, names))
+            assert_refused(program, lambda: exec(program.refused, names))
             exec(program.before, names)
         exec(program.then.replace("{line!r}", repr(program.line)).replace("{line}", program.line), names)
 
     if program.alone:
-        _assert_refused(program, lambda: ranks.run(refused, program.ranks, default_group=True))
+        assert_refused(program, lambda: ranks.run(refused, program.ranks, default_group=True))
     _ = ranks.run(mended, program.ranks, default_group=True)
 
 

@@ -162,3 +162,14 @@ def test_prepare_describes_a_model_once(
     monkeypatch.setattr(_spread, "named_modules", counted)
     models = ranks.run(rank, 2, default_group=True)
     assert [sum(each is model for each in described) for model in models] == [1, 1]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_stages_are_shared_by_the_ranks_of_other_samples(ranks: Simulator, strategy: Any) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+        model = accel.prepare_model(accel.replace(ctx, mesh="pp=2,dp=2", strategy=strategy), net)
+        held = [type(each).__name__ for each in model.parameters()]
+        assert held == ["DTensor"] * len(held) != []
+
+    ranks.run(rank, 4, default_group=True)

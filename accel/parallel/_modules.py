@@ -215,6 +215,7 @@ class TensorNotes(TypedDict, total=False):
     # Placements of the gradient of a replicated parameter before its mean. By prepare_model, fsdp.
     awaited: tuple[object, ...]
     dropped: bool  # another rank has it instead. By prepare_model, along pp; read by prepare_optimizer
+    exchanger: Any  # the latest `Replica` that exchanges its gradient. By prepare_model, ddp; read by the next one
     found: bool  # whether a window found a gradient with other values than zero. Until the gradient is cleared
     heir: nn.Parameter  # the parameter in its place. By prepare_model; read by prepare_optimizer and steps
     name: str  # its name in the prepared model. By prepare_model; read by errors
@@ -225,7 +226,7 @@ class TensorNotes(TypedDict, total=False):
     # Parameters of its model, which all ranks hold alike. By prepare_model, ddp; emptied by the first step
     replicas: dict[str, Tensor]
     reports: int  # id of the parameter that a hook notes as used
-    sharded: bool  # `fully_shard` writes its gradient, past hooks. By prepare_model, fsdp; read by steps
+    sharded: bool  # torch writes its gradient past hooks. By prepare_model, fsdp; read by steps
     settled: bool  # gradient; ranks have exchanged its bit. By steps
     tied_copy: bool  # a lower rank along pp has the same parameter. By prepare_model
     used: bool  # whether a backward has reached it since these bits were exchanged. By backwards; read by steps

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from accel.context import DistContext
 from accel.errors import StepError
 from accel.parallel._micro_batches import MicroBatch, first_rows, first_tensor
-from accel.parallel._modules import note_prepared, prepared_of, tensor_notes, unwrap_model
+from accel.parallel._modules import is_pipelined, note_prepared, prepared_of, tensor_notes, unwrap_model
 from accel.random import isolated_rng
 from accel.tensors import is_view
 from accel.training._backward import check_loss, rooted
@@ -151,13 +151,34 @@ class LossProbe:
                 fix="Return what modules keep from the forward, too:"
                 " return logits, torch.stack([block.loss for block in self.blocks]).sum().",
             )
+        if is_pipelined(self._model):
+            self._check_penalty(reads)
         return tuple(found)
+
+    def _check_penalty(self, reads: _Reads) -> None:
+        """Raise `StepError` for a loss of all matrices of a stage, as a penalty of the model's parameters is."""
+        named = [(name, each) for name, each in self._model.named_parameters() if each.ndim > 1]
+        owners = {name.rpartition(".")[0] for name, _ in named}
+        read = {name.rpartition(".")[0] for name, each in named if id(each) in reads.parameters}
+        if len(owners) > 1 and read == owners:
+            raise StepError(
+                "loss_fn reads parameters of all modules of the last stage, which holds no others of the model",
+                expected="a loss_fn that reads the output and the targets, at most the parameters of a head",
+                got=f"parameters of {', '.join(sorted(owners))}",
+                where=_WHERE,
+                fix="Leave a penalty of parameters out of the loss. Use the optimizer's weight decay, or add the"
+                " penalty's gradient to the gradients between accel.unscale_gradients and accel.optimizer_step.",
+            )
 
 
 class _Reads(TorchFunctionMode):
-    """Notes the shape of a tensor in place of what another stage computes, if a function gets one."""
+    """Notes the parameters that functions get, and the shape of a tensor in place of what another stage computes."""
 
     shape: torch.Size | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parameters: set[int] = set()  # ids of the parameters that a function gets
 
     def __torch_function__(  # pyright: ignore[reportIncompatibleMethodOverride] - torch leaves its types open
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -166,6 +187,8 @@ class _Reads(TorchFunctionMode):
         for each in pytree.tree_leaves((args, kwargs or {})):
             if isinstance(each, torch.Tensor) and "placeholder" in tensor_notes(each):
                 self.shape = each.shape
+            if isinstance(each, nn.Parameter):
+                self.parameters.add(id(each))
         return func(*args, **(kwargs or {}))
 
 

@@ -661,6 +661,16 @@ PROGRAMS: tuple[Program, ...] = (
         strategy="fsdp",
     ),
     Program(
+        "parallel/axes/replicate/_ddp.py",
+        "two prepared models share parameters",
+        "from functools import partial; prepare = partial(accel.prepare_model, ctx); x = torch.ones(4, 2)\n"
+        "encoder = nn.Linear(2, 2); nets = [nn.Sequential(encoder, nn.Linear(2, 1)) for _ in range(2)]\n",
+        "first, second = map(prepare, nets); first(x).mean() + second(x).mean()",
+        "gradient_as_bucket_view=False",
+        "first, second = (prepare(net, {line}) for net in nets); (first(x).mean() + second(x).mean()).backward()",
+        ranks=2,
+    ),
+    Program(
         "parallel/_labels.py",
         "hooks on gradients of sharded parameters",
         "model = accel.prepare_model(ctx, nn.Linear(2, 1)); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"

@@ -270,3 +270,36 @@ def test_a_loss_of_the_models_own_takes_the_line_to_write(ranks: Simulator, mesh
             scope: dict[str, Any] = {"DataLoader": loader}
             exec(f"sizes = [len(batch) for batch in {made}]", scope)
             assert scope["sizes"] == [ROWS]
+
+
+def _stages(ctx: accel.DistContext) -> nn.Sequential:
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+    accel.prepare_model(accel.replace(ctx, mesh="pp=2"), net)
+    return net
+
+
+def _sums_of_stages(ctx: accel.DistContext, penalty: Callable[[nn.Sequential], Tensor]) -> None:
+    net = _stages(ctx)
+    inputs = torch.linspace(-1, 1, 32).view(8, 4)
+
+    def loss_fn(output: Tensor) -> Tensor:
+        return output.square().sum() + len(output) * penalty(net)
+
+    ctx = accel.replace(ctx, mesh="pp=2")
+    _ = accel.forward_backward(ctx, net, begin_batch(ctx, accel.train_state(ctx)), inputs, loss_fn=loss_fn, weight=8)
+
+
+def test_a_penalty_of_all_parameters_is_refused_on_the_last_stage(ranks: Simulator):
+    def penalty(net: nn.Sequential) -> Tensor:
+        return torch.stack([each.square().sum() for each in net.parameters()]).sum()
+
+    with assert_raises(accel.errors.StepError, problem="parameters of all modules", got="2.0, 3.0", fix="weight decay"):
+        ranks.run(lambda ctx: _sums_of_stages(ctx, penalty), 2, default_group=True)
+
+
+def test_a_loss_may_read_the_parameters_of_a_head(ranks: Simulator):
+    def penalty(net: nn.Sequential) -> Tensor:
+        *_, weight, _ = net.parameters()
+        return weight.square().sum()
+
+    ranks.run(lambda ctx: _sums_of_stages(ctx, penalty), 2, default_group=True)

@@ -220,3 +220,49 @@ def test_resume_on_three_ranks_keeps_every_bit(tmp_path: Path) -> None:
     assert models[0].keys() == models[1].keys()
     assert len(models[0]) == 6 * 4
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+
+
+class Task(nn.Module):
+    """A head on an encoder that another task may have too."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, nn.Linear(2, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.encoder(inputs))).square().mean()
+
+
+def _share_an_encoder(ctx: accel.DistContext, joint: bool, *views: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    encoder = nn.Linear(2, 2)
+    plain = [Task(encoder), Task(encoder)]
+    pairs = zip(plain, views, strict=True)
+    tasks = [accel.prepare_model(ctx, each, gradient_as_bucket_view=view) for each, view in pairs]
+    optimizer = torch.optim.SGD(dict.fromkeys(each for task in plain for each in task.parameters()), lr=0.1)
+    inputs = torch.linspace(-1, 1, 8).view(4, 2)[ctx.rank :: ctx.world_size]
+    run = ByState(ctx)
+    for _ in range(2):
+        run.begin()
+        with run.accumulate(*tasks):
+            if joint:
+                run.backward(tasks[0](inputs) + tasks[1](inputs))
+            else:
+                run.backward(tasks[0](inputs))
+                run.backward(tasks[1](inputs), same_units=True)
+        assert run.step(optimizer)
+    return [each.detach() for task in plain for each in task.parameters()]
+
+
+@pytest.mark.parametrize(("joint", "views"), [(True, (False, False)), (False, (True, True)), (False, (True, False))])
+def test_models_that_share_an_encoder_train_as_one_process(ranks: Simulator, joint: bool, views: tuple[bool, bool]):
+    expected = ranks.run(lambda ctx: _share_an_encoder(ctx, True, *views), 1)[0]
+    for found in ranks.run(lambda ctx: _share_an_encoder(ctx, joint, *views), 2):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("views", [(True, True), (True, False)])
+def test_one_backward_through_two_replicas_of_an_encoder_is_refused(ranks: Simulator, views: tuple[bool, bool]):
+    problem = "two prepared models share parameters"
+    with assert_raises(PrepareError, problem=problem, got="encoder.weight, encoder.bias", fix="one module"):
+        _ = ranks.run(lambda ctx: _share_an_encoder(ctx, True, *views), 2)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
+import weakref
 from collections.abc import Generator
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from accel.context import DistContext, context_first
 from accel.errors import ConfigError, PrepareError
 from accel.parallel._empty import allocate_empty, make_room, move_model
 from accel.parallel._labels import label_parameters, let_step_alone_, note_replicas
-from accel.parallel._modules import unwrap_model, wrapped_name
+from accel.parallel._modules import note_tensor, tensor_notes, unwrap_model, wrapped_name
 from accel.parallel._refused import ModelRefusal, PrepareCall, RefusedFact, check_sparse, refused
 from accel.parallel._spread import (
     ModelView,
@@ -33,6 +34,7 @@ from accel.parallel.axes.replicate._comm_hooks import gather_sparse, register_ho
 from accel.tensors import has_wide_gradient
 
 _ddp = cast(Any, DistributedDataParallel)
+_SHOWN = 3
 
 
 class _Running:
@@ -49,6 +51,21 @@ class _Running:
 
     def __exit__(self, *_: object) -> None:
         _ddp._active_ddp_module = self._before
+
+
+class _Known:
+    """A replica that a parameter's notes lead to; none after a copy, or in a file."""
+
+    __slots__ = ("_replica",)
+
+    def __init__(self, replica: Replica | None = None) -> None:
+        self._replica = None if replica is None else weakref.ref(replica)
+
+    def __call__(self) -> Replica | None:
+        return None if self._replica is None else self._replica()
+
+    def __reduce__(self) -> tuple[type[_Known], tuple[()]]:
+        return _Known, ()
 
 
 class Replica(DistributedDataParallel):
@@ -75,16 +92,45 @@ class Replica(DistributedDataParallel):
             cast(Any, self).reducer._set_mixed_precision_param_dtype(torch.float32)
         self._has_buffers = bool(view.buffers)
         self._pending = PendingForward()
+        self._rivals: list[_Known] = []  # replicas with some of the same trainable parameters
+        for _, parameter in self.exchanged:
+            known: _Known = tensor_notes(parameter).get("exchanger", _Known())
+            rival = known()
+            if rival is not None and all(each() is not rival for each in self._rivals):
+                self._rivals.append(_Known(rival))
+                rival._rivals.append(_Known(self))
+            note_tensor(parameter, exchanger=_Known(self))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; without DDP's own forward where that would only look, at the cost of a small layer."""
-        if not self._has_buffers or torch.compiler.is_compiling():
+        if not (self._has_buffers or self._rivals) or torch.compiler.is_compiling():
             return self._run(*inputs, **kwargs)
-        if self._pending.keeps_buffers():
+        if self._rivals and self.require_backward_grad_sync:
+            self._refuse_rivals()
+        if self._has_buffers and self._pending.keeps_buffers():
             self.require_forward_param_sync = False  # DDP sets it again behind a forward that exchanges gradients
         outputs = self._run(*inputs, **kwargs)
         self._pending.note(outputs)
         return outputs
+
+    def _refuse_rivals(self) -> None:
+        """Refuse a backward through two replicas with one parameter: each would sum its gradient and write its own
+        sum."""
+        for each in self._rivals:
+            rival = each()
+            if rival is None or not (self.gradient_as_bucket_view or rival.gradient_as_bucket_view):
+                continue  # without views both take the rank's gradient before either writes the sum
+            if rival._pending.keeps_buffers():
+                ids = {id(parameter) for _, parameter in rival.exchanged}
+                names = [name for name, parameter in self.exchanged if id(parameter) in ids]
+                raise PrepareError(
+                    "two prepared models share parameters, and one backward would exchange their gradients twice",
+                    expected="one prepared model, or a backward for each before the next forward",
+                    got=f"a forward of both, with {', '.join(names[:_SHOWN])} in both",
+                    where=f"{_inner_name(self)}, after {_inner_name(rival)}",
+                    fix="Put both into one module with one forward, and prepare that; or prepare both with"
+                    " gradient_as_bucket_view=False.",
+                )
 
     def _run(self, *inputs: Any, **kwargs: Any) -> Any:
         buffers_due = self._has_buffers and self.require_forward_param_sync
@@ -108,6 +154,10 @@ class Replica(DistributedDataParallel):
         self.bare = False
         let_step_alone_(parameter for _, parameter in self.exchanged)
         return cast(Any, super()).join_hook(**kwargs)
+
+
+def _inner_name(replica: Replica) -> str:
+    return type(cast(Any, replica).module).__name__
 
 
 class _Touch(nn.Module):

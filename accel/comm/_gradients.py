@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from accel.comm._torch import ALL_GATHER, REDUCE_SCATTER
 
@@ -57,7 +58,12 @@ def records(x: Tensor) -> bool:
 
 
 def passed(x: Tensor, by: Passage, group: dist.ProcessGroup) -> Tensor:
-    """Return the result of a collective on a tensor; gradients flow back. A collective, or its backward is one."""
+    """Return the result of a collective on a tensor; gradients flow back. A collective, or its backward is one.
+
+    Subclasses of tensors and modes override it, as they do functions of torch.
+    """
+    if has_torch_function((x,)):
+        return handle_torch_function(passed, (x,), x, by, group)
     if records(x):
         size = group.size()
         return _through(x, lambda own: _without_values(own, by, size), lambda grad: grad)

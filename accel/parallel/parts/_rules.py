@@ -8,6 +8,7 @@ from typing import Any
 
 from accel.parallel.parts import (
     _attention,
+    _collectives,
     _contractions,
     _convolutions,
     _elementwise,
@@ -24,6 +25,7 @@ RULES: Mapping[str, Rule] = {
     **_reductions.RULES,
     **_contractions.RULES,
     **_convolutions.RULES,
+    **_collectives.RULES,
     **_attention.RULES,
     **_indexing.RULES,
 }

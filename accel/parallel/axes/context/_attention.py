@@ -10,6 +10,7 @@ from typing import Any, cast, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from accel.comm import exchanged, gathered, gathered_summed, peer_error, records
 from accel.context import DistContext, context_first, group_of
@@ -195,7 +196,7 @@ def context_attention(
         torch.Size([1, 4, 6, 8])
     """
     q, k, v = _as_autocast(q, k, v)
-    size = 1 if has_all_positions(ctx) else ctx.axis("cp").size
+    size = _ranks_of(ctx)
     whole = k.shape[2] * size
     factor = float(q.shape[-1] ** -0.5) if scale is None else scale
     near = None if window is None or window >= whole else window
@@ -205,12 +206,25 @@ def context_attention(
     check_terms(q, k, terms._replace(window=window), size)
     if method is not None:
         check_choice(method, get_args(ContextMethod), "unknown method of context parallelism", where="method=")
+    return attention_by_terms(q, k, v, terms, ctx, planned_method(ctx) if method is None else method)
+
+
+def _ranks_of(ctx: DistContext) -> int:
+    return 1 if has_all_positions(ctx) else ctx.axis("cp").size
+
+
+def attention_by_terms(
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, ctx: DistContext, method: ContextMethod
+) -> Tensor:
+    """Return the attention of `context_attention` for checked arguments. Subclasses of tensors override it."""
+    if has_torch_function((q, k, v)):
+        return handle_torch_function(attention_by_terms, (q, k, v), q, k, v, terms, ctx, method)
+    size = _ranks_of(ctx)
     if size == 1:
-        pair = None if documents is None else (documents, documents)
-        return attend(q, k, v, terms, Seen(pair, key_padding_mask, mask))
-    chosen = planned_method(ctx) if method is None else method
-    check_method(q, terms, chosen, size)
-    return _across(ctx, _METHODS[chosen], q, k, v, terms)
+        pair = None if terms.documents is None else (terms.documents, terms.documents)
+        return attend(q, k, v, terms, Seen(pair, terms.ignored, terms.mask))
+    check_method(q, terms, method, size)
+    return _across(ctx, _METHODS[method], q, k, v, terms)
 
 
 @untraced

@@ -19,6 +19,7 @@ from torch.nn import functional
 import accel
 from accel.comm import summed
 from accel.context import group_of
+from accel.errors import PrepareError
 from accel.parallel.axes.context._positions import PositionRanks, whole_of
 from accel.parallel.axes.tensor._part_layers import NestedRanks
 from accel.parallel.axes.tensor._styles import Rule
@@ -291,3 +292,24 @@ def test_attention_across_ranks_takes_own_heads(ranks: Simulator, method: str, t
     for found, share in ranks.run(lambda ctx: run_direct(ctx, MESH, method, terms), 4, default_group=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
         assert share > 0.9
+
+
+class Reads(nn.Module):
+    """A forward that reads the weight of a layer that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.out = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(self.down(self.up(x).relu()), self.out.weight)
+
+
+def test_a_weight_that_is_read_keeps_its_error_with_the_line(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh=MESH, plan=accel.parallel.Plan(tensor={"up": "colwise", "down": "rowwise"}))
+        model = accel.prepare_model(ctx, Reads())
+        with pytest.raises(PrepareError, match=r"reads parameters .* self\.out\.weight"):
+            _ = model(accel.parallel.split_sequence(ctx, {"x": torch.randn(2, TOKENS, 8)})["x"])
+
+    _ = ranks.run(rank, 4, default_group=True)

@@ -36,7 +36,7 @@ from accel.parallel.axes.context._split import (
 from accel.parallel.parts import NoRuleError, PartTensor, plain_of, rows_of
 from accel.parallel.parts._part import tensors_of
 from accel.random import isolated_rng
-from accel.tensors import is_dtensor
+from accel.tensors import is_dtensor, mixes_dtensors
 from accel.tree import map_tensors
 
 _LOG = logging.getLogger("accel.parallel")
@@ -478,7 +478,8 @@ def _problem_of(error: Exception) -> str:
     """Return a line on an error of a call with parts; raise those that are not of parts."""
     if isinstance(error, PrepareError) and (isinstance(error, NoRuleError) or not error.problem):
         return str(error.got)
-    if not isinstance(error, AccelError) and isinstance(error, RuntimeError | ValueError | TypeError | IndexError):
+    is_known = isinstance(error, RuntimeError | ValueError | TypeError | IndexError) and not mixes_dtensors(error)
+    if is_known and not isinstance(error, AccelError):
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     raise error
 

@@ -48,21 +48,24 @@ def scaled_dot_product(func: Any, args: Args, kwargs: Named) -> Any:
         return make(func(*own, **given), layout, ranks)
 
 
-def attended_by_terms(func: Any, args: Args, kwargs: Named) -> Any:
-    """Attention across ranks along cp of some heads, or of all heads of parts of positions."""
-    q, k, v, terms, *others = args
-    if terms.score_mod is not None or terms.mask_mod is not None:
+def across_positions(func: Any, args: Args, kwargs: Named) -> Any:
+    """context_attention: each rank along tp computes some heads of its positions."""
+    ctx, *tensors = args
+    given = dict(kwargs)
+    if given["score_mod"] is not None or given["mask_mod"] is not None:
         raise no_rule("with functions of heads")
-    ranks = ranks_of(args[:3])
-    tensors = [q, k, v] if terms.mask is None else [q, k, v, terms.mask]
-    own, layout = _by_heads(tensors, ranks, is_grouped=whole_shape(q)[1] != whole_shape(k)[1])
+    ranks = ranks_of(args)
+    query, key, _ = tensors
+    if (mask := given["attn_mask"]) is not None:
+        tensors.append(mask)
+    own, layout = _by_heads(tensors, ranks, is_grouped=whole_shape(query)[1] != whole_shape(key)[1])
     if layout is not None and layout.dim != 1:
         raise no_rule("of a dimension other than heads")
-    sinks = terms.sinks
-    if sinks is not None:
-        sinks = entered(sinks, ranks) if layout is None else own_rows(sinks, 0, layout.cut, ranks)
-    terms = terms._replace(mask=own[3] if terms.mask is not None else None, sinks=sinks)
-    return make(func(*own[:3], terms, *others), layout, ranks)
+    if len(own) > 3:
+        given["attn_mask"] = own.pop()
+    if (sinks := given["sinks"]) is not None:
+        given["sinks"] = entered(sinks, ranks) if layout is None else own_rows(sinks, 0, layout.cut, ranks)
+    return make(func(ctx, *own, **given), layout, ranks)
 
 
 def _by_heads(tensors: list[Tensor], ranks: Ranks, *, is_grouped: bool) -> tuple[list[Tensor], RowLayout | None]:
@@ -217,6 +220,6 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 RULES = {
     "scaled_dot_product_attention": scaled_dot_product,
-    "attention_by_terms": attended_by_terms,
+    "context_attention": across_positions,
     "multi_head_attention_forward": multi_head,
 }

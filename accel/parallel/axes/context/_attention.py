@@ -195,8 +195,14 @@ def context_attention(
         >>> accel.parallel.context_attention(ctx, q, k, v).shape
         torch.Size([1, 4, 6, 8])
     """
+    if has_torch_function((q, k, v)):
+        of_all = {"causal": causal, "documents": documents, "scale": scale, "method": method, "window": window}
+        of_keys = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "mask_mod": mask_mod}
+        of_scores = {"softcap": softcap, "sinks": sinks, "score_mod": score_mod}
+        others: dict[str, Any] = {**of_all, **of_keys, **of_scores}
+        return handle_torch_function(context_attention, (q, k, v), ctx, q, k, v, **others)
     q, k, v = _as_autocast(q, k, v)
-    size = _ranks_of(ctx)
+    size = 1 if has_all_positions(ctx) else ctx.axis("cp").size
     whole = k.shape[2] * size
     factor = float(q.shape[-1] ** -0.5) if scale is None else scale
     near = None if window is None or window >= whole else window
@@ -206,25 +212,12 @@ def context_attention(
     check_terms(q, k, terms._replace(window=window), size)
     if method is not None:
         check_choice(method, get_args(ContextMethod), "unknown method of context parallelism", where="method=")
-    return attention_by_terms(q, k, v, terms, ctx, planned_method(ctx) if method is None else method)
-
-
-def _ranks_of(ctx: DistContext) -> int:
-    return 1 if has_all_positions(ctx) else ctx.axis("cp").size
-
-
-def attention_by_terms(
-    q: Tensor, k: Tensor, v: Tensor, terms: Terms, ctx: DistContext, method: ContextMethod
-) -> Tensor:
-    """Return the attention of `context_attention` for checked arguments. Subclasses of tensors override it."""
-    if has_torch_function((q, k, v)):
-        return handle_torch_function(attention_by_terms, (q, k, v), q, k, v, terms, ctx, method)
-    size = _ranks_of(ctx)
     if size == 1:
-        pair = None if terms.documents is None else (terms.documents, terms.documents)
-        return attend(q, k, v, terms, Seen(pair, terms.ignored, terms.mask))
-    check_method(q, terms, method, size)
-    return _across(ctx, _METHODS[method], q, k, v, terms)
+        pair = None if documents is None else (documents, documents)
+        return attend(q, k, v, terms, Seen(pair, key_padding_mask, mask))
+    chosen = planned_method(ctx) if method is None else method
+    check_method(q, terms, chosen, size)
+    return _across(ctx, _METHODS[chosen], q, k, v, terms)
 
 
 @untraced

@@ -10,7 +10,6 @@ from typing import Any, cast, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
 
 from accel.comm import exchanged, gathered, gathered_summed, peer_error, records
 from accel.context import DistContext, context_first, group_of
@@ -195,12 +194,12 @@ def context_attention(
         >>> accel.parallel.context_attention(ctx, q, k, v).shape
         torch.Size([1, 4, 6, 8])
     """
-    if has_torch_function((q, k, v)):
+    if torch.overrides.has_torch_function((q, k, v)):
         of_all = {"causal": causal, "documents": documents, "scale": scale, "method": method, "window": window}
         of_keys = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "mask_mod": mask_mod}
         of_scores = {"softcap": softcap, "sinks": sinks, "score_mod": score_mod}
         others: dict[str, Any] = {**of_all, **of_keys, **of_scores}
-        return handle_torch_function(context_attention, (q, k, v), ctx, q, k, v, **others)
+        return torch.overrides.handle_torch_function(context_attention, (q, k, v), ctx, q, k, v, **others)
     q, k, v = _as_autocast(q, k, v)
     size = 1 if has_all_positions(ctx) else ctx.axis("cp").size
     whole = k.shape[2] * size

@@ -15,14 +15,14 @@ from torch.utils.hooks import RemovableHandle
 from accel.comm import Call, exchange_values, shared_failure
 from accel.context import DistContext
 from accel.devices import wide_dtype
-from accel.errors import AccelError, ConfigError, PrepareError
+from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._copies import WideMode, gradients_of
 from accel.parallel._modules import note_module, notes_of, written_class
 from accel.parallel._private import called_eagerly, is_compiled, runs_in_backward, untraced
 from accel.parallel._sharded import sharded_roots
 from accel.parallel.axes.context._attention import whole_positions
-from accel.parallel.axes.context._checks import refuse_reentrant
+from accel.parallel.axes.context._checks import can_be_of_parts, refuse_reentrant
 from accel.parallel.axes.context._positions import DifferentRankError, PositionRanks, SelectedTensor, whole_of
 from accel.parallel.axes.context._split import (
     all_positions,
@@ -36,7 +36,7 @@ from accel.parallel.axes.context._split import (
 from accel.parallel.parts import NoRuleError, PartTensor, plain_of, rows_of
 from accel.parallel.parts._part import tensors_of
 from accel.random import isolated_rng
-from accel.tensors import is_dtensor, mixes_dtensors
+from accel.tensors import is_dtensor
 from accel.tree import map_tensors
 
 _LOG = logging.getLogger("accel.parallel")
@@ -478,8 +478,7 @@ def _problem_of(error: Exception) -> str:
     """Return a line on an error of a call with parts; raise those that are not of parts."""
     if isinstance(error, PrepareError) and (isinstance(error, NoRuleError) or not error.problem):
         return str(error.got)
-    is_known = isinstance(error, RuntimeError | ValueError | TypeError | IndexError) and not mixes_dtensors(error)
-    if is_known and not isinstance(error, AccelError):
+    if can_be_of_parts(error):
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     raise error
 

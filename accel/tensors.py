@@ -46,11 +46,6 @@ def is_dtensor(tensor: object) -> TypeIs[DTensor]:
     return kind is not None and isinstance(tensor, kind)
 
 
-def mixes_dtensors(error: Exception) -> bool:
-    """Return whether an error is torch's of a function with a plain tensor and a DTensor."""
-    return isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error)
-
-
 def is_half(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's elements are floating-point numbers of 16 bits."""
     return tensor.dtype in (torch.bfloat16, torch.float16)

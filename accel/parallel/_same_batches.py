@@ -26,8 +26,9 @@ from accel.devices import wide_dtype
 from accel.errors import DataError, PrepareError, TreeError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import is_pipelined, note_prepared, prepared_of
+from accel.parallel._private import mixes_dtensors
 from accel.parallel._spread import ModelView
-from accel.tensors import mesh_of, mixes_dtensors, split_dims
+from accel.tensors import mesh_of, split_dims
 from accel.topology import Dimension, dimension_of
 from accel.tree._walk import Containers, leaves
 

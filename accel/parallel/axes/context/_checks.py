@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel.errors import AccelError, ConfigError, PrepareError
+from accel.errors import ConfigError, PrepareError
 from accel.parallel._blocks import ModuleGroup, block_groups, outermost_groups
 from accel.parallel._modules import forward_names, layerdrops, named_modules, passes_keyword, written_class
 from accel.parallel._private import runs_in_reentrant_checkpoint
 from accel.parallel.axes.context._kernels import Terms
-from accel.tensors import mixes_dtensors
 
 _WHERE = "context_attention"
 
@@ -150,12 +149,6 @@ def check_method(q: Tensor, terms: Terms, method: str, size: int) -> None:
             where=_WHERE,
             fix='Use Plan(context="gather"). causal, window, documents and key_padding_mask go with every method.',
         )
-
-
-def can_be_of_parts(error: Exception) -> bool:
-    """Return whether a function may have raised an error because its arguments are parts of positions."""
-    is_known = isinstance(error, RuntimeError | ValueError | TypeError | IndexError)
-    return is_known and not isinstance(error, AccelError) and not mixes_dtensors(error)
 
 
 FORWARD = "forward of a model on a mesh with cp"

@@ -19,10 +19,10 @@ from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._copies import WideMode, gradients_of
 from accel.parallel._modules import note_module, notes_of, written_class
-from accel.parallel._private import called_eagerly, is_compiled, runs_in_backward, untraced
+from accel.parallel._private import called_eagerly, is_compiled, is_of_arguments, runs_in_backward, untraced
 from accel.parallel._sharded import sharded_roots
 from accel.parallel.axes.context._attention import whole_positions
-from accel.parallel.axes.context._checks import can_be_of_parts, refuse_reentrant
+from accel.parallel.axes.context._checks import refuse_reentrant
 from accel.parallel.axes.context._positions import DifferentRankError, PositionRanks, SelectedTensor, whole_of
 from accel.parallel.axes.context._split import (
     all_positions,
@@ -478,7 +478,7 @@ def _problem_of(error: Exception) -> str:
     """Return a line on an error of a call with parts; raise those that are not of parts."""
     if isinstance(error, PrepareError) and (isinstance(error, NoRuleError) or not error.problem):
         return str(error.got)
-    if can_be_of_parts(error):
+    if is_of_arguments(error):
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     raise error
 

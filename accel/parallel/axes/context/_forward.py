@@ -19,7 +19,7 @@ from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._copies import WideMode, gradients_of
 from accel.parallel._modules import note_module, notes_of, written_class
-from accel.parallel._private import called_eagerly, is_compiled, is_of_arguments, runs_in_backward, untraced
+from accel.parallel._private import called_eagerly, is_compiled, is_of_inputs, run_eagerly, runs_in_backward, untraced
 from accel.parallel._sharded import sharded_roots
 from accel.parallel.axes.context._attention import whole_positions
 from accel.parallel.axes.context._checks import refuse_reentrant
@@ -133,8 +133,8 @@ class _Positions:
             if self.crosses:
                 return forward(*given.inputs, **given.keywords)
             inputs, keywords = self._parts_of(given, self.dim)
-            with called_eagerly(module) if self.is_compiled else contextlib.nullcontext():
-                output = forward(*inputs, **keywords)
+            run_eagerly(module)  # and in a backward that computes blocks again
+            output = forward(*inputs, **keywords)
         finally:
             self.is_running = False
         return map_tensors(self._left, output)
@@ -478,7 +478,7 @@ def _problem_of(error: Exception) -> str:
     """Return a line on an error of a call with parts; raise those that are not of parts."""
     if isinstance(error, PrepareError) and (isinstance(error, NoRuleError) or not error.problem):
         return str(error.got)
-    if is_of_arguments(error):
+    if is_of_inputs(error):
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     raise error
 

@@ -128,7 +128,8 @@ class RegionEnd(Mixin):
         ranks.depth += 1
         sees_around = ranks.sees_tuples
         if ranks.depth == 1:  # regions in others have modules of theirs
-            ranks.sees_tuples = is_dynamo_compiling() or contains_compiled(cast(Any, self))
+            # torch compiles nothing where tensors are parts along two axes
+            ranks.sees_tuples = not ranks.nests and (is_dynamo_compiling() or contains_compiled(cast(Any, self)))
         try:
             if ranks.sees_tuples:
                 with PartsInTuples():

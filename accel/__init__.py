@@ -89,7 +89,6 @@ if TYPE_CHECKING:
         single as single,
     )
     from accel.data._batches import Batch as Batch, batches as batches
-    from accel.data._cursor import Cursor as Cursor
     from accel.data._loader import Loader as Loader, prepare_loader as prepare_loader
     from accel.data._progress import (
         gather_for_metrics as gather_for_metrics,
@@ -108,12 +107,12 @@ if TYPE_CHECKING:
         launch as launch,
         notebook_launcher as notebook_launcher,
     )
+    from accel.loop_state import Accumulation as Accumulation, Cursor as Cursor, LossScale as LossScale
     from accel.memory import (
         find_executable_batch_size as find_executable_batch_size,
         free_memory as free_memory,
         is_out_of_memory as is_out_of_memory,
     )
-    from accel.optim._accumulation import Accumulation as Accumulation
     from accel.parallel._chunked import chunk_sequence as chunk_sequence
     from accel.parallel._compile import checkpoint_activations as checkpoint_activations, compile_model as compile_model
     from accel.parallel._modules import unwrap_model as unwrap_model
@@ -122,7 +121,7 @@ if TYPE_CHECKING:
     from accel.parallel._sync import no_sync as no_sync, trigger_sync_in_backward as trigger_sync_in_backward
     from accel.parallel.axes.replicate._ddp import join_uneven_inputs as join_uneven_inputs
     from accel.parallel.logits._deferred import defer_logits as defer_logits
-    from accel.precision._amp import LossScale as LossScale, autocast as autocast, loss_scale as loss_scale
+    from accel.precision._amp import autocast as autocast, loss_scale as loss_scale
     from accel.process import (
         any_rank as any_rank,
         local_main_process_first as local_main_process_first,

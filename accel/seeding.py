@@ -20,7 +20,7 @@ from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 from accel.errors._checks import check_count
 from accel.random import Key, RngState, capture_rng, check_seed, restore_rng, rng_scope, seed_rng
-from accel.topology import AXIS_NAMES, DATA_DIMS, data_dimension
+from accel.topology import AXIS_NAMES, DATA_DIMS, names_of
 
 __all__ = ["Key", "deterministic", "draw_seed", "rank_key", "seeded", "set_seed", "synchronize_rng"]
 __dir__ = __all__.copy
@@ -65,8 +65,7 @@ def _key_along(ctx: DistContext, key: Key, along: Sequence[str], data_rank: int 
             got=f"along={tuple(along)!r} and data_rank={data_rank}",
             where="rank_key",
         )
-    kind = data_dimension(ctx.strategy)
-    names = {own for name in along for own in ctx.position.find(name, kind)}
+    names = {own for name in along for own in names_of(ctx.position.axes, name, ctx.strategy)}
     ranks = {name: axis.rank for name, axis in ctx.position.axes if axis.size > 1}
     data = ranks.keys() & {*DATA_DIMS} - {*AXIS_NAMES["expert"]}
     if names >= data:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of special classes: DTensors and what this rank holds of them, weights elsewhere, quantizers' weights, fakes.
+"""Tensors of special classes: DTensors and what this rank holds of them, weights elsewhere, quantizers' weights, fakes;
+the tensors of models and optimizers; and sums of bits, for ranks to compare.
 
 Nothing here imports torch.distributed.tensor, which takes most of a second, before there is a DTensor. A quantizer's
 weight is split into plain tensors by the engine for its package, which is imported when such a weight is met.
@@ -32,6 +33,7 @@ FORMATS: Mapping[str, tuple[str, str]] = {
     "bitsandbytes": ("accel.engines.quantized._describe", "take_apart"),
     "torchao": ("accel.engines.quantized._describe", "take_apart"),
 }
+_COLUMNS, _ROWS = 2**14, 32  # of words that a checksum weights together
 MARK = "accel_packed"  # attribute of a parameter of another class in place of a packed weight
 
 Make = Callable[[Mapping[str, torch.Tensor]], nn.Parameter]
@@ -54,6 +56,11 @@ def is_half(tensor: torch.Tensor) -> bool:
 def has_wide_gradient(parameter: torch.Tensor) -> bool:
     """Return whether a 16-bit parameter has its gradients in float32, as master weights need them."""
     return is_half(parameter) and parameter.grad_dtype == torch.float32
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a view of another, as gradients in DDP's buckets are."""
+    return tensor._is_view()  # pyright: ignore[reportPrivateUsage]
 
 
 class AbsentWeight(Protocol):
@@ -261,6 +268,11 @@ def packed_weights(model: nn.Module | Iterable[tuple[str, nn.Module]]) -> dict[s
     return found
 
 
+def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """List the optimizers' parameters, in their order."""
+    return [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+
+
 def part_names(model: nn.Module) -> set[str]:
     """Return the names of all parts and constants of packed weights, as `state_tensors` has them."""
     return {name for tensors in _named_parts(packed_weights(model)).values() for name in tensors}
@@ -308,7 +320,7 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
 _CACHE = type(functools.lru_cache(lambda: None))
 _EMPTY = CellType()
 _WITHOUT_VALUES = ("FakeTensor", "FunctionalTensor")
-_NO_MODELS = frozenset({"torch", "sympy", "numpy", *sys.stdlib_module_names})
+_NO_MODELS = frozenset({"torch", "sympy", "numpy", "hypothesis", *sys.stdlib_module_names})
 
 
 def fake_mode() -> Any:
@@ -340,19 +352,40 @@ def _caches() -> list[Any]:
     """The caches of functions in imported modules, and of methods of their classes."""
     found: dict[int, Any] = {}  # not from gc.get_objects, which lists none after gc.freeze
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in _NO_MODELS and name != "__main__":
+        names: dict[str, Any] = getattr(module, "__dict__", {})
+        package = name.partition(".")[0]
+        if package in _NO_MODELS and name != "__main__":
             continue
-        for value in list(getattr(module, "__dict__", {}).values()):
-            own = list(vars(value).values()) if isinstance(value, type) and value.__module__ == name else (value,)
-            for each in own:
-                kind = cast(Any, type(each))  # compared by identity: a class may have no hash
-                function: Any = cast(Any, each).__func__ if kind is staticmethod or kind is classmethod else each
-                if type(function) is _CACHE:
-                    found[id(function)] = function
-                elif type(function) is FunctionType and function.__closure__ is not None:
-                    held = [cell.cell_contents for cell in function.__closure__ if cell != _EMPTY]
-                    found |= {id(one): one for one in held if type(one) is _CACHE}
+        # Thousands of modules of packages keep their functions: each is read once, and again when it has other names.
+        kept = package == "accel" or "-packages" in str(names.get("__file__"))
+        caches = _caches_of_package(name, len(names)) if kept else _caches_of(name, names)
+        found |= {id(each): each for each in caches}
     return list(found.values())
+
+
+def _caches_of(name: str, names: Mapping[str, Any]) -> list[Any]:
+    """The caches of functions in a module, and of methods of its classes."""
+    values: list[Any] = list(names.values())
+    for value in tuple(values):
+        if isinstance(value, type) and value.__module__ == name:
+            values.extend(vars(value).values())
+    found: list[Any] = []
+    for each in values:
+        kind = cast(Any, type(each))  # compared by identity: a class may have no hash
+        function = each.__func__ if kind is staticmethod or kind is classmethod else each
+        if type(function) is _CACHE:
+            found.append(function)
+        elif type(function) is FunctionType and function.__closure__ is not None:
+            held = [cell.cell_contents for cell in function.__closure__ if cell != _EMPTY]
+            found.extend(one for one in held if type(one) is _CACHE)
+    return found
+
+
+@functools.cache
+def _caches_of_package(name: str, names: int) -> list[Any]:
+    """The caches of an installed package's module, while it has so many names."""
+    caches = _caches_of(name, getattr(sys.modules.get(name), "__dict__", {}))
+    return [each for each in caches if each is not _caches_of_package]
 
 
 def _holds_fakes(cache: object) -> bool:
@@ -397,3 +430,60 @@ def _has_matrix(module: nn.Module) -> bool:
         return False
     weight: object = getattr(module, "weight", None)  # also one of another stage
     return isinstance(weight, torch.Tensor) and weight.ndim == 2
+
+
+def checksum(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Sum the bits of tensors to an integer of 64 bits, for ranks to compare. Waits for each device once."""
+    sums = checksums(tensors)
+    # odd weights by position: values that two tensors have swapped do not cancel
+    return sum(sums[name] * (2 * at + 1) for at, name in enumerate(sorted(sums))) % 2**64 - 2**63
+
+
+def checksums(tensors: Mapping[str, torch.Tensor], *, by_position: bool = False) -> dict[str, int]:
+    """Sum the bits of each tensor; see `checksum`. With `by_position`, which takes eight times as long, a sum also
+    depends on the order of the elements."""
+    words = [_bits(tensor) for tensor in tensors.values()]
+    sums = [_weighted_sum(each) if by_position else each.sum(dtype=torch.int64) for each in words]
+    kinds: dict[torch.device, list[int]] = {}
+    for at, each in enumerate(sums):
+        kinds.setdefault(each.device, []).append(at)
+    found = [0] * len(sums)
+    for places in kinds.values():
+        # one wait for each device, however many tensors it has
+        values = integers(torch.stack([sums[at] for at in places]))
+        for at, value in zip(places, values, strict=True):
+            found[at] = value
+    return dict(zip(tensors, found, strict=True))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    if tensor.device.type == "xla":  # TPUs have no words of 64 bits
+        tensor = tensor.cpu()
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if flat.nbytes % 8 == 0:  # eight times as fast as words that have to be widened
+        aligned = flat.storage_offset() * flat.element_size() % 8 == 0
+        return (flat if aligned else flat.clone()).view(torch.int64)
+    return flat.view(words.get(flat.element_size(), torch.int64))
+
+
+def _weighted_sum(words: torch.Tensor) -> torch.Tensor:
+    """Sum words times weights of their positions, which are products of a row's and a column's weight."""
+    # Two words of 64 bits that differ in their first bit would weigh the same under all odd weights.
+    words = words.view(torch.int32) if words.dtype == torch.int64 else words
+    columns = _weights(0, _COLUMNS, words.device)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for at in range(0, len(words), _COLUMNS * _ROWS):
+        part = words[at : at + _COLUMNS * _ROWS]
+        count = -(-len(part) // _COLUMNS)
+        rows = torch.nn.functional.pad(part, (0, count * _COLUMNS - len(part))).view(count, _COLUMNS)
+        total += ((rows * columns).sum(1) * _weights(_COLUMNS + at // _COLUMNS, count, words.device)).sum()
+    return total
+
+
+def _weights(start: int, count: int, device: torch.device) -> torch.Tensor:
+    """Return odd numbers of 64 bits for positions, mixed so that two sums of some of them hardly ever agree."""
+    mixed = torch.arange(start + 1, start + count + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB
+    mixed = (mixed ^ (mixed >> 30)) * -0x40A7B892E31B1A47  # as splitmix64
+    mixed = (mixed ^ (mixed >> 27)) * -0x6B2FB644ECCEEE15
+    return (mixed ^ (mixed >> 31)) | 1

@@ -32,7 +32,7 @@ _TOP = ROOT / "accel" / "__init__.py"
 _GROUPS = {  # of the names in `accel`, by the packages that define them: a page, its title, the packages
     "accel-contexts": ("Contexts, launch and errors", ("context", "env", "launching", "errors")),
     "accel-data": ("Data", ("data",)),
-    "accel-training": ("Training", ("training", "optim", "precision")),
+    "accel-training": ("Training", ("training", "optim", "precision", "loop_state")),
     "accel-models": ("Models on several ranks", ("parallel", "formats")),
     "accel-checkpoints": ("Checkpoints and weights", ("checkpoint", "items")),
     "accel-memory": ("Memory and large models", ("memory", "bigmodel")),

@@ -11,12 +11,12 @@ from typing import Any, get_args
 import pytest
 import torch
 from catching import assert_raises
+from launches import parser
 from tables import rows
 
 import accel
 from accel.brought import _FIXES
 from accel.cli import main
-from accel.cli._launch import parser
 from accel.cli._parser import _OTHERS
 from accel.errors import ConfigError, EnvError
 from accel.formats import PrecisionName, precision, precision_fix

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+from catching import assert_raises
 from hypothesis import given, strategies as st
 
 from accel import read_env
@@ -38,11 +39,17 @@ def test_a_host_alone_is_no_pod(names: str) -> None:
     assert read_env({"TPU_WORKER_HOSTNAMES": names}).tpu_hosts == 1
 
 
-@pytest.mark.parametrize("worker", [None, "", "2", "-1", "one"])
-def test_a_host_without_a_usable_number_is_refused(worker: str | None) -> None:
-    environ = {name: value for name, value in POD.items() if name != "TPU_WORKER_ID"}
-    with pytest.raises(EnvError, match="TPU_WORKER_ID"):
-        read_pod(environ if worker is None else {**environ, "TPU_WORKER_ID": worker})
+@pytest.mark.parametrize("worker", ["", "-1", "one"])
+def test_a_host_without_a_usable_number_is_refused(worker: str) -> None:
+    with assert_raises(EnvError, where="TPU_WORKER_ID"):
+        read_pod({**POD, "TPU_WORKER_ID": worker})
+
+
+def test_a_host_without_a_number_among_the_hosts_is_refused() -> None:
+    with assert_raises(EnvError, expected="TPU_WORKER_ID"):
+        read_pod({name: value for name, value in POD.items() if name != "TPU_WORKER_ID"})
+    with assert_raises(EnvError, expected="TPU_WORKER_ID"):
+        read_pod({**POD, "TPU_WORKER_ID": "2"})
 
 
 def test_a_process_of_torch_xlas_own_launch_knows_its_place() -> None:
@@ -65,15 +72,21 @@ def test_every_process_has_a_place_of_its_own(hosts: int, each: int, data: st.Da
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "fields"),
     [
-        ({"CLOUD_TPU_TASK_ID": "8"}, "CLOUD_TPU_TASK_ID=8"),
-        ({"TPU_PROCESS_ADDRESSES": "a:1,b:1,a:2,b:2", "CLOUD_TPU_TASK_ID": "0"}, "fill one host after another"),
-        ({"TPU_PROCESS_ADDRESSES": "a:1,a:2,b:1", "CLOUD_TPU_TASK_ID": "0"}, "fill one host after another"),
+        ({"CLOUD_TPU_TASK_ID": "8"}, {"got": "CLOUD_TPU_TASK_ID=8"}),
+        (
+            {"TPU_PROCESS_ADDRESSES": "a:1,b:1,a:2,b:2", "CLOUD_TPU_TASK_ID": "0"},
+            {"problem": "fill one host after another"},
+        ),
+        (
+            {"TPU_PROCESS_ADDRESSES": "a:1,a:2,b:1", "CLOUD_TPU_TASK_ID": "0"},
+            {"problem": "fill one host after another"},
+        ),
     ],
 )
-def test_processes_that_do_not_fit_together_are_refused(changed: dict[str, str], said: str) -> None:
-    with pytest.raises(EnvError, match=said):
+def test_processes_that_do_not_fit_together_are_refused(changed: dict[str, str], fields: dict[str, str]) -> None:
+    with assert_raises(EnvError, **fields):
         read_env(PROCESS | changed)
 
 

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import inspect
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from operator import attrgetter
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -136,6 +138,31 @@ ARTICLES = """an object, an AdamW, an SGD, an LSTM, an AutoModel, an Uninitializ
 a OneCycleLR, a UserDict, a UnionType, a Module, a StepLR"""
 
 
-@pytest.mark.parametrize("noun", ARTICLES.replace("\n", " ").split(", "))
+@rows("noun", ARTICLES.replace("\n", " ").split(", "))
 def test_the_article_follows_the_name(noun: str) -> None:
     assert with_article(noun.partition(" ")[2]) == noun
+
+
+def matched_texts(source: str) -> Iterator[str]:
+    """Calls of `pytest.raises` with `match=` for a class of this package, or for one that does not stand there."""
+    ours = {each.__name__ for each in PUBLIC.values() if isinstance(each, type) and issubclass(each, AccelError)}
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or ast.unparse(node.func) != "pytest.raises":
+            continue
+        kinds = node.args[0].elts if isinstance(node.args[0], ast.Tuple) else node.args[:1]
+        names = [ast.unparse(each).rpartition(".")[2] for each in kinds]
+        others = all(name.isidentifier() and name[0].isupper() and name not in ours for name in names)
+        if not others and any(each.arg == "match" for each in node.keywords):
+            yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def test_tests_check_the_fields_of_an_error_and_not_its_text() -> None:
+    here = Path(__file__).parent
+    found = [
+        f"{path.relative_to(here)}:{each}" for path in here.rglob("*.py") for each in matched_texts(path.read_text())
+    ]
+    assert not found, "write assert_raises(kind, problem=...), of catching.py:\n" + "\n".join(found)
+    for kind in ("ConfigError", "errors.StepError", "kind", "(ValueError, DataError)", "accel.testing.Deadlock"):
+        assert list(matched_texts(f"with pytest.raises({kind}, match='no'): pass"))
+    for allowed in ("pytest.raises(ConfigError)", "pytest.raises((KeyError, OSError), match='no')"):
+        assert not list(matched_texts(f"with {allowed}: pass"))

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from catching import assert_raises
 from hypothesis import given, strategies as st
+from planned_parts import Recomputed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import accel
 from accel.mixins import INSERTED, Mixin, add_mixin, place_of, remove_mixin
-from accel.parallel._compile import Recomputed
 from accel.parallel._offload import Offloaded
 from accel.parallel.axes.context._forward import _ByPositions
 from accel.parallel.axes.tensor._dropout import _Holder

@@ -89,3 +89,9 @@ def test_each_line_names_a_test_that_is_there() -> None:
     text = {path: (ROOT / path).read_text() for path in {name.split("::")[0] for name in functions}}
     gone = [each for each in functions if not re.search(rf"def {each.split('::')[-1]}\(", text[each.split("::")[0]])]
     assert gone == []
+
+
+def test_examples_are_shares_of_a_profile() -> None:
+    """`max_examples=10` would be 10 at night, too; a search for a case, such as `find`, may set its limit by a name."""
+    number = re.compile(r"@settings\([^)]*max_examples=\d")
+    assert [path.name for path in (ROOT / "tests").rglob("test_*.py") if number.search(path.read_text())] == []

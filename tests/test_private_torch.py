@@ -19,7 +19,8 @@ from torch import nn
 from uncollected import no_collections
 
 from accel.parallel import _torch_fsdp
-from accel.parallel._private import has_hooks, is_view
+from accel.parallel._private import has_hooks
+from accel.tensors import is_view
 from accel.testing import simulate
 
 ROOT = Path(__file__).parent.parent / "accel"

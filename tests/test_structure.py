@@ -16,15 +16,15 @@ from accel.testing import simulate
 SCRIPT = Path(__file__).parent / "benchmarks" / "structure.py"
 MOST_FILES = {
     "batches": 8,
-    "prepare": 16,
-    "a loop's pass": 24,
+    "prepare": 13,
+    "a loop's pass": 21,
     "save a layer": 17,
     "load a layer": 17,
-    "save a run": 28,  # a run is a model, AdamW, a scheduler, a TrainState and a loader
-    "load a run": 27,
+    "save a run": 24,  # a run is a model, AdamW, a scheduler, a TrainState and a loader
+    "load a run": 24,
 }
 MOST_OF_A_LAUNCH = 26  # two of them the doors to files of others and to signals and helper programs
-MOST_OF_A_DISPATCH = 28
+MOST_OF_A_DISPATCH = 22
 
 
 def benchmark() -> ModuleType:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from accel.tensors import (
     dtensor_like,
     emptied_caches,
+    fake_mode,
     full_tensor,
     is_dtensor,
     is_partial,
@@ -144,3 +146,26 @@ def test_caches_are_emptied_past_objects_of_classes_without_a_hash(monkeypatch: 
         hash(Unhashable)
     with emptied_caches():
         pass
+
+
+def test_caches_of_packages_are_read_again_with_new_names_and_those_of_users_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A package may define functions after its import, as lazy modules do; a cell of a notebook replaces them."""
+
+    def emptied(module: ModuleType) -> bool:
+        """Whether a new cache of the module is emptied, under the name `mask`."""
+        vars(module)["mask"] = functools.lru_cache(lambda: torch.ones(2))
+        with emptied_caches(), fake_mode():
+            module.mask()
+        return module.mask.cache_info().currsize == 0
+
+    package, user = ModuleType("a_package"), ModuleType("of_a_user")
+    package.__file__ = "/lib/python3/site-packages/a_package.py"
+    for module in (package, user):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    with emptied_caches():
+        pass
+    assert emptied(package)
+    assert emptied(user)
+    assert emptied(user)  # another function of that name

@@ -17,9 +17,8 @@ from accel.checkpoint._live_tensors import held_box
 from accel.comm import all_reduce_flat
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, DeviceError, PrepareError
-from accel.mixins import Mixin
 from accel.parallel._empty import is_unknown
-from accel.parallel._modules import unwrap_model
+from accel.parallel._modules import unwrap_model, written_class
 from accel.parallel.axes.pipeline import is_tied_copy, pipeline_of
 from accel.random import Key
 from accel.seeding import seeded
@@ -360,18 +359,6 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
     return dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
 
 
-def _bare(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class of a module without those that spreading has put before it."""
-    for each in kind.__mro__:
-        if issubclass(each, nn.Module) and not issubclass(each, Mixin) and not _is_of_fsdp(each):
-            return each
-    return kind
-
-
-def _is_of_fsdp(kind: type[nn.Module]) -> bool:
-    return hasattr(kind, "set_requires_gradient_sync")
-
-
 def _own_initialiser(kind: type[nn.Module]) -> Callable[[nn.Module], object] | None:
     return next((getattr(kind, name) for name in _OWN if hasattr(kind, name)), None)
 
@@ -383,7 +370,7 @@ def _initialise(module: nn.Module) -> object:
 
 
 def _check_initialisers(modules: Mapping[str, nn.Module]) -> None:
-    missing = [path or "the model" for path, each in modules.items() if _own_initialiser(_bare(type(each))) is None]
+    missing = [path or "the model" for path, each in modules.items() if _own_initialiser(written_class(each)) is None]
     if missing:
         raise PrepareError(
             "modules do not know their first values",
@@ -396,7 +383,7 @@ def _check_initialisers(modules: Mapping[str, nn.Module]) -> None:
 
 def _stand_in(module: nn.Module, device: torch.device) -> nn.Module:
     """Return a copy of a module, of its class, with full plain tensors of NaN instead of its parameters."""
-    kind = _bare(type(module))
+    kind = written_class(module)
     made = object.__new__(kind)
     own = vars(made)
     own.update(vars(module))

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans without tensors: overlaps and tilings of boxes, and the rank that holds, writes or checks each."""
+"""Plans without tensors: overlaps and tilings of boxes, the rank that holds, writes or checks each, and their bytes in
+files."""
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, TypeVar
 
@@ -16,6 +18,7 @@ K = TypeVar("K", bound=Any)  # ordered and hashable
 
 _MOST_DIMS = 64
 _MOST_SPLIT_DIMS = 8
+_GAP = 32 << 10  # unwanted bytes between two rows that cost less than another request
 _MOST_ELEMENTS = 2**59  # of the widest dtype, 16 bytes, these are as many bytes as 63 bits count
 
 
@@ -185,3 +188,156 @@ def _corners(box: Box, dims: Iterable[int], sign: int) -> Counter[tuple[int, ...
     for corner in product(*sides):
         found[tuple(at for at, _ in corner)] += sign * math.prod(factor for _, factor in corner)
     return found
+
+
+class StridedPart(msgspec.Struct, frozen=True):
+    """A box of a tensor in a file."""
+
+    file: str  # name of the file, or of a tensor in memory
+    start: int  # byte of the box's first element
+    box: Box  # place in the tensor
+    strides: tuple[int, ...]  # bytes from an element to the next, one a dimension
+
+
+class Strided(msgspec.Struct, frozen=True):
+    """A tensor in files."""
+
+    dtype: str  # safetensors' name of its dtype, such as "BF16"
+    shape: tuple[int, ...]  # its sizes
+    parts: tuple[StridedPart, ...]  # boxes that together hold each element once
+
+
+class ElementRun(msgspec.Struct, frozen=True):
+    """Elements of a part that one read brings, with the elements between them."""
+
+    start: int  # first byte in the file
+    nbytes: int  # bytes from there to the end of the last element
+    box: Box  # place in the part
+    strides: tuple[int, ...]  # bytes from an element to the next, one a dimension
+
+
+def row_major(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Return the strides in bytes of elements in row-major order."""
+    sizes = [*shape[1:], itemsize] if shape else []
+    return tuple(reversed(list(itertools.accumulate(reversed(sizes), lambda a, b: a * b))))
+
+
+def in_file(dtype: str, shape: Sequence[int], itemsize: int, file: str, start: int) -> Strided:
+    """Return a tensor that one file holds in row-major order from a byte on."""
+    box = Box((0,) * len(shape), tuple(shape))
+    return Strided(dtype, tuple(shape), (StridedPart(file, start, box, row_major(shape, itemsize)),))
+
+
+def cut(tensor: Strided, box: Box) -> Strided:
+    """Return a box of a tensor as a separate tensor."""
+    found: list[StridedPart] = []
+    for part in tensor.parts:
+        shared = intersect(part.box, box)
+        if shared is not None:
+            skipped = zip(shared.offset, part.box.offset, part.strides, strict=True)
+            start = part.start + sum((at - first) * stride for at, first, stride in skipped)
+            found.append(StridedPart(part.file, start, _moved(shared, box.offset, -1), part.strides))
+    return Strided(tensor.dtype, box.shape, tuple(found))
+
+
+def concat(tensors: Sequence[Strided], dim: int) -> Strided:
+    """Join tensors along a dimension; the other sizes are equal."""
+    parts: list[StridedPart] = []
+    length = 0
+    for tensor in tensors:
+        shift = tuple(length if at == dim else 0 for at in range(len(tensor.shape)))
+        parts += [msgspec.structs.replace(part, box=_moved(part.box, shift, 1)) for part in tensor.parts]
+        length += tensor.shape[dim]
+    first = tensors[0]
+    return Strided(first.dtype, (*first.shape[:dim], length, *first.shape[dim + 1 :]), tuple(parts))
+
+
+def split(tensor: Strided, sizes: Sequence[int], dim: int) -> list[Strided]:
+    """Cut a tensor along a dimension; the sizes add up to its own."""
+    found: list[Strided] = []
+    start = 0
+    for size in sizes:
+        offset = tuple(start if at == dim else 0 for at in range(len(tensor.shape)))
+        found.append(cut(tensor, Box(offset, (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]))))
+        start += size
+    return found
+
+
+def stack(tensors: Sequence[Strided], dim: int) -> Strided:
+    """Join tensors of one shape along a new dimension."""
+
+    def widened(tensor: Strided) -> Strided:
+        return _reshaped(tensor, lambda values, added: (*values[:dim], added, *values[dim:]))
+
+    return concat([widened(tensor) for tensor in tensors], dim)
+
+
+def unstack(tensor: Strided, dim: int) -> list[Strided]:
+    """Cut a tensor into those along a dimension, which falls away."""
+    pieces = split(tensor, [1] * tensor.shape[dim], dim)
+    return [_reshaped(piece, lambda values, _: (*values[:dim], *values[dim + 1 :])) for piece in pieces]
+
+
+def transpose(tensor: Strided, one: int, other: int) -> Strided:
+    """Swap two dimensions."""
+    order = list(range(len(tensor.shape)))
+    order[one] = other
+    order[other] = one
+    return _reshaped(tensor, lambda values, _: tuple(values[at] for at in order))
+
+
+def file_order(part: StridedPart) -> list[int]:
+    """Return the dimensions of a part in the order of its bytes, slowest first."""
+    return sorted(range(len(part.strides)), key=lambda dim: (-part.strides[dim], dim))
+
+
+def is_contiguous(part: StridedPart, itemsize: int) -> bool:
+    """Return whether a part's elements follow each other in the file in row-major order."""
+    expected = row_major(part.box.shape, itemsize)
+    facts = zip(part.box.shape, part.strides, expected, strict=True)
+    return all(size == 1 or stride == wanted for size, stride, wanted in facts)
+
+
+def runs(
+    shape: Sequence[int], strides: Sequence[int], itemsize: int, most: int, gap: int = _GAP
+) -> Iterator[ElementRun]:
+    """Plan the reads of a strided part: boxes that hold each element once, of at most `most` bytes a read. `strides`
+    descend; `gap` is the most unwanted bytes between two rows of a read."""
+    if not shape:
+        yield ElementRun(0, itemsize, Box((), ()), ())
+        return
+    if 0 in shape:
+        return
+    inner = itemsize + sum((size - 1) * stride for size, stride in zip(shape[1:], strides[1:], strict=True))
+    stride = strides[0]
+    # a row alone exceeds a read: its inner rows are planned in turn
+    if inner > most:
+        for at in range(shape[0]):
+            for run in runs(shape[1:], strides[1:], itemsize, most, gap):
+                box = Box((at, *run.box.offset), (1, *run.box.shape))
+                yield ElementRun(at * stride + run.start, run.nbytes, box, (stride, *run.strides))
+        return
+    # bytes of a small gap cost less than one more request
+    step = 1 if stride - inner > gap else 1 + (most - inner) // max(stride, 1)
+    for at in range(0, shape[0], step):
+        rows = min(step, shape[0] - at)
+        box = Box((at,) + (0,) * (len(shape) - 1), (rows, *shape[1:]))
+        yield ElementRun(at * stride, inner + (rows - 1) * stride, box, tuple(strides))
+
+
+def _moved(box: Box, shift: Sequence[int], sign: int) -> Box:
+    return Box(tuple(at + sign * by for at, by in zip(box.offset, shift, strict=True)), box.shape)
+
+
+def _reshaped(tensor: Strided, change: Callable[[Sequence[int], int], tuple[int, ...]]) -> Strided:
+    """Change the dimensions of a tensor and its parts: `change` takes a value for each, and the value for a new one."""
+    parts = (
+        StridedPart(
+            part.file,
+            part.start,
+            Box(change(part.box.offset, 0), change(part.box.shape, 1)),
+            change(part.strides, 0),
+        )
+        for part in tensor.parts
+    )
+    return Strided(tensor.dtype, change(tensor.shape, 1), tuple(parts))

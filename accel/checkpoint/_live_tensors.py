@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Live tensors on this rank: whether they can be stored, the box held, names of the same memory, sums of bits."""
+"""Live tensors on this rank: whether they can be stored, the box held, names of the same memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from accel.checkpoint._boxes import Box, Split, local_box, whole
 from accel.errors import CheckpointError
 from accel.errors._checks import with_article
 from accel.storage import stored_dtype
-from accel.tensors import integers, is_absent, is_dtensor, is_partial, local_part
-
-_COLUMNS, _ROWS = 2**14, 32  # of words that are weighted together
+from accel.tensors import is_absent, is_dtensor, is_partial, local_part
 
 
 def held_box(tensor: torch.Tensor, path: str) -> Box | None:
@@ -100,30 +98,6 @@ def tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return aliases
 
 
-def checksum(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Sum the bits of tensors to an integer of 64 bits, for ranks to compare. Waits for each device once."""
-    sums = checksums(tensors)
-    # odd weights by position: values that two tensors have swapped do not cancel
-    return sum(sums[name] * (2 * at + 1) for at, name in enumerate(sorted(sums))) % 2**64 - 2**63
-
-
-def checksums(tensors: Mapping[str, torch.Tensor], *, by_position: bool = False) -> dict[str, int]:
-    """Sum the bits of each tensor; see `checksum`. With `by_position`, which takes eight times as long, a sum also
-    depends on the order of the elements."""
-    words = [_bits(tensor) for tensor in tensors.values()]
-    sums = [_weighted_sum(each) if by_position else each.sum(dtype=torch.int64) for each in words]
-    kinds: dict[torch.device, list[int]] = {}
-    for at, each in enumerate(sums):
-        kinds.setdefault(each.device, []).append(at)
-    found = [0] * len(sums)
-    for places in kinds.values():
-        # one wait for each device, however many tensors it has
-        values = integers(torch.stack([sums[at] for at in places]))
-        for at, value in zip(places, values, strict=True):
-            found[at] = value
-    return dict(zip(tensors, found, strict=True))
-
-
 def _split(placement: object) -> Split | None:
     shard = cast("Any", placement)
     return None if shard.is_replicate() else Split(shard.dim, getattr(shard, "split_factor", 1))
@@ -131,36 +105,3 @@ def _split(placement: object) -> Split | None:
 
 def _dispatch(kind: type[torch.Tensor]) -> object:
     return getattr(kind, "__torch_dispatch__", None)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    if tensor.device.type == "xla":  # TPUs have no words of 64 bits
-        tensor = tensor.cpu()
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    if flat.nbytes % 8 == 0:  # eight times as fast as words that have to be widened
-        aligned = flat.storage_offset() * flat.element_size() % 8 == 0
-        return (flat if aligned else flat.clone()).view(torch.int64)
-    return flat.view(words.get(flat.element_size(), torch.int64))
-
-
-def _weighted_sum(words: torch.Tensor) -> torch.Tensor:
-    """Sum words times weights of their positions, which are products of a row's and a column's weight."""
-    # Two words of 64 bits that differ in their first bit would weigh the same under all odd weights.
-    words = words.view(torch.int32) if words.dtype == torch.int64 else words
-    columns = _weights(0, _COLUMNS, words.device)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for at in range(0, len(words), _COLUMNS * _ROWS):
-        part = words[at : at + _COLUMNS * _ROWS]
-        count = -(-len(part) // _COLUMNS)
-        rows = torch.nn.functional.pad(part, (0, count * _COLUMNS - len(part))).view(count, _COLUMNS)
-        total += ((rows * columns).sum(1) * _weights(_COLUMNS + at // _COLUMNS, count, words.device)).sum()
-    return total
-
-
-def _weights(start: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return odd numbers of 64 bits for positions, mixed so that two sums of some of them hardly ever agree."""
-    mixed = torch.arange(start + 1, start + count + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB
-    mixed = (mixed ^ (mixed >> 30)) * -0x40A7B892E31B1A47  # as splitmix64
-    mixed = (mixed ^ (mixed >> 27)) * -0x6B2FB644ECCEEE15
-    return (mixed ^ (mixed >> 31)) | 1

@@ -15,7 +15,7 @@ import torch
 
 from accel import __version__
 from accel.checkpoint._boxes import Box, NamedBox, plan_writes, tiling_problem, whole
-from accel.checkpoint._live_tensors import checksum, checksums, held_box, tied
+from accel.checkpoint._live_tensors import held_box, tied
 from accel.checkpoint._manifest import (
     FORMAT,
     FORMAT_OF_HOSTS,
@@ -28,7 +28,7 @@ from accel.checkpoint._manifest import (
 )
 from accel.errors import CheckpointError
 from accel.storage import dtype_name
-from accel.tensors import is_dtensor, local_part
+from accel.tensors import checksum, checksums, is_dtensor, local_part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -210,6 +210,7 @@ class TakenStep(msgspec.Struct, frozen=True, array_like=True):
     stepped: bool  # whether parameters were changed
     finite: bool  # whether the gradients were finite
     scale: float  # loss scale for the next step
+    sums: tuple[tuple[str, int], ...] = ()  # names and sums of replicated parameters before the step, and no decision
 
     def __str__(self) -> str:
         done = "taken" if self.stepped else "left out as empty" if self.finite else "skipped"
@@ -228,13 +229,19 @@ class StepLog:
     def __init__(self) -> None:
         self.digest = 0
         self._number = 0
-        self._kept: deque[tuple[int, int, int, bool, bool, float]] = deque(maxlen=_MOST_KEPT)
+        self._kept: deque[TakenStep] = deque(maxlen=_MOST_KEPT)
 
     def add(self, *, updates: int, stepped: bool, finite: bool, scale: float) -> None:
         """Add a decision; `updates` is the run's steps before it. No communication."""
         # chained, so that one word in a header compares the whole history
         self.digest = zlib.crc32(_DECISION.pack(self._number, stepped, finite, scale), self.digest)
-        self._kept.append((self._number, self.digest, updates, stepped, finite, scale))
+        self._kept.append(TakenStep(self._number, self.digest, updates, stepped, finite, scale))
+        self._number += 1
+
+    def add_values(self, sums: Sequence[tuple[str, int]]) -> None:
+        """Add names and sums of parameters that all ranks hold alike, before their first step. No communication."""
+        self.digest = zlib.crc32(struct.pack(f"<{len(sums)}q", *(each for _, each in sums)), self.digest)
+        self._kept.append(TakenStep(self._number, self.digest, 0, True, True, 1.0, tuple(sums)))
         self._number += 1
 
     def clear(self) -> None:
@@ -244,7 +251,7 @@ class StepLog:
 
     def latest(self) -> list[TakenStep]:
         """Return the latest decisions in order."""
-        return [TakenStep(*each) for each in self._kept]
+        return list(self._kept)
 
 
 def first_difference(

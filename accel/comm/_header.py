@@ -34,6 +34,7 @@ _LAYOUT = struct.Struct("<16s16sQ8sI3x?Q")  # the fields of Head; `failed` is th
 HEADER_BYTES = _LAYOUT.size  # a multiple of 16
 # Large groups only reduce headers by the minimum; the maximum is the complement of the complements' minimum.
 _ONES = (1 << 8 * HEADER_BYTES) - 1
+_SHOWN = 3
 
 
 class Head(NamedTuple):
@@ -173,14 +174,31 @@ def check_steps(comm: Comm, call: Call, heads: list[Head]) -> None:
     texts = _texts(comm, msgspec.json.encode(comm.steps.latest()), (0, other))
     comm.steps.clear()  # else a caller that continues would meet this error at every later call
     kept = [msgspec.json.decode(text, type=list[TakenStep]) for text in texts]
-    left, right = (each or "no further step" for each in first_difference(*kept))
+    left, right = first_difference(*kept)
+    if left is not None and right is not None and left.sums and right.sums:
+        raise _different_replicas(call, other, left, right)
     raise CollectiveMismatch(
         "ranks have decided differently about an optimizer step, and hold different models since",
-        expected=f"rank 0: {left}",
-        got=f"rank {other}: {right}",
+        expected=f"rank 0: {left or 'no further step'}",
+        got=f"rank {other}: {right or 'no further step'}",
         where=call.label,
         fix="Resume from an earlier checkpoint. Gradients were equal after their exchange: look for code that "
         "edits .grad on one rank, for a rank with more steps, and for a faulty device.",
+    )
+
+
+def _different_replicas(call: Call, other: int, left: TakenStep, right: TakenStep) -> CollectiveMismatch:
+    """Make the error for replicas of other values before their first step."""
+    pairs = zip(left.sums, right.sums, strict=False)
+    names = [name for (name, one), (_, another) in pairs if one != another]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return CollectiveMismatch(
+        "ranks held different parameters before the first optimizer step, and train different models since",
+        expected="the values that prepare sent from rank 0, or changes that are alike on every rank",
+        got=f"other values on rank {other} than on rank 0 of {', '.join(names[:_SHOWN])}{more}",
+        where=call.label,
+        fix="Load files and draw initial values before accel.prepare, or alike on every rank. If the forward sets"
+        " parameters from its batch, as a data-dependent initialization does, run one forward before accel.prepare.",
     )
 
 

@@ -181,7 +181,12 @@ def _open_group(rows: Sequence[Sequence[int]], name: str, timeout_s: float) -> d
 
 def _coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
     if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance] - users pass shapes
-        raise ConfigError("the mesh is not valid", expected="a torch DeviceMesh", got=repr(mesh), where="mesh=")
+        raise ConfigError(
+            "the mesh is not valid",
+            expected='a text such as "dp=2,tp=2", or a torch DeviceMesh',
+            got=repr(mesh),
+            where="mesh=",
+        )
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ConfigError(

@@ -22,7 +22,7 @@ from accel.config._settings import Settings
 from accel.env import LaunchEnv
 from accel.errors import ConfigError
 from accel.formats import Precision, StrategyName
-from accel.topology import AXES, Axes, Axis, MeshPosition, Plan, data_dimension, rank_rows, without_mesh
+from accel.topology import AXES, Axes, Axis, MeshPosition, Plan, axis_of, names_of, rank_rows, without_mesh
 from accel.tree import Container
 
 
@@ -146,7 +146,7 @@ class DistContext:
             >>> accel.single().axis("tp")
             Axis(rank=0, size=1)
         """
-        return self.position.axis(name, data_dimension(self.strategy))
+        return axis_of(self.position.axes, name, self.strategy)
 
 
 def build(env: LaunchEnv, settings: Settings, device: torch.device, comm: Comm) -> DistContext:
@@ -278,8 +278,7 @@ def group_of(ctx: DistContext, *axes: str) -> dist.ProcessGroup | None:
         True
     """
     ctx.comm.check_open()
-    data = data_dimension(ctx.strategy)
-    own = list(dict.fromkeys(found for name in axes for found in ctx.position.find(name, data)))
+    own = list(dict.fromkeys(found for name in axes for found in names_of(ctx.position.axes, name, ctx.strategy)))
     if ctx.mesh is None or ctx.mesh.mesh_dim_names is None:
         return ctx.comm.group if own and ctx.world_size > 1 else None
     if "ep" in own and "ep" not in ctx.mesh.mesh_dim_names:

@@ -4,7 +4,7 @@
 Begin with `_batches.py`, the loop. `_loader.py` turns torch's DataLoader into a plan: `_epoch.py` has the order of an
 epoch as arithmetic, `_shards.py` its cut into steps and ranks, both free of torch.distributed. `_requests.py` sends a
 rank's samples to workers, `_transfer.py` moves batches to the device, a step ahead. Each batch carries the cursor
-(`_cursor.py`) that follows it. `stream/` does the same for datasets without a length.
+(`accel/loop_state.py`) that follows it. `stream/` does the same for datasets without a length.
 """
 
 from accel.data._epoch import order

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 
 from accel.comm import Call, call_site, shared_failure, start_values
 from accel.context import DistContext, context_first
-from accel.data._cursor import Cursor, Positioned, check_entry
 from accel.data._epoch import Epoch, plan_epoch
 from accel.data._loader import Loader
 from accel.data._requests import (
@@ -29,12 +28,13 @@ from accel.data._requests import (
     requests,
     seed_base,
 )
-from accel.data._shards import BatchBounds, SampleCount, Shard, copies_of
+from accel.data._shards import BatchBounds, SampleCount, Shard, check_entry, copies_of
 from accel.data._transfer import check_movable, moved
 from accel.data.stream._batches import BatchStep, stream_steps
 from accel.data.stream._loader import StreamLoader
 from accel.errors import AccelError, ConfigError, DataError
 from accel.errors._checks import check_kind
+from accel.loop_state import Cursor, Positioned
 from accel.random import Key
 
 

@@ -19,9 +19,9 @@ import msgspec
 import torch
 from torch.utils.data import Sampler
 
-from accel.data._cursor import Cursor, advance, beyond, check_cursor
-from accel.data._shards import BatchBounds, BatchPlan, EpochPlan, token_bounds
+from accel.data._shards import BatchBounds, BatchPlan, EpochPlan, beyond, check_cursor, token_bounds
 from accel.errors import AccelError, ConfigError, DataError
+from accel.loop_state import Cursor, advance
 from accel.random import Key, capture_rng, check_seed, restore_rng, seed_rng
 
 _CPU = torch.device("cpu")
@@ -165,14 +165,14 @@ def _fresh_part(value: Any, key: Key, epoch: int, known: dict[int, Any]) -> Any:
     if numpy is not None and type(value) is numpy.ndarray and value.ndim == 1 and value.dtype.kind in "iu":
         new = value.copy()
     else:
-        new = _fresh_generator(value, key)
+        new = fresh_generator(value, key)
     if new is None:
         return value
     known[id(value)] = new
     return new
 
 
-def _fresh_generator(value: Any, key: Key) -> Any:
+def fresh_generator(value: Any, key: Key) -> Any:
     """Return a generator of the value's kind, seeded from the key and the value's seed or state; None for others."""
     if isinstance(value, torch.Generator):
         return key.fold_in(value.initial_seed()).generator()

@@ -18,10 +18,9 @@ from torch.utils.data import (
 )
 
 from accel.context import DistContext, context_first
-from accel.data._cursor import Coordinates, Cursor, LastPass
 from accel.data._epoch import SampleSource, lengths_in, plan_epoch, steps_of
 from accel.data._requests import Workers
-from accel.data._shards import BatchPlan, EpochPlan, Tail
+from accel.data._shards import BatchPlan, Coordinates, EpochPlan, Tail
 from accel.data.stream._loader import (
     StreamLoader,
     StreamMode,
@@ -32,6 +31,7 @@ from accel.data.stream._loader import (
     unread,
 )
 from accel.errors import ConfigError, DataError
+from accel.loop_state import Cursor, LastPass
 
 _FABRIC = "_FabricDataLoader"
 _SHARDED_BATCHES, _SHARDED_STREAM = "BatchSamplerShard", "IterableDatasetShard"  # of Accelerate, and of HF's Trainer

@@ -15,13 +15,13 @@ from accel.collectives import check_packable, gather, gather_object
 from accel.comm import Call, shared_failure
 from accel.context import DistContext, context_first
 from accel.data._batches import Batch, cursor_of
-from accel.data._cursor import Cursor, Positioned
 from accel.data._epoch import lengths_in, plan_epoch, skip_steps, steps_of
 from accel.data._loader import Lengths, Loader, prepare_loader
 from accel.data._shards import Tail
 from accel.data.stream._loader import StreamLoader, is_stream
 from accel.errors import ConfigError, DataError, TreeError
 from accel.errors._checks import check_count, check_kind
+from accel.loop_state import Cursor, Positioned
 from accel.terminal import ProgressBar
 from accel.tree import map_tensors
 from accel.tree._walk import leaves

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info
 
-from accel.data._cursor import Cursor
 from accel.data._epoch import DrawnOrder, Epoch, Order
 from accel.data._shards import BatchBounds, EpochPlan, Shard, shard
 from accel.errors._checks import is_users
+from accel.loop_state import Cursor
 from accel.random import Key, isolated_rng
 
 _FIRST, _LOOKAHEAD = 1024, 16384  # positions of the order evaluated at once: few at first, which a batch waits for

@@ -12,11 +12,14 @@ from typing import Literal, Self, get_args
 
 import msgspec
 
-from accel.data._cursor import Cursor, advance, beyond
 from accel.errors import DataError
 from accel.errors._checks import check_choice, check_count
+from accel.loop_state import Cursor, advance
 
 Tail = Literal["ragged", "pad", "drop"]
+
+# of a context: rank, world size, (index, count) among data-parallel ranks
+Coordinates = tuple[int, int, tuple[int, int]]
 
 
 class SampleCount(int):
@@ -198,3 +201,33 @@ def copies_of(data_ranks: list[int], world_size: int) -> int:
             where="prepare_loader(data_parallel=)",
         )
     return copies
+
+
+def beyond(cursor: Cursor, end: int) -> DataError:
+    """Return the error for a cursor with nothing after it in its epoch."""
+    return DataError(
+        "the cursor is beyond the end of the epoch",
+        expected=f"fewer than {end} samples consumed",
+        got=f"{cursor.consumed} consumed",
+        fix="The cursor belongs to another dataset, or to another batch size with drop_last.",
+    )
+
+
+def check_entry(here: Coordinates, prepared_for: Coordinates, cursor: object) -> None:
+    """Raise `DataError` for a loader that was prepared for another rank, or for anything but a cursor."""
+    if here != prepared_for:
+        raise DataError(
+            "the loader was prepared for another rank",
+            expected="rank {} of {}, place {} among data-parallel ranks".format(*here),
+            got="rank {} of {}, place {}".format(*prepared_for),
+            fix="Prepare it with this context.",
+        )
+    check_cursor(cursor)
+
+
+def check_cursor(cursor: object) -> None:
+    """Raise `DataError` for anything but a cursor, such as a number of steps."""
+    if not isinstance(cursor, Cursor):
+        raise DataError(
+            "the cursor is not valid", expected="accel.Cursor(seed=, epoch=) or batch.next", got=repr(cursor)
+        )

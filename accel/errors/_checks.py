@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of choices and names, which report the closest valid one; errors of objects that cannot be sent."""
+"""Checks of choices and names, which report the closest valid one; errors of objects that cannot be sent, and of
+disks."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
 import importlib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import UnionType
 from typing import Any, cast
 
 import msgspec
 
-from accel.errors import AccelError, ConfigError, EnvError, MissingExtraError
+from accel.errors import AccelError, CheckpointError, ConfigError, EnvError, MissingExtraError
 
 
 def not_pickled(obj: object, error: Exception, where: str, parts: str) -> ConfigError:
@@ -193,6 +196,29 @@ def check_spelling(environ: Mapping[str, str], known: Sequence[str]) -> None:
                     where="the environment",
                     fix=f"Did you mean `{near[0]}`?",
                 )
+
+
+@contextlib.contextmanager
+def disk_errors(path: object) -> Generator[None]:
+    """Turn an operating system's error in the block into a `CheckpointError` with its text and the path."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'OSError')})",
+            where=str(path),
+            fix=_advice(error.errno),
+        ) from error
+
+
+def _advice(number: int | None) -> str:
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return "Free space or choose another `out`; older checkpoints are untouched."
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "Choose an `out` that this process may write to."
+    if number in (errno.ENOENT, errno.ENOTDIR):
+        return "Check the path: it must be on a file system that every node shares."
+    return "See the system's log; older checkpoints are untouched."
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:

@@ -16,8 +16,8 @@ import torch
 
 from accel.checkpoint._manifest import Item
 from accel.errors import CheckpointError, ConfigError
+from accel.errors._checks import disk_errors
 from accel.items._source import Captured, ItemHandler, ItemLoad, StateChange, fields_in, join_fields
-from accel.storage import disk_errors
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from accel.checkpoint._read import Held, Saved, SkippedCheckpoints, divide_files
 from accel.checkpoint._records import MisfitError
 from accel.comm import Call, agreed, agreed_values, call_site
 from accel.context import DistContext, context_first
-from accel.data._cursor import Cursor
 from accel.errors import CheckpointError
 from accel.items._bases import Sums, differing_bases
 from accel.items._kinds import (
@@ -51,11 +50,10 @@ from accel.items._source import (
     apply_on_all_ranks,
 )
 from accel.items._values import VALUE
+from accel.loop_state import Accumulation, Cursor, LossScale
 from accel.metrics import Metrics, StepStatistics
-from accel.optim import Accumulation
 from accel.parallel import LocalSgd
 from accel.parallel._engines import ENGINES, engine_loaded
-from accel.precision._amp import LossScale
 from accel.random import Key, RngState
 from accel.storage import RemotePath, Span, as_place, folder_of, lag_of
 from accel.system import write_error

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from accel.checkpoint import Recipe
-from accel.checkpoint._live_tensors import check_tensor, checksum
-from accel.checkpoint._recipes import Strided, apply_recipes, check_recipes, in_file, inverse
+from accel.checkpoint._boxes import Strided, in_file
+from accel.checkpoint._live_tensors import check_tensor
+from accel.checkpoint._recipes import apply_recipes, check_recipes, inverse
 from accel.checkpoint._retention import warn
 from accel.comm import Call, agreed, broadcast_value, call_site, reduce_ints, shared_failure
 from accel.context import DistContext, context_first
@@ -36,7 +37,7 @@ from accel.storage import (
     torch_dtypes,
     write_tensors,
 )
-from accel.tensors import is_dtensor
+from accel.tensors import checksum, is_dtensor
 
 _WHERE = "save_model, rename="
 

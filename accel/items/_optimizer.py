@@ -31,11 +31,19 @@ from accel.items._packed_state import (
     with_own_flags,
 )
 from accel.items._source import Captured, ItemHandler, ItemLoad, StateChange, facts, is_floating
-from accel.optim import MASTER, parameters_of, streamed_state
+from accel.optim import MASTER, streamed_state
 from accel.parallel._labels import has_state_on_host
 from accel.parallel._leftovers import clear_parameters
 from accel.storage import dtype_name
-from accel.tensors import dtensor_like, has_wide_gradient, is_dtensor, local_part, mesh_of, placements_of
+from accel.tensors import (
+    dtensor_like,
+    has_wide_gradient,
+    is_dtensor,
+    local_part,
+    mesh_of,
+    parameters_of,
+    placements_of,
+)
 
 Names = Mapping[int, str]
 

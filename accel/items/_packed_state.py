@@ -15,9 +15,8 @@ from accel.checkpoint._records import is_record_class
 from accel.errors import CheckpointError
 from accel.errors._checks import import_extra
 from accel.items._source import StateChange
-from accel.optim import parameters_of
 from accel.storage import dtype_name
-from accel.tensors import dtensor_like, is_dtensor, local_part
+from accel.tensors import dtensor_like, is_dtensor, local_part, parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -51,13 +51,23 @@ class Row(msgspec.Struct, frozen=True):
 def capture_row(ctx: DistContext, records: Mapping[str, object]) -> bytes:
     """Return this rank's row: its streams, and its parts of the records in the items, by path."""
     parts: dict[str, _RankPart] = {}
-    for path, record in records.items():
-        part = record.rank_part() if isinstance(record, DiffersByRank) and not isinstance(record, type) else None
-        if part is not None:
-            tensors: dict[str, torch.Tensor] = {}
-            value = encode(part, path, tensors)
-            parts[path] = _RankPart(value, {key: _to_bytes(key, tensor) for key, tensor in tensors.items()})
+    for path, part in _own_parts(records).items():
+        tensors: dict[str, torch.Tensor] = {}
+        value = encode(part, path, tensors)
+        parts[path] = _RankPart(value, {key: _to_bytes(key, tensor) for key, tensor in tensors.items()})
     return msgspec.msgpack.encode(Row(capture_rng(ctx.device), parts))
+
+
+def _own_parts(records: Mapping[str, object]) -> dict[str, object]:
+    """Return this rank's parts by path, without a part that a record inside gives too: a state's is its cursor's."""
+    held = dict[str, object]()
+    for path in reversed(list(records)):  # a record comes before those inside of it
+        record = records[path]
+        part = record.rank_part() if isinstance(record, DiffersByRank) and not isinstance(record, type) else None
+        inside = (each for inner, each in held.items() if inner.startswith(f"{path}."))
+        if part is not None and not any(each is part for each in inside):
+            held[path] = part
+    return held
 
 
 def wanted_rows(ctx: DistContext, saved: Saved, *, joins: bool) -> tuple[str, Box] | None:

@@ -23,9 +23,8 @@ from accel.comm import refuse_replaced_memory
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.items._source import Captured, ItemHandler, ItemLoad, Problems, StateChange, facts, fields_in, join_fields
-from accel.optim import parameters_of
 from accel.parallel._leftovers import clear_parameters
-from accel.tensors import dtensor_like, is_dtensor, local_part
+from accel.tensors import dtensor_like, is_dtensor, local_part, parameters_of
 
 _BITS = ("8", "16", "32", "64")
 _NUMBERS = frozenset({"int", "float", "longdouble", *(kind + n for kind in ("int", "uint", "float") for n in _BITS)})

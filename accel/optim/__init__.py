@@ -1,19 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers for sharded parameters, and what is around an optimizer. Begin with `_accumulation.py`, the window of
-micro-batches as a record.
+"""Optimizers for sharded parameters, and what is around an optimizer. Begin with `_gradients.py`.
 
-`optimizer_step` sums its weights, divides, un-scales and clips gradients in one pass (`_gradients.py`), and steps, on
-float32 copies where there are any (`_substitutes.py`). `_muon.py` steps whole matrices, which `_matrices.py` gives to
-their owners; `_adafactor.py` sums over rows and columns. `_streamed_state.py` keeps state on the host.
+`optimizer_step` sums a window's weights, divides, un-scales and clips gradients in one pass (`_gradients.py`), and
+steps, on float32 copies where there are any (`_substitutes.py`). `_muon.py` steps whole matrices, which `_matrices.py`
+gives to their owners; `_adafactor.py` sums over rows and columns. `_streamed_state.py` keeps state on the host.
 """
 
-from accel.optim._accumulation import (
-    Accumulation as Accumulation,
-    WindowLosses as WindowLosses,
-    check_latest as check_latest,
-    check_scale as check_scale,
-    next_micro_batch as next_micro_batch,
-)
 from accel.optim._adafactor import Adafactor
 from accel.optim._gradients import (
     CLOSURE_LINE as CLOSURE_LINE,
@@ -29,7 +21,6 @@ from accel.optim._gradients import (
     norms as norms,
     note_complex as note_complex,
     note_elsewhere as note_elsewhere,
-    parameters_of as parameters_of,
     precision_of as precision_of,
     scale_ as scale_,
     step_of as step_of,

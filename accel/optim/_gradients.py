@@ -28,6 +28,7 @@ from accel.tensors import (
     is_partial,
     local_part,
     local_parts,
+    parameters_of,
     split_dims,
     summed,
 )
@@ -37,11 +38,6 @@ if TYPE_CHECKING:
 
 _torch = cast(Any, torch)
 _HALVES = (torch.float16, torch.bfloat16)
-
-
-def parameters_of(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
-    """List the optimizers' parameters, in their order."""
-    return [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
 
 
 def gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

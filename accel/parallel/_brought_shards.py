@@ -18,9 +18,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 from accel.comm import ranks_of_group
 from accel.context import DistContext
 from accel.errors import PrepareError
-from accel.parallel._modules import named_modules, note_tensor, tensor_notes
+from accel.parallel._modules import is_unit, named_modules, note_tensor, tensor_notes
 from accel.parallel._private import root_mesh
-from accel.parallel._sharded import MODEL_DIMENSIONS, Sharded, ranks_of_mesh, sample_ranks
+from accel.parallel._sharded import MODEL_DIMENSIONS, ranks_of_mesh, sample_ranks
 from accel.parallel._torch_fsdp import meshes_of
 from accel.parallel.axes.experts import holds_experts
 from accel.tensors import is_dtensor, split_dims
@@ -101,8 +101,8 @@ def _divided(model: nn.Module, row: Any) -> Iterator[_Brought]:
 def _managed(model: nn.Module) -> Mapping[tuple[int, str], frozenset[int]]:
     """Return the ranks among which `fully_shard` exchanges each parameter, by its name and the `id` of its owner."""
     ranks = cache(ranks_of_mesh)
-    roots = (module for module in model.modules() if isinstance(module, Sharded))
-    return {(id(owner), name): ranks(mesh) for root in roots for owner, name, mesh in meshes_of(root)}
+    units = filter(is_unit, model.modules())
+    return {(id(owner), name): ranks(mesh) for unit in units for owner, name, mesh in meshes_of(unit)}
 
 
 def _row(mesh: DeviceMesh, dim: int) -> frozenset[int]:

@@ -119,7 +119,7 @@ class WideMode(TorchFunctionMode):
     def _wide(self, value: Any) -> Any:
         if isinstance(value, torch.dtype):
             return self._dtype_for(value)
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or type(value).__module__ == "torch.nn.attention.bias":  # of no values
             return value
         copied = self.copies.get(id(value))
         return value.to(self._dtype_for(value.dtype)) if copied is None else copied

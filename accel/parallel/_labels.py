@@ -20,9 +20,9 @@ from accel.parallel._modules import (
     tensor_notes,
     unwrap_model,
 )
-from accel.parallel._private import is_view
-from accel.tensors import is_dtensor
-from accel.topology import Dimension, dimension_of
+from accel.parallel._private import hook_count
+from accel.tensors import is_dtensor, is_view
+from accel.topology import Dimension, has_unknown_axis
 from accel.topology._axes import Axis
 
 
@@ -36,6 +36,31 @@ def label_parameters(
     """
     for name, parameter in named.items():
         note_tensor(parameter, name=name, needed=needed and not name.startswith(spared), viewed=viewed)
+
+
+class _Replicas(dict[str, torch.Tensor]):
+    """Parameters that each of them notes; a file gets none, where they would hold each other."""
+
+    def __reduce__(self) -> tuple[type[_Replicas], tuple[()]]:
+        return _Replicas, ()
+
+
+def note_replicas(named: Mapping[str, nn.Parameter]) -> None:
+    """Note the parameters that every rank holds alike, until the first step compares them. Mutates them."""
+    plain = _Replicas({name: each for name, each in named.items() if type(each) is nn.Parameter and not each.is_meta})
+    for parameter in plain.values():
+        note_tensor(parameter, replicas=plain)
+
+
+def new_replicas(parameters: Iterable[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """Return the replicated parameters of models that have not stepped, with names; the next call returns none."""
+    found: list[tuple[str, torch.Tensor]] = []
+    for each in parameters:
+        replicas = tensor_notes(each).get("replicas")
+        if replicas and not steps_alone(each):
+            found += replicas.items()
+            replicas.clear()
+    return found
 
 
 def name_of(parameter: torch.Tensor) -> str:
@@ -85,9 +110,12 @@ def check_exchanged(rank: int, parameters: Iterable[torch.Tensor]) -> None:
     """Refuse parameters with gradients that ranks cannot have exchanged, by name. No communication."""
     unused: list[str] = []
     own: list[str] = []
+    hooked: list[str] = []
     for each in parameters:
         known, grad = tensor_notes(each), each.grad
         name = known.get("name")
+        if "sharded" in known and hook_count(each):
+            hooked.append(name_of(each))
         if grad is None:
             if heir_of(each) is not None:
                 raise replaced_parameter(rank, name_of(each))
@@ -98,6 +126,15 @@ def check_exchanged(rank: int, parameters: Iterable[torch.Tensor]) -> None:
         # sums of ranks are coalesced where they are sparse
         elif known.get("viewed") and not (is_view(grad) or (grad.is_sparse and grad.is_coalesced())):
             own.append(name)
+    if hooked:
+        raise StepError(
+            "hooks on gradients of sharded parameters have not run",
+            expected="hooks that run when ranks have summed a gradient",
+            got=f"register_hook for {', '.join(hooked)}",
+            where=f"rank {rank}",
+            fix="parameter.register_post_accumulate_grad_hook(hook) calls hook(parameter) then; parameter.grad is this"
+            " rank's part of the sum, a DTensor, and the hook changes it in place.",
+        )
     if unused:
         raise unused_parameters(rank, unused)
     if own:
@@ -189,9 +226,9 @@ def has_state_on_host(optimizer: Optimizer) -> bool:
     return any(params and "on_host" in tensor_notes(params[0]) for params in groups)
 
 
-def decide_independently(axes: Iterable[tuple[str, Axis]], optimizers: Iterable[Optimizer]) -> bool:
+def decide_independently(axes: tuple[tuple[str, Axis], ...], optimizers: Iterable[Optimizer]) -> bool:
     """Return whether a rank may skip a step that others take: its parameters, or those along an axis, are its own."""
-    if any(axis.size > 1 and dimension_of(name) is None for name, axis in axes):
+    if has_unknown_axis(axes):
         return True
     groups = [group["params"] for each in optimizers for group in each.param_groups]
     return any(params and steps_alone(params[0]) for params in groups)

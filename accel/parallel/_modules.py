@@ -56,7 +56,7 @@ def matching(paths: Iterable[str], pattern: str) -> list[str]:
     return [path for path in paths if rule.fullmatch(path) and (path or not pattern)]
 
 
-def written_class(module: nn.Module) -> type:
+def written_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module behind the classes that parallelism has put before it, such as the first block's class."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     before = (Mixin, getattr(fsdp, "FSDPModule", Mixin))  # another thread may be importing the module
@@ -212,7 +212,10 @@ class TensorNotes(TypedDict, total=False):
     on_host: bool  # the optimizer keeps its state on the host. By prepare_model; read by prepare_optimizer and steps
     placeholder: bool  # activation; another stage computes it. By stages; read by the look at a loss
     reached: bool  # activation; a unit is gathered again when its gradient comes. By the unit's forward
+    # Parameters of its model, which all ranks hold alike. By prepare_model, ddp; emptied by the first step
+    replicas: dict[str, Tensor]
     reports: int  # id of the parameter that a hook notes as used
+    sharded: bool  # `fully_shard` writes its gradient, past hooks. By prepare_model, fsdp; read by steps
     settled: bool  # gradient; ranks have exchanged its bit. By steps
     tied_copy: bool  # a lower rank along pp has the same parameter. By prepare_model
     used: bool  # whether a backward has reached it since these bits were exchanged. By backwards; read by steps
@@ -315,12 +318,16 @@ def name_and_owner(module: nn.Module, raw: str) -> tuple[str, nn.Module]:
     return ".".join(kept), node
 
 
+def is_unit(module: nn.Module) -> bool:
+    """Return whether `fully_shard` was called on a module."""
+    kind = type(module)  # a protocol's isinstance takes 10 us for a module that does not fit
+    return hasattr(kind, "reshard") and hasattr(kind, "set_requires_gradient_sync")
+
+
 def reshard(model: nn.Module) -> None:
     """Let `fully_shard` drop gathered weights, which are stale once their shards change."""
-    for module in model.modules():
-        kind = type(module)
-        if hasattr(kind, "reshard") and hasattr(kind, "set_requires_gradient_sync"):
-            cast(Any, module).reshard()
+    for module in filter(is_unit, model.modules()):
+        cast(Any, module).reshard()
 
 
 def held_by(model: nn.Module) -> EngineGradients | None:

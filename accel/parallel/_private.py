@@ -34,7 +34,7 @@ PRIVATE = {
     # the replica that is running its forward; torch.compile cuts its graphs at its buckets; sets and resets it
     "torch.nn.parallel.DistributedDataParallel": ("_active_ddp_module", "_inside_ddp_forward"),
     "torch._C._distributed_c10d.Reducer": ("_rebuild_buckets", "_set_mixed_precision_param_dtype"),
-    "torch.Tensor": ("_is_view", "_backward_hooks", "_post_accumulate_grad_hooks", "_make_wrapper_subclass"),
+    "torch.Tensor": ("_backward_hooks", "_post_accumulate_grad_hooks", "_make_wrapper_subclass"),
     "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod",),
     "torch": ("_weight_norm",),
     "torch.nn.Module": (
@@ -104,17 +104,6 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def rebuild_buckets(replica: object) -> None:
-    """Let DDP arrange its buckets as at a forward; a `RuntimeError` counts gradients that it still waits for, "for rank
-    N: ..."."""
-    cast(Any, replica).reducer._rebuild_buckets()
-
-
-def exchange_in(replica: object, dtype: torch.dtype) -> None:
-    """Let DDP take and exchange all gradients in a dtype, from the next arrangement of its buckets on."""
-    cast(Any, replica).reducer._set_mixed_precision_param_dtype(dtype)
-
-
 REGION = "accel_region"  # attribute of compiled regions, and of recomputed blocks in them: how blocks are compiled
 
 
@@ -171,11 +160,6 @@ def is_of_inputs(error: Exception) -> bool:
     """Return whether a function may have raised an error for the shapes or the kind of its tensors, except DTensors."""
     is_known = isinstance(error, RuntimeError | ValueError | TypeError | IndexError)
     return is_known and not isinstance(error, AccelError) and not mixes_dtensors(error)
-
-
-def is_view(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a view of another, as gradients in DDP's buckets are."""
-    return tensor._is_view()  # pyright: ignore[reportPrivateUsage]
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:

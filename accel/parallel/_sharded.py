@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.comm import ranks_of_group
 from accel.context import DistContext
 from accel.errors import PrepareError
-from accel.parallel._modules import is_pipelined, stage_modules
+from accel.parallel._modules import is_pipelined, is_unit, stage_modules
 from accel.parallel._torch_fsdp import is_kept, shards_of
 from accel.tensors import is_dtensor, mesh_of
 from accel.topology import Dimension, dimension_of
@@ -27,7 +27,6 @@ MODEL_DIMENSIONS: tuple[Dimension, ...] = ("pipeline", "tensor")
 _MOST_LISTED = 8
 
 
-@runtime_checkable
 class Sharded(Protocol):
     """Methods that `fully_shard` adds to a module."""
 
@@ -54,9 +53,8 @@ def sharded_roots(model: nn.Module) -> Sequence[Sharded]:
     """Return the outermost modules that `fully_shard` was called on; none if there is only tensor parallelism."""
     if is_pipelined(model):
         return [root for stage in stage_modules(model) for root in sharded_roots(stage)]
-    # The class is asked first: a protocol's isinstance takes 10 us for a module that does not fit.
-    if hasattr(type(model), "set_requires_gradient_sync") and isinstance(model, Sharded):
-        return [model]
+    if is_unit(model):
+        return [cast(Sharded, model)]
     return [root for child in model.children() for root in sharded_roots(child)]
 
 
@@ -75,12 +73,11 @@ def check_sharded(ctx: DistContext, model: nn.Module) -> None:
     if _left_out(ctx, dict(model.named_parameters()), with_fsdp=with_fsdp) is None:
         return
     kept: dict[int, nn.Parameter] = {}  # parameters that a graph of a backward reads, by the `id` of the whole ones
-    for module in model.modules():
-        if isinstance(module, Sharded):
-            if is_kept(module):
-                kept |= {id(each.whole): cast(nn.Parameter, each.parameter) for each in shards_of(module)}
-            else:
-                module.reshard()
+    for module in filter(is_unit, model.modules()):
+        if is_kept(module):
+            kept |= {id(each.whole): cast(nn.Parameter, each.parameter) for each in shards_of(module)}
+        else:
+            cast(Sharded, module).reshard()
     named = {name: kept.get(id(each), each) for name, each in model.named_parameters()}
     if (found := _left_out(ctx, named, with_fsdp=with_fsdp)) is not None:
         name, ranks = found

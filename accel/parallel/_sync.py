@@ -20,7 +20,6 @@ from accel.errors import PrepareError
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import is_local, unused_parameters
 from accel.parallel._modules import is_pipelined
-from accel.parallel._private import rebuild_buckets
 from accel.parallel._sharded import Sharded, check_replicated, check_sharded, is_sharded, sharded_roots, stage_size
 from accel.parallel.axes.replicate._ddp import Replica, replica_of
 
@@ -220,7 +219,7 @@ def _check_exchanged(rank: int, exchanger: Exchanger) -> None:
     if 0 < len(unused) < len(trained):
         raise unused_parameters(rank, unused)
     try:
-        rebuild_buckets(exchanger)  # what the next forward does; raises if DDP still waits
+        exchanger.rebuild_buckets()  # what the next forward does; raises if DDP still waits
     except RuntimeError as error:
         listed = re.search(r"for rank \d+: ([\d ]+)", str(error))  # torch counts them
         names = [exchanger.exchanged[int(at)][0] for at in listed[1].split()] if listed else ["some of them"]

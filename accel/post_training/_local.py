@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from accel.checkpoint._live_tensors import checksums, tied
+from accel.checkpoint._live_tensors import tied
 from accel.comm import adopt, all_reduce_flat
 from accel.context import DistContext, group_of
 from accel.errors import ConfigError, ServerError
@@ -29,7 +29,7 @@ from accel.parallel._sharded import is_sharded
 from accel.post_training._logprobs import token_logprobs
 from accel.post_training._sample import DrawnTokens, Place, SampleOptions, SampleRequest, samples_of
 from accel.post_training._samples import Samples, Version
-from accel.tensors import integers
+from accel.tensors import checksums, integers
 from accel.training._decoding import (
     CachedTokens,
     Decoder,

@@ -2,7 +2,7 @@
 """Mixed precision by the context's record. Begin with `_amp.py`.
 
 `_model.py` gives a model its formats, once, in `prepare`. `_amp.py` sets the formats of a block's arithmetic, at each
-step, and the scale that `backward` multiplies by and `optimizer_step` updates. `_fp8.py` converts layers.
+step, and makes the first scale of losses. `_fp8.py` converts layers.
 """
 
 from accel.formats import Fp8, Precision, Qat

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixed precision while a model runs: `autocast`, the dtypes of a block's arithmetic, and the scale of its losses.
+"""Mixed precision while a model runs: `autocast`, the dtypes of a block's arithmetic, and the first loss scale.
 
-The loss scale is a frozen record with a pure update. Dynamic loss scaling: Micikevicius et al. 2018, "Mixed precision
-training", arXiv:1710.03740.
+Dynamic loss scaling: Micikevicius et al. 2018, "Mixed precision training", arXiv:1710.03740.
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ from collections.abc import Generator
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
-import msgspec
 import torch
 
 from accel.context import DistContext, context_first
-from accel.errors import ConfigError
 from accel.formats import Precision, PrecisionName, precision as precision_of
+from accel.loop_state import LossScale
 from accel.precision._fp8 import DTYPES, check_compute, fp8_scope
 
 _backends = cast(Any, torch.backends)
@@ -133,63 +131,6 @@ def _nested(device: torch.device, scope: AbstractContextManager[object]) -> Gene
             yield
     finally:
         torch.clear_autocast_cache()
-
-
-_LEAST = 2.0**-126  # the range of fp32
-_MOST = 2.0**127
-
-
-class LossScale(msgspec.Struct, frozen=True, weakref=True):
-    """The factor of losses before backward, so that small gradients survive fp16.
-
-    Attributes:
-        scale: the factor, 2**-126 to 2**127.
-        dynamic: whether the scale follows overflows.
-        growth_factor: factor of the scale after `growth_interval` steps without an overflow.
-        backoff_factor: factor of the scale after an overflow.
-        growth_interval: steps without an overflow between two growths.
-        good_steps: steps without an overflow since the last change.
-        overflows: overflows in a row.
-    """
-
-    scale: float = 1.0
-    dynamic: bool = False
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    good_steps: int = 0
-    overflows: int = 0
-
-    def __post_init__(self) -> None:
-        facts = {
-            "scale from 2**-126 to 2**127": _LEAST <= self.scale <= _MOST,
-            "growth_factor of at least 1": self.growth_factor >= 1,
-            "backoff_factor between 0 and 1": 0 < self.backoff_factor < 1,
-            "growth_interval of at least 1": self.growth_interval >= 1,
-        }
-        for expected, holds in facts.items():
-            if not holds:
-                raise ConfigError("the loss scale is not valid", expected=expected, got=repr(self), where="LossScale")
-
-    def update(self, *, finite: bool) -> LossScale:
-        """Return the scale for the next step.
-
-        Args:
-            finite: whether the gradients of this step were finite.
-        """
-        if not self.dynamic:
-            return self
-        if not finite:
-            return msgspec.structs.replace(
-                self,
-                scale=max(self.scale * self.backoff_factor, _LEAST),
-                good_steps=0,
-                overflows=self.overflows + 1,
-            )
-        if self.good_steps + 1 < self.growth_interval:
-            return msgspec.structs.replace(self, good_steps=self.good_steps + 1, overflows=0)
-        grown = min(self.scale * self.growth_factor, _MOST)
-        return msgspec.structs.replace(self, scale=grown, good_steps=0, overflows=0)
 
 
 @context_first

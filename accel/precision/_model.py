@@ -132,7 +132,8 @@ def apply_precision(ctx: DistContext, model: M) -> M:
             parameter.grad_dtype = torch.float32  # autograd gives and sums gradients of 16-bit parameters in float32
     # nested ones too: a list of modules has no forward to cover its own
     in_fp32 = [model.get_submodule(name) for name in spared]
-    add_mixin(in_fp32, InFp32, _accel_device_type=ctx.device.type, _accel_containers=ctx.containers)
+    if in_fp32:
+        add_mixin(in_fp32, InFp32, _accel_device_type=ctx.device.type, _accel_containers=ctx.containers)
     if precision.fp8 is not None and layers:
         convert_layers(model, precision.fp8, layers)
     if precision.qat is not None and rounded:

@@ -13,7 +13,6 @@ from accel.storage._files import (
     FileEntry as FileEntry,
     OpenDirectory as OpenDirectory,
     Span as Span,
-    disk_errors as disk_errors,
     is_file_name as is_file_name,
     open_directory as open_directory,
     write_file as write_file,

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from accel.errors import CheckpointError
+from accel.errors._checks import disk_errors
 from accel.opening import open_regular
 
 if TYPE_CHECKING:
@@ -74,19 +75,6 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             Span(start, min(start + SPAN_BYTES, self.size), digest)
             for start, digest in zip(starts, self.sha256, strict=True)
         ]
-
-
-@contextlib.contextmanager
-def disk_errors(path: object) -> Generator[None]:
-    """Turn an operating system's error in the block into a `CheckpointError` with its text and the path."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'OSError')})",
-            where=str(path),
-            fix=_advice(error.errno),
-        ) from error
 
 
 def is_file_name(name: str) -> bool:
@@ -217,16 +205,6 @@ def _begin_flush(file: int, start: int, size: int) -> None:
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):  # it is advice
             os.posix_fadvise(file, start, size, os.POSIX_FADV_DONTNEED)
-
-
-def _advice(number: int | None) -> str:
-    if number in (errno.ENOSPC, errno.EDQUOT):
-        return "Free space or choose another `out`; older checkpoints are untouched."
-    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "Choose an `out` that this process may write to."
-    if number in (errno.ENOENT, errno.ENOTDIR):
-        return "Check the path: it must be on a file system that every node shares."
-    return "See the system's log; older checkpoints are untouched."
 
 
 class OpenDirectory:

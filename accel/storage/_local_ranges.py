@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from accel.errors import CheckpointError
+from accel.errors._checks import disk_errors
 from accel.opening import open_regular
-from accel.storage._files import disk_errors
 from accel.storage._ranges import (
     CHUNK,
     PAGE,

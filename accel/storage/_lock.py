@@ -16,7 +16,8 @@ from pathlib import Path
 import msgspec
 
 from accel.errors import CheckpointError
-from accel.storage._files import disk_errors, try_flock, unlock
+from accel.errors._checks import disk_errors
+from accel.storage._files import try_flock, unlock
 from accel.storage._objects import RemotePath, get_object, list_objects, put_object, remove_objects
 
 LOCK = "save.lock"

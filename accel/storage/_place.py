@@ -22,7 +22,8 @@ from typing import Any, ClassVar, Literal, Protocol, cast
 import msgspec
 
 from accel.errors import CheckpointError, ConfigError
-from accel.storage._files import Bytes, FileEntry, OpenDirectory, disk_errors, open_directory, write_file
+from accel.errors._checks import disk_errors
+from accel.storage._files import Bytes, FileEntry, OpenDirectory, open_directory, write_file
 from accel.storage._lock import FolderLock, host_name, is_alive, take_lock
 from accel.storage._objects import LAG, RemotePath
 from accel.storage._store import RemotePlace

@@ -15,7 +15,8 @@ from typing import cast
 import msgspec
 
 from accel.errors import CheckpointError, ConfigError
-from accel.storage._files import disk_errors, is_file_name, open_directory, write_file
+from accel.errors._checks import disk_errors
+from accel.storage._files import is_file_name, open_directory, write_file
 from accel.storage._lock import take_lock
 from accel.storage._place import leftovers, make_folder, make_stage, remove_flat, sync_folder
 from accel.storage._safetensors import MOST_TENSORS

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -385,30 +386,39 @@ class MeshPosition:
     opened: bool = dataclasses.field(default=False, compare=False)
     data_dims: tuple[int, ...] = dataclasses.field(default=(), compare=False)
 
-    def find(self, name: str, data: Dimension = "data") -> tuple[str, ...]:
-        """Return the mesh's own names of an axis, which may be others of the same dimension; none without one.
 
-        `data`: dimension of "dp" by the strategy, "replicate" or "shard"; "data" where it is not known.
-        """
-        names = [own for own, _ in self.axes]
-        if name in names:
-            return (name,)
-        if name not in _DIMENSION_OF:
-            known = (*names, *_DIMENSION_OF)
-            raise ConfigError("unknown axis of a mesh", got=repr(name), fix=did_you_mean(str(name), known))
-        dimensions = [_DIMENSION_OF.get(own) for own in names]
-        wanted = _DIMENSION_OF[name]
-        if wanted == data and wanted not in dimensions and "data" in dimensions:
-            wanted = "data"
-        if wanted in dimensions:
-            return (names[dimensions.index(wanted)],)
-        both = zip(names, dimensions, strict=True) if wanted == "data" else ()
-        return tuple(own for own, dimension in both if dimension in ("replicate", "shard"))
+def names_of(axes: Sequence[tuple[str, Axis]], name: str, strategy: str) -> tuple[str, ...]:
+    """Return a mesh's own names of an axis, which may be others of the same dimension; none without one.
 
-    def axis(self, name: str, data: Dimension = "data") -> Axis:
-        """Return index and size along an axis, (0, 1) if the mesh has none; arguments and errors as in `find`."""
-        own = self.find(name, data)
-        return _joint(axis for each, axis in self.axes if each in own)
+    "dp" is an axis of replicas or of shards by the strategy. An unknown name is a `ConfigError`.
+    """
+    names = [own for own, _ in axes]
+    if name in names:
+        return (name,)
+    if name not in _DIMENSION_OF:
+        known = (*names, *_DIMENSION_OF)
+        raise ConfigError("unknown axis of a mesh", got=repr(name), fix=did_you_mean(str(name), known))
+    dimensions = [_DIMENSION_OF.get(own) for own in names]
+    wanted = _DIMENSION_OF[name]
+    if wanted == data_dimension(strategy) and wanted not in dimensions and "data" in dimensions:
+        wanted = "data"
+    if wanted in dimensions:
+        return (names[dimensions.index(wanted)],)
+    both = zip(names, dimensions, strict=True) if wanted == "data" else ()
+    return tuple(own for own, dimension in both if dimension in ("replicate", "shard"))
+
+
+@functools.lru_cache(maxsize=256)  # each step asks for a few
+def axis_of(axes: tuple[tuple[str, Axis], ...], name: str, strategy: str) -> Axis:
+    """Return index and size along an axis, (0, 1) if the mesh has none; arguments and errors as in `names_of`."""
+    own = names_of(axes, name, strategy)
+    return _joint(axis for each, axis in axes if each in own)
+
+
+@functools.lru_cache(maxsize=64)  # each step asks
+def has_unknown_axis(axes: tuple[tuple[str, Axis], ...]) -> bool:
+    """Return whether several ranks are along an axis with a name that only its user knows."""
+    return any(axis.size > 1 and dimension_of(name) is None for name, axis in axes)
 
 
 def without_mesh(rank: int, size: int) -> MeshPosition:

@@ -19,12 +19,12 @@ from accel.context import DistContext, context_first
 from accel.data import SampleCount
 from accel.devices import wide_dtype
 from accel.errors import ConfigError, StepError
-from accel.optim import Accumulation, check_scale
+from accel.loop_state import Accumulation, LossScale, check_scale
 from accel.parallel._engines import engine_of
 from accel.parallel._leftovers import check_kept, has_compiled, note_gradients
 from accel.parallel._shared_memory import compiled_leaves, reaches, separate_gradients
 from accel.parallel._sync import exchanging, no_sync, raise_lost_peer
-from accel.precision._amp import LossScale, matmul_precision
+from accel.precision._amp import matmul_precision
 from accel.tensors import is_dtensor
 from accel.training._refused import refuse_in_closure
 from accel.training._train_state import TrainState, after_backward, begun_window, carries_state, weight_of, window_of

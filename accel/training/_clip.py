@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
-from accel.optim import Accumulation, clamp_, norm_dtype, parameters_of, scale_, total_norm
+from accel.loop_state import Accumulation
+from accel.optim import clamp_, norm_dtype, scale_, total_norm
 from accel.parallel._engines import engine_of
-from accel.tensors import local_parts
+from accel.tensors import local_parts, parameters_of
 from accel.training._train_state import TrainState, after_backward, carries_state, ended_window
 from accel.training._window import (
     StepWindow,

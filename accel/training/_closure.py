@@ -15,10 +15,11 @@ from accel.context import DistContext
 from accel.data import SampleCount
 from accel.devices import wide_dtype
 from accel.errors import ConfigError, StepError
-from accel.optim import CLOSURE_LINE, Accumulation, check_latest, parameters_of, scale_, within_closure
+from accel.loop_state import Accumulation, check_latest
+from accel.optim import CLOSURE_LINE, scale_, within_closure
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import has_state_on_host, steps_alone
-from accel.tensors import is_dtensor
+from accel.tensors import is_dtensor, parameters_of
 from accel.training._backward import check_loss, on_device, own_weight, run_backward, start_sharing, weigh
 from accel.training._deferred import mark_deferred
 from accel.training._refused import check_overflow, check_settings, refuse_in_closure

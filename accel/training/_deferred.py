@@ -14,9 +14,9 @@ from torch.optim import SGD, Adagrad, Optimizer
 
 from accel.context import DistContext
 from accel.errors import ConfigError, NonFiniteError
-from accel.optim import Accumulation, KeptNorms, parameters_of
-from accel.precision._amp import LossScale
-from accel.tensors import is_dtensor
+from accel.loop_state import Accumulation, LossScale
+from accel.optim import KeptNorms
+from accel.tensors import is_dtensor, parameters_of
 from accel.training._refused import first_of_ranks
 from accel.training._window import Figures, blame, judged, stacked
 

@@ -16,7 +16,6 @@ from accel.comm import refuse_replaced, replaced
 from accel.comm._marks import find_mark
 from accel.errors import ConfigError, PrepareError
 from accel.errors._checks import check_choice, check_kind
-from accel.optim import parameters_of
 from accel.parallel._modules import (
     clean_name,
     emptied_by,
@@ -27,7 +26,7 @@ from accel.parallel._modules import (
     unwrap_model,
 )
 from accel.parallel.axes.pipeline import pipeline_of
-from accel.tensors import FORMATS, mesh_of, placements_of
+from accel.tensors import FORMATS, mesh_of, parameters_of, placements_of
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ from accel.context import DistContext, group_of
 from accel.context._dist_context import check_context
 from accel.errors import ConfigError, PrepareError, StepError
 from accel.errors._checks import check_kind
-from accel.optim import Accumulation
+from accel.loop_state import Accumulation
 from accel.parallel import balanced_bias, expert_counts
 from accel.parallel._modules import forget, is_pipelined, matching, named_modules, note_module, notes_of, unwrap_model
 from accel.parallel._private import runs_in_backward, untraced

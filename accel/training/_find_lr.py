@@ -21,16 +21,17 @@ from accel.comm import replaced
 from accel.context import DistContext, context_first
 from accel.data import StreamLoader
 from accel.data._batches import Batch, batches
-from accel.data._cursor import LastPass
 from accel.data._loader import Loader
 from accel.errors import ConfigError
 from accel.errors._checks import check_count, check_kind
+from accel.loop_state import LastPass
 from accel.metrics import running_metrics
-from accel.optim import parameters_of, settle_state
+from accel.optim import settle_state
 from accel.parallel._engines import engine_of
 from accel.parallel._leftovers import clear_gradients, clear_parameters
 from accel.parallel._modules import reshard
 from accel.random import isolated_rng
+from accel.tensors import parameters_of
 from accel.training._forward_backward import forward_backward
 from accel.training._loss_sums import LossFn
 from accel.training._lr_range import LrRange, has_diverged, lr_range, spaced

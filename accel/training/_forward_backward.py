@@ -15,14 +15,14 @@ from torch import nn
 from accel.comm import Call, broadcast_flat, exchange_values
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
-from accel.optim import Accumulation, check_scale
+from accel.loop_state import Accumulation, LossScale, check_scale
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import micro_batches_of
 from accel.parallel._micro_batches import ByStage, MicroBatch, first_rows, first_tensor, split_batch
 from accel.parallel._modules import unwrap_model
 from accel.parallel._sync import no_sync
 from accel.parallel.axes.pipeline import Pipeline, Work, keep_one_sum, pipeline_of, sum_tied_gradients
-from accel.precision._amp import LossScale, autocast, matmul_precision
+from accel.precision._amp import autocast, matmul_precision
 from accel.storage import dtype_name
 from accel.training._backward import on_device, own_weight, run_backward, start_sharing, weigh, window_block
 from accel.training._loss_sums import LossFn, LossProbe, LossSums

@@ -13,11 +13,11 @@ from accel.comm._streams import DeviceStreams
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, NonFiniteError, StepError
 from accel.errors._checks import check_choice
-from accel.optim import first_nonfinite, gradients, parameters_of, step_of, take_step
+from accel.optim import first_nonfinite, gradients, step_of, take_step
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import has_state_on_host, name_of
 from accel.parallel._leftovers import drop_unused
-from accel.tensors import is_dtensor
+from accel.tensors import is_dtensor, parameters_of
 from accel.training._backward import check_loss, run_backward
 from accel.training._refused import cannot_step
 from accel.training._window import POLICIES

@@ -19,8 +19,8 @@ from accel.context import DistContext
 from accel.errors import StepError
 from accel.parallel._micro_batches import MicroBatch, first_rows, first_tensor
 from accel.parallel._modules import note_prepared, prepared_of, tensor_notes, unwrap_model
-from accel.parallel._private import is_view
 from accel.random import isolated_rng
+from accel.tensors import is_view
 from accel.training._backward import check_loss, rooted
 from accel.tree import map_tensors
 from accel.tree._walk import Containers, tensors

@@ -17,10 +17,10 @@ from accel.errors import PrepareError
 from accel.formats import Precision
 from accel.items._optimizer import bare_optimizer
 from accel.items._packed_state import is_zero
-from accel.optim import parameters_of
 from accel.parallel._labels import current_parameter, name_of
 from accel.parallel._modules import unwrap_model
 from accel.precision._model import planned_formats
+from accel.tensors import parameters_of
 
 # Options of optimizers that step float32 copies, round at random, or carry what rounding loses: torchao, Transformer
 # Engine, apex, optimi, AnyPrecision, and any that has such an attribute, or such an option in its groups.

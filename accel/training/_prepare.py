@@ -21,7 +21,7 @@ from accel.data._loader import Loader, prepare_loader, unwrapped_loader
 from accel.errors import DeviceError, PrepareError
 from accel.errors._checks import check_kind, with_article
 from accel.items._packed_state import is_zero
-from accel.optim import guard_closures, note_complex, note_elsewhere, parameters_of, streamed_state
+from accel.optim import guard_closures, note_complex, note_elsewhere, streamed_state
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import current_parameter, has_state_on_host, heir_of, is_dropped, name_of
 from accel.parallel._modules import unwrap_model
@@ -29,7 +29,7 @@ from accel.parallel._prepare_model import check_model, compile_as_set, prepare_v
 from accel.parallel._refused import check_sparse
 from accel.parallel._spread import ModelView
 from accel.precision import apply_precision
-from accel.tensors import has_wide_gradient, is_dtensor, is_half, is_offloaded
+from accel.tensors import has_wide_gradient, is_dtensor, is_half, is_offloaded, parameters_of
 from accel.topology import Plan
 from accel.training._narrow import check_narrow
 
@@ -222,7 +222,7 @@ def prepare(ctx: DistContext, /, *objects: Any, plan: Plan | None = None, exampl
     views: dict[int, ModelView] = {}
     with agreed(ctx.comm, Call("prepare", ordered=False)):  # else a rank that refuses leaves the others waiting
         # All checks of all objects before the first change, so that an error leaves every one of them as it was.
-        objects = tuple(map(unwrapped_loader, objects))
+        objects = tuple(each if isinstance(each, _TRAINED) else unwrapped_loader(each) for each in objects)
         _check_kinds(objects)
         _check_optimizers(objects)
         _check_schedulers(objects)
@@ -337,6 +337,9 @@ def _prepare_stepped(ctx: DistContext, each: Any) -> Any:
     return each
 
 
+_TRAINED = nn.Module | Optimizer | LRScheduler
+
+
 def _check_kinds(objects: tuple[Any, ...]) -> None:
     if not objects:
         raise PrepareError(
@@ -345,7 +348,7 @@ def _check_kinds(objects: tuple[Any, ...]) -> None:
     for at, each in enumerate(objects):
         check_kind(
             each,
-            nn.Module | Optimizer | LRScheduler | DataLoader | Loader | StreamLoader | None,
+            _TRAINED | DataLoader | Loader | StreamLoader | None,
             "cannot prepare this",
             expected="a module, torch optimizer, torch scheduler or DataLoader",
             where=f"prepare, argument {at + 1}",

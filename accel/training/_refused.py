@@ -15,12 +15,13 @@ from accel.comm import MERGED, Call, adopt, all_reduce_flat, exchange_values, no
 from accel.context import DistContext, group_of
 from accel.errors import ConfigError, NonFiniteError, StepError
 from accel.items._kinds import unstorable
-from accel.optim import CLOSURE_LINE, Accumulation, first_nonfinite, parameters_of
+from accel.loop_state import Accumulation
+from accel.optim import CLOSURE_LINE, first_nonfinite
 from accel.parallel._engines import ENGINES
 from accel.parallel._labels import name_of
 from accel.parallel._watches import runs_without_autocast
 from accel.parallel.axes.context import check_context_used
-from accel.tensors import is_dtensor, split_dims
+from accel.tensors import is_dtensor, parameters_of, split_dims
 from accel.topology import AXIS_NAMES, SHARED_DIMS
 from accel.training._window import StepWindow, blame
 

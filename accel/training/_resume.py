@@ -12,15 +12,13 @@ import msgspec
 from accel.checkpoint._manifest import Manifest, stored_field
 from accel.comm import call_site
 from accel.context import DistContext, context_first
-from accel.data._cursor import Cursor
 from accel.errors import CheckpointError, ConfigError
 from accel.errors._checks import check_kind
 from accel.items import Folder, Part, TrainableOnly
 from accel.items._kinds import check_mapping, kind_of
 from accel.items._loading import load_newest
 from accel.items._source import LoadOptions
-from accel.optim import Accumulation
-from accel.precision._amp import LossScale
+from accel.loop_state import Accumulation, Cursor, LossScale
 from accel.storage import RemotePath
 from accel.training._train_state import TrainState
 

@@ -17,10 +17,11 @@ from accel import xla
 from accel.comm import refuse_replaced
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, StepError
-from accel.optim import Accumulation, KeptNorms, begun_here, clamp_, parameters_of, scale_
+from accel.loop_state import Accumulation, LossScale
+from accel.optim import KeptNorms, begun_here, clamp_, scale_
 from accel.parallel._engines import Engine, EngineOutcome, StepRequest, engine_of
-from accel.parallel._labels import decide_independently
-from accel.precision._amp import LossScale
+from accel.parallel._labels import decide_independently, new_replicas
+from accel.tensors import checksums, parameters_of
 from accel.training._closure import Closure, step_by_closure
 from accel.training._deferred import Deferred, check_deferrable, defer, give_found_inf, mark_deferred
 from accel.training._refused import cannot_step, check_overflow, check_settings, warn_unstorable
@@ -309,7 +310,18 @@ def step_objects(
     given = options.scheduler
     schedulers = [] if given is None else listed(given, LRScheduler, "optimizer_step, scheduler=")
     _check_not_exhausted(schedulers)
+    if ctx.world_size > 1 and ctx.device.type != "xla":
+        _note_first_values(ctx, optimizers)
     return optimizers, schedulers
+
+
+def _note_first_values(ctx: DistContext, optimizers: list[Optimizer]) -> None:
+    """Note the values of replicas before their first step, for ranks to compare. Waits for the device then."""
+    new = [each for each in optimizers if ctx.comm.marks.find(each, "stepped") is None]
+    replicas = new_replicas(parameters_of(new))
+    if replicas and not decide_independently(ctx.position.axes, new):
+        sums = checksums({str(at): each for at, (_, each) in enumerate(replicas)})
+        ctx.comm.steps.add_values([(name, each) for (name, _), each in zip(replicas, sums.values(), strict=True)])
 
 
 def _deferred(

@@ -17,11 +17,11 @@ from accel.comm._marks import Uncompared, find_mark
 from accel.context import DistContext, context_first
 from accel.data import SampleCount
 from accel.data._batches import Batch
-from accel.data._cursor import Cursor
 from accel.errors import ConfigError, StepError
-from accel.optim import CLOSURE_LINE, Accumulation, check_latest, next_micro_batch
+from accel.loop_state import Accumulation, Cursor, LossScale, check_latest, next_micro_batch
+from accel.optim import CLOSURE_LINE
 from accel.parallel._leftovers import clear_gradients
-from accel.precision._amp import LossScale, loss_scale
+from accel.precision._amp import loss_scale
 from accel.training._deferred import Deferred
 from accel.training._window import StepWindow
 

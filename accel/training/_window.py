@@ -19,15 +19,12 @@ from accel.context import DistContext, group_of
 from accel.devices import wide_dtype
 from accel.errors import ConfigError, StepError
 from accel.errors._checks import check_choice
+from accel.loop_state import Accumulation, LossScale, WindowLosses, check_latest
 from accel.optim import (
-    Accumulation,
     KeptNorms,
-    WindowLosses,
-    check_latest,
     elements_of,
     gradients,
     norm_over,
-    parameters_of,
     precision_of,
     step_of,
     take_step,
@@ -38,8 +35,7 @@ from accel.parallel._labels import check_exchanged, decide_independently, has_st
 from accel.parallel._leftovers import drop_unused, found_gradient
 from accel.parallel._spread import average_
 from accel.parallel.axes.pipeline import is_tied_copy
-from accel.precision._amp import LossScale
-from accel.tensors import is_dtensor
+from accel.tensors import is_dtensor, parameters_of
 
 _MOST_BITS = 1024  # of what a float holds
 

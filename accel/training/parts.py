@@ -18,8 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, StepError
-from accel.optim import Accumulation
-from accel.precision._amp import LossScale
+from accel.loop_state import Accumulation, LossScale
 from accel.training._backward import Graph, add_loss, window_block
 from accel.training._clip import clip_elements, clip_norm, divide
 from accel.training._forward_backward import run_batch

@@ -13,7 +13,7 @@ from streamed import make_net, token_ids
 
 import accel
 import accel.testing
-from accel.bigmodel.run import _dispatch as auto
+from accel.bigmodel.run import _auto as auto
 
 
 @pytest.fixture
@@ -78,10 +78,10 @@ def test_all_accelerators_of_the_machine_are_used(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(auto, "count_devices", lambda kind: 2)
     net = make_net()
     held = sum(each.nbytes for each in net.parameters())
-    options: dict[str, Any] = {"where": "dispatch_model", "has_files": False, "shows": False}
-    found = auto.map_or_auto(net, "auto", **options)
+    options: dict[str, Any] = {"has_files": False, "shows": False}
+    found = auto.auto_map(net, **options)
     assert found.limits == {"cuda:0": 18_000, "cuda:1": 27_000, "cpu": 90_000 + held}
-    one = auto.map_or_auto(net, "auto", device=torch.device("cuda:1"), ranks=2, **options)
+    one = auto.auto_map(net, device=torch.device("cuda:1"), ranks=2, **options)
     assert one.limits == {"cuda:1": 27_000, "cpu": 45_000 + held}
 
 

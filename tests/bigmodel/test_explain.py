@@ -94,8 +94,8 @@ def test_places_by_path_become_a_map_under_the_same_law() -> None:
     assert (found.runs["layers.4"], found.runs["layers.11"], found.runs["norm"]) == ("cuda:0", "cuda:1", "cuda:1")
     assert found.home["norm"] == "cuda:1"
     assert (found.used("cuda:0"), found.used("cuda:1"), found.used("cpu")) == (52 * MB, 13 * MB, 12 * MB)
-    text = r"'cuda:1' is too small: expected at most 1000000 bytes, got 13631488"
-    with pytest.raises(accel.errors.PlacementError, match=text):
+    fields = {"problem": "'cuda:1' is too small", "expected": "at most 1000000 bytes", "got": "^13631488: "}
+    with assert_raises(accel.errors.PlacementError, **fields):
         accel.bigmodel.check_device_map(SKELETON, places, max_memory={0: 60 * MB, 1: "1MB", "cpu": 4 * MB})
     alone = accel.bigmodel.check_device_map(SKELETON, {"": "cpu", "layers": "mmap", "embed": "disk"})
     assert set(alone.runs.values()) == {"cpu"}
@@ -104,16 +104,16 @@ def test_places_by_path_become_a_map_under_the_same_law() -> None:
 
 
 @pytest.mark.parametrize(
-    ("places", "text"),
+    ("places", "fields"),
     [
-        ({"": 0, "layer.3": "cpu"}, "no such path: got 'layer.3'.*Did you mean `layers.3`"),
-        ({"": 0, "layers.3.weight": "cpu"}, "a path that divides a segment: expected 'layers.3'"),
-        ({"layers": 0}, "a segment without a place: got 'embed'"),
-        ({"": "gpu"}, r"the place is not valid.*places\[''\].*A GPU is its number"),
+        ({"": 0, "layer.3": "cpu"}, {"problem": "no such path", "got": "'layer.3'", "fix": "Did you mean `layers.3`"}),
+        ({"": 0, "layers.3.weight": "cpu"}, {"problem": "a path that divides a segment", "expected": "'layers.3'"}),
+        ({"layers": 0}, {"problem": "a segment without a place", "got": "'embed'"}),
+        ({"": "gpu"}, {"problem": "the place is not valid", "where": r"places\[''\]", "fix": "A GPU is its number"}),
     ],
 )
-def test_places_that_do_not_fit_the_model_are_refused(places: Any, text: str) -> None:
-    with pytest.raises(accel.errors.ConfigError, match=text):
+def test_places_that_do_not_fit_the_model_are_refused(places: Any, fields: dict[str, str]) -> None:
+    with assert_raises(accel.errors.ConfigError, **fields):
         accel.bigmodel.check_device_map(SKELETON, places)
 
 

@@ -14,6 +14,7 @@ import pytest
 from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
+from tables import rows
 
 import accel
 from accel.bigmodel.plan import DeviceMap, Fill, Segment, Skeleton, Weight, infer_device_map, pass_seconds
@@ -341,35 +342,67 @@ def test_a_dtype_changes_sizes_and_texts_are_limits() -> None:
         assert found.limits == {"xpu:1": 10**6}
 
 
-@pytest.mark.parametrize(
-    ("limits", "options", "text"),
+@rows(
+    "limits, options, fields",
     [
-        ("auto", {}, "limits are given by place.*got 'auto'.*accel.bigmodel.available_memory"),
+        (
+            "auto",
+            {},
+            {"problem": "limits are given by place", "got": "'auto'", "fix": "accel.bigmodel.available_memory"},
+        ),
         (
             {"cpu": 5},
             {},
-            r"no room for the model in 'cpu', its only place: expected at least 16384 bytes",
+            {"problem": "no room for the model in 'cpu', its only place", "expected": "at least 16384 bytes"},
         ),
-        ({}, {}, "no device that computes.*accel.bigmodel.available_memory"),
-        ({"disk": None}, {}, "no device that computes"),
-        ({"cuda": 5}, {}, "the place is not valid.*got 'cuda'.*'cuda:0'"),
-        ({-1: 5}, {}, "the place is not valid"),
-        ({0: 5, "cuda:0": 5}, {}, "a place with two limits: got 'cuda:0'"),
-        ({0: None}, {}, r"a limit is missing.*max_memory\['cuda:0'\]"),
-        ({0: "many"}, {}, "the size is not valid"),
-        ({0: 5}, {"slots": 0}, "the number of slots is not valid"),
-        ({0: 5}, {"placement": "first"}, "unknown placement"),
-        ({0: 5}, {"fill": "low"}, "unknown way to fill devices"),
-        ({0: 5}, {"dtype": "bf16"}, "the dtype of the weights is unknown.*Did you mean `bfloat16`"),
-        ({0: 5}, {}, r"does not fit on 'cuda:0': expected at least 2048 bytes \(2.0 kB\), got 5; its largest block is"),
-        ({0: 5}, {"slots": 2}, r"does not fit on 'cuda:0': expected at least 4096 bytes .*fewer slots"),
-        ({0: 4096}, {"slots": 2}, "no home for the segments that stream.*Add 'disk': None, or 'cpu': 20480"),
-        ({0: 4096}, {}, "no home for the segments that stream.*Add 'disk': None, or 'cpu': 16384"),
-        ({0: 4096, "cpu": 5}, {"slots": 2}, r"no room for .* expected at least 20480 bytes .*max_memory\['cpu'\]"),
+        ({}, {}, {"problem": "no device that computes", "fix": "accel.bigmodel.available_memory"}),
+        ({"disk": None}, {}, {"problem": "no device that computes"}),
+        ({"cuda": 5}, {}, {"problem": "the place is not valid", "got": "'cuda'", "fix": "'cuda:0'"}),
+        ({-1: 5}, {}, {"problem": "the place is not valid"}),
+        ({0: 5, "cuda:0": 5}, {}, {"problem": "a place with two limits", "got": "'cuda:0'"}),
+        ({0: None}, {}, {"problem": "a limit is missing", "where": r"max_memory\['cuda:0'\]"}),
+        ({0: "many"}, {}, {"problem": "the size is not valid"}),
+        ({0: 5}, {"slots": 0}, {"problem": "the number of slots is not valid"}),
+        ({0: 5}, {"placement": "first"}, {"problem": "unknown placement"}),
+        ({0: 5}, {"fill": "low"}, {"problem": "unknown way to fill devices"}),
+        (
+            {0: 5},
+            {"dtype": "bf16"},
+            {"problem": "the dtype of the weights is unknown", "fix": "Did you mean `bfloat16`"},
+        ),
+        (
+            {0: 5},
+            {},
+            {
+                "problem": "does not fit on 'cuda:0'",
+                "expected": r"at least 2048 bytes \(2.0 kB\)",
+                "got": "5; its largest block is",
+            },
+        ),
+        (
+            {0: 5},
+            {"slots": 2},
+            {"problem": "does not fit on 'cuda:0'", "expected": "at least 4096 bytes", "fix": "fewer slots"},
+        ),
+        (
+            {0: 4096},
+            {"slots": 2},
+            {"problem": "no home for the segments that stream", "fix": "Add 'disk': None, or 'cpu': 20480"},
+        ),
+        (
+            {0: 4096},
+            {},
+            {"problem": "no home for the segments that stream", "fix": "Add 'disk': None, or 'cpu': 16384"},
+        ),
+        (
+            {0: 4096, "cpu": 5},
+            {"slots": 2},
+            {"problem": "no room for", "expected": "at least 20480 bytes", "where": r"max_memory\['cpu'\]"},
+        ),
     ],
 )
-def test_limits_that_mean_nothing_or_fit_nothing_are_refused(limits: Any, options: Any, text: str) -> None:
-    with pytest.raises(accel.errors.ConfigError, match=text):
+def test_limits_that_mean_nothing_or_fit_nothing_are_refused(limits: Any, options: Any, fields: dict[str, str]) -> None:
+    with assert_raises(accel.errors.ConfigError, **fields):
         infer_device_map(layers(8), limits, **options)
 
 

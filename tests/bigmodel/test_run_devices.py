@@ -17,7 +17,7 @@ from catching import assert_raises
 from torch import nn
 
 import accel
-from accel.bigmodel.run._hooks import Arrivals, move_inputs
+from accel.bigmodel.run._crossings import Arrivals, move_inputs
 
 transformers = pytest.importorskip("transformers")
 

@@ -68,7 +68,9 @@ def test_a_read_that_fails_is_raised_in_the_block_that_needs_it_and_the_next_cal
         run.model(token_ids())
         source.failing = "blocks.2"
         for _ in range(2):
-            with pytest.raises(accel.errors.StreamError, match=r"blocks\.2.*could not be fetched.*Input/output error"):
+            with assert_raises(
+                accel.errors.StreamError, problem=r"blocks\.2.*could not be fetched", got="Input/output error"
+            ):
                 run.model(token_ids())
         run.model.order = [0, 1, 3]
         run.model(token_ids())  # others are not touched by it
@@ -372,9 +374,9 @@ def test_values_that_no_file_has_are_written_to_scratch_files_for_the_run(weight
     before = dict(net.named_parameters())
     values = {name: each.detach().clone() for name, each in before.items()}
     device_map = streamed_map(net, "disk")
-    with pytest.raises(accel.errors.CheckpointError, match=r"missing 'blocks\.2\.extra'.*scratch=folder"):
+    with assert_raises(accel.errors.CheckpointError, got=r"missing 'blocks\.2\.extra'", fix="scratch=folder"):
         dispatch_model(net, device_map, source=weights)
-    with pytest.raises(accel.errors.ConfigError, match=r"home on a disk.*scratch=folder"):
+    with assert_raises(accel.errors.ConfigError, problem="home on a disk", fix="scratch=folder"):
         dispatch_model(net, device_map)
     for source in (None, weights):
         with torch.no_grad(), dispatch_model(net, device_map, source=source, scratch=scratch) as run:

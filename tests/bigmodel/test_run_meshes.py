@@ -91,9 +91,9 @@ def test_parts_hold_no_memory_and_fetch_themselves(ranks: Simulator, saved: tupl
             assert local_part(weight).shape == (32, 24)
             part = _llama(tied=True).get_parameter(name).chunk(2, 1)[ctx.rank]
             assert torch.equal(local_part(weight + 0), part)
-            with pytest.raises(StreamError, match=r"run\.close"):
+            with assert_raises(StreamError, fix=r"run\.close"):
                 run.model.load_state_dict({name: weight}, strict=False)
-        with pytest.raises(StreamError, match="closed"):
+        with assert_raises(StreamError, problem="closed"):
             _ = weight + 0
 
     ranks.run(rank, 2, default_group=True)
@@ -129,7 +129,7 @@ def test_parts_come_from_tensors_and_from_the_model_itself(ranks: Simulator, sav
             found.append(_logits(ctx, run.model))
         assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
         found.append(_logits(ctx, model))
-        with pytest.raises(ConfigError, match="allocate=False") as caught:
+        with assert_raises(ConfigError, fix="allocate=False") as caught:
             accel.dispatch_model(model, _map(model, "disk"), source=saved[0])
         assert "has values" in caught.value.problem
         found.append(_logits(ctx, model))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from catching import assert_raises
 from safetensors.torch import save_file
 from streamed import Block, make_net, streamed_map, token_ids
 from torch import nn
@@ -88,7 +89,7 @@ def test_generation_is_that_of_the_whole_model(make: Callable[[], Any], options:
 def test_save_pretrained_is_refused_with_the_way_to_a_folder_for_from_pretrained(tmp_path: Path) -> None:
     model: Any = llama()
     with dispatched(model):
-        with pytest.raises(accel.errors.StreamError, match="save_pretrained") as caught:
+        with assert_raises(accel.errors.StreamError, problem="save_pretrained") as caught:
             model.save_pretrained(tmp_path / "refused")
         assert "accel.save_model(ctx, model, folder)" in caught.value.fix
         assert not list((tmp_path / "refused").glob("*.safetensors"))

@@ -135,7 +135,7 @@ def test_a_file_that_shrinks_or_changes_is_refused_and_a_replaced_one_stays_the_
 def test_what_is_no_weights_says_so(tmp_path: Path, folder: Path) -> None:
     with assert_raises(ConfigError, problem="no weights at the path"):
         open_weights(tmp_path)
-    with pytest.raises(ConfigError, match="got nothing - at"):
+    with assert_raises(ConfigError, got="nothing"):
         open_weights(tmp_path / "nowhere")
     (tmp_path / "model.safetensors.index.json").write_bytes(encode_index([("a",), ("b",)], {"a": 4, "b": 4}))
     with assert_raises(CheckpointError, problem="2 of 2 files are missing"):

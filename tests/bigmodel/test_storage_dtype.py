@@ -13,13 +13,12 @@ from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from safetensors.torch import load_file, save_file
+from slots import DeviceTransfer, Slot, block_of, part
 from streamed import DEVICE, Net, make_net, token_ids
 from torch import nn
 
 import accel
-from accel.bigmodel.run._slots import Block, DeviceTransfer, Slot, StreamedWeight, narrow_part, part, widen
-from accel.bigmodel.run._supplies import Supply
-from accel.comm._streams import DeviceStreams
+from accel.bigmodel.run._slots import narrow_part, widen
 
 FP8 = torch.float8_e4m3fn
 RESIDENT = "resident"
@@ -283,14 +282,10 @@ def _without_gradients(net: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [FP8, torch.bfloat16, torch.float64])
 def test_blocks_reach_an_accelerator_in_the_dtype_of_their_home(dtype: torch.dtype) -> None:
     values = {"a": torch.randn(300, 40).to(dtype), "b": torch.randn(7), "c": torch.randn(3, 3).to(dtype)}
-    offsets = {"a": 0, "b": 48128, "c": 48640}
-    weights = [
-        StreamedWeight(Supply(name, tuple(each.shape), torch.float32, each, None), offsets[name], (), each)
-        for name, each in values.items()
-    ]
+    block = block_of(0, values, [0, 48128, 48640])
     slot = Slot(torch.zeros(49152, dtype=torch.uint8), torch.zeros(49152, dtype=torch.uint8))
-    DeviceTransfer(DeviceStreams(torch.device("cpu"))).fill(slot, Block(0, "block", nn.Module(), weights))
-    for weight in weights:
+    DeviceTransfer(accel.single("cpu").streams).fill(slot, block)
+    for weight in block.weights:
         assert torch.equal(part(slot.memory, weight), values[weight.supply.name].float())
 
 
@@ -302,7 +297,7 @@ def test_blocks_reach_an_accelerator_in_the_dtype_of_their_home(dtype: torch.dty
 )
 def test_a_cast_in_place_loses_nothing(count: int, wide: torch.dtype, narrow: torch.dtype) -> None:
     values = torch.linspace(-8, 8, count).to(narrow)
-    weight = StreamedWeight(Supply("w", (count,), wide, values, None), 512, (), values)
+    [weight] = block_of(0, {"w": values}, [512], dtype=wide).weights
     memory = torch.full((1024 + 8 * count,), 7, dtype=torch.uint8)
     if wide == narrow:
         return

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import numpy
 import torch
+from ckpt_helpers import FORMAT
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import accel
-from accel.checkpoint._manifest import FORMAT
 from accel.context import DistContext
 from accel.testing import simulate
 

@@ -13,6 +13,17 @@ import torch
 from torch import nn
 
 from accel import load_state
+from accel.checkpoint._background import copy_to_host as copy_to_host
+from accel.checkpoint._boxes import Box as Box
+from accel.checkpoint._manifest import (
+    FORMAT as FORMAT,
+    Item as Item,
+    Manifest as Manifest,
+    decode_manifest as decode_manifest,
+    encode_manifest as encode_manifest,
+)
+from accel.checkpoint._read import open_checkpoint as open_checkpoint
+from accel.checkpoint._retention import plan_keep as plan_keep
 from accel.context import DistContext, single
 from accel.errors import ConfigError
 

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from catching import assert_raises
-from ckpt_helpers import CPU, Run, equal, streams
+from ckpt_helpers import CPU, Run, equal, plan_keep, streams
 from hypothesis import HealthCheck, given, settings, strategies as st
 from profiles import share
 from torch import nn
 
 import accel
 from accel.checkpoint import Keep, best_checkpoint
-from accel.checkpoint._retention import plan_keep
 from accel.errors import CheckpointError, ConfigError
 from accel.testing import simulate
 
@@ -92,8 +91,8 @@ def test_a_part_is_loaded_and_all_else_stays(ranks: int, tmp_path: Path) -> None
         assert loaded == items
         assert loaded.skipped == ()
         assert accel.load_state(ctx, path, {"best": 0.0}, only=["best"])["best"] == 0.5
-        for only in (("modle",), "model", ()):
-            with pytest.raises(ConfigError, match=r"load_state, only=.*" + ("`model`" if only == ("modle",) else "")):
+        for only, fix in ((("modle",), "`model`"), ("model", ""), ((), "")):
+            with assert_raises(ConfigError, where="load_state, only=", fix=fix):
                 accel.load_state(ctx, path, items, only=only)
         with assert_raises(CheckpointError, problem="missing in the checkpoint:\n    item new"):
             accel.load_state(ctx, path, items, only=("new",))

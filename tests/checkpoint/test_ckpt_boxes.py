@@ -8,13 +8,14 @@ from itertools import product
 
 import pytest
 import torch
+from ckpt_helpers import Box
 from hypothesis import given, strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from accel.checkpoint._boxes import Box, Split, intersect, local_box, shape_problem, tiling_problem, whole, within
+from accel.checkpoint._boxes import Split, intersect, local_box, shape_problem, tiling_problem, whole, within
 from accel.checkpoint._live_tensors import held_box
 
 

@@ -83,7 +83,7 @@ def test_what_writers_of_any_host_left_is_removed_by_the_next(tmp_path: Path) ->
 def test_a_folder_that_is_being_saved_into_is_refused_and_can_be_read(tmp_path: Path) -> None:
     path = save_state(CPU, tmp_path, {"x": 1}, step=1)
     lock = take_lock(tmp_path)
-    with pytest.raises(CheckpointError, match=f"another writer .* process {os.getpid()} on host"):
+    with assert_raises(CheckpointError, problem="another writer", got=f"process {os.getpid()} on host"):
         save_state(CPU, tmp_path, {"x": 2}, step=2)
     assert latest_checkpoint(tmp_path, verify=True) == path
     assert load_state(CPU, path, {"x": 0}) == {"x": 1}

@@ -13,10 +13,9 @@ import msgspec
 import pytest
 import torch
 from ckpt_golden import HERE, filled, start
-from ckpt_helpers import CPU, equal
+from ckpt_helpers import CPU, FORMAT, equal
 
 import accel
-from accel.checkpoint._manifest import FORMAT
 from accel.context import DistContext
 from accel.testing import simulate
 

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 from catching import assert_raises
-from ckpt_helpers import CPU, equal
+from ckpt_helpers import CPU, Box, equal
 from ckpt_meshes import Layout, build, state, step
 from hypothesis import given, strategies as st
 
 import accel
-from accel.checkpoint._boxes import Box
 from accel.checkpoint._hosts import places_seen_from, plan_host_writes
 from accel.errors import CheckpointError, CollectiveMismatch, ConfigError
 from accel.testing import WriteFault

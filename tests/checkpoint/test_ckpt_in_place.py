@@ -8,12 +8,11 @@ import msgspec
 import pytest
 import torch
 from catching import assert_raises
-from ckpt_helpers import CPU, Wrapper, equal
+from ckpt_helpers import CPU, Wrapper, decode_manifest, encode_manifest, equal
 from hypothesis import given, strategies as st
 from torch import nn
 
 import accel
-from accel.checkpoint._manifest import decode_manifest, encode_manifest
 from accel.errors import CheckpointError
 from accel.items._module import overlaps
 

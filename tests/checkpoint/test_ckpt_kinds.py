@@ -12,10 +12,10 @@ import msgspec
 import pytest
 import torch
 from catching import assert_raises
+from ckpt_helpers import Item
 from torch import nn
 
 import accel
-from accel.checkpoint._manifest import Item
 from accel.items import _kinds
 from accel.items._kinds import kind_of
 from accel.items._source import Captured, ItemHandler, ItemLoad, StateChange

@@ -14,13 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from catching import assert_raises
-from ckpt_helpers import CPU
+from ckpt_helpers import CPU, Manifest, open_checkpoint
 from torch import nn
 
 from accel import load_state, save_state
 from accel.checkpoint import _read
-from accel.checkpoint._manifest import Manifest
-from accel.checkpoint._read import open_checkpoint
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.items import Loaded

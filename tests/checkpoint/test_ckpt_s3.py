@@ -97,7 +97,7 @@ def test_a_large_object_is_uploaded_in_parts_and_a_failed_one_leaves_none(bucket
         def __iter__(self) -> Iterator[memoryview]:
             return broken()
 
-    with pytest.raises(CheckpointError, match="unplugged"):
+    with assert_raises(CheckpointError, problem="unplugged"):
         upload(out / "step-00000001", "tensors", Chunks([memoryview(b"")]))
     assert "step-00000001/tensors" not in keys(out)
     assert store.call_s3("list_multipart_uploads", Bucket="bucket").get("Uploads", []) == []

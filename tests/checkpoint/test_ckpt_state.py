@@ -111,23 +111,23 @@ def test_saving_inside_a_window_is_refused_before_anything_is_written(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("items", "options", "words"),
+    ("items", "options", "fields"),
     [
-        ({}, {"step": 1}, "at least one item"),
-        ({"a b": 1}, {"step": 1}, "the name of an item is not valid"),
-        ({"../x": 1}, {"step": 1}, "the name of an item is not valid"),
-        ({3: 1}, {"step": 1}, "the name of an item is not valid"),
-        (nn.Linear(1, 1), {"step": 1}, "items have no names.*got Linear"),
-        ({"x": 1}, {"step": -1}, "the step is not valid"),
-        ({"x": 1}, {"step": True}, "the step is not valid"),
-        ({"x": 1}, {"step": 1.0}, "the step is not valid"),
-        ({"x": 1}, {"step": 1, "keep": 0}, "keep of 1 or above"),
+        ({}, {"step": 1}, {"expected": "at least one item"}),
+        ({"a b": 1}, {"step": 1}, {"problem": "the name of an item is not valid"}),
+        ({"../x": 1}, {"step": 1}, {"problem": "the name of an item is not valid"}),
+        ({3: 1}, {"step": 1}, {"problem": "the name of an item is not valid"}),
+        (nn.Linear(1, 1), {"step": 1}, {"problem": "items have no names", "got": "Linear"}),
+        ({"x": 1}, {"step": -1}, {"problem": "the step is not valid"}),
+        ({"x": 1}, {"step": True}, {"problem": "the step is not valid"}),
+        ({"x": 1}, {"step": 1.0}, {"problem": "the step is not valid"}),
+        ({"x": 1}, {"step": 1, "keep": 0}, {"expected": "keep of 1 or above"}),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_written(
-    items: Any, options: Any, words: str, tmp_path: Path
+    items: Any, options: Any, fields: dict[str, str], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with assert_raises(ConfigError, **fields):
         save_state(CPU, tmp_path / "run", items, **options)
     assert os.listdir(tmp_path) == []
 

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 from catching import assert_raises
-from ckpt_helpers import CPU
+from ckpt_helpers import CPU, Box
 from hypothesis import given, strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import accel
-from accel.checkpoint._boxes import Box
 from accel.context import DistContext
 from accel.errors import CheckpointError, ConfigError
 from accel.items._bases import Sums, _joined, _piece, digest  # pyright: ignore[reportPrivateUsage]

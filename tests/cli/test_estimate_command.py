@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from estimates import PARTS
 from processes import patience
 from torch import nn
 
 import accel
 from accel.cli import main
-from accel.estimate._memory import PARTS
 from accel.storage import write_tensors
 
 NETS = """

@@ -6,11 +6,11 @@ from __future__ import annotations
 import contextlib
 
 import pytest
+from launches import parser
 
 from accel.cli import main
 from accel.cli._checkpoint import _VERBS
 from accel.cli._config import SUBCOMMANDS
-from accel.cli._launch import parser
 from accel.cli._main import COMMANDS
 from accel.config import LaunchConfig
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import msgspec
 import pytest
+from estimates import H100, Choice, MessageSpeed, with_recorded_calls
 from model_configs import transformer_of
 from processes import patience
+from tables import rows
 
 from accel.cli import main
-from accel.cli._estimate_tables import with_recorded_calls
 from accel.cli._plan import show_choices
 from accel.estimate import EstimatedStep, Job, Transformer, rank_memory, read_efficiencies, step_time
-from accel.estimate._choices import Choice, Choices
-from accel.estimate._efficiencies import H100, MessageSpeed
+from accel.estimate._choices import Choices
 from accel.topology import Axes, Balance, Plan
 
 LLAMA_8B: dict[str, Any] = {
@@ -267,8 +267,8 @@ def test_faster_links_between_hosts_make_wide_tensor_parallelism_cheaper(
     assert seconds("900GB,50GB") < seconds("100GB,50GB")
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
+@rows(
+    "words, told",
     [
         ([], "the following arguments are required"),
         (["config.json", "--memory", "80GB"], "required: --ranks"),

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import accel
 from accel import Cursor
-from accel.data._transfer import to_device
 from accel.errors import TreeError
 from accel.tree import Container
 
@@ -80,11 +79,11 @@ def test_batches_of_streams_hold_them(ranks, whole):
 
 
 def test_they_move_to_a_device():
-    moved = to_device([Encoding(x=torch.ones(2))], torch.device("meta"), KNOWN)
+    moved = accel.tree.send_to_device([Encoding(x=torch.ones(2))], "meta", containers=KNOWN)
     assert type(moved[0]) is Encoding
     assert moved[0]["x"].device.type == "meta"
     with assert_raises(TreeError, got="Encoding", where=r"\$\[0\]"):
-        to_device([Encoding(x=torch.ones(2))], torch.device("meta"))
+        accel.tree.send_to_device([Encoding(x=torch.ones(2))], "meta")
 
 
 class Answering(nn.Module):

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from accel.alerts import AlertRule, Alerts
 from accel.config import LaunchConfig
-from accel.config._schema import Field
-from accel.config._settings import FIELDS, LogLevel
+from accel.config._resolve import Source as Source
+from accel.config._schema import Field as Field, to_text as to_text
+from accel.config._settings import FIELDS as FIELDS, SETTINGS as SETTINGS, LogLevel
 from accel.errors import ConfigError
 from accel.formats import PrecisionName, StrategyName
 

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from launches import Gpu, Machine
 from processes import patience
 
 from accel.cli import main
 from accel.cli._questions import describe_machine, interview, suggest
 from accel.config import LaunchConfig, decode, read_config
-from accel.launching.local._machine import Gpu, Machine
 from accel.topology import Plan
 
 ARROW_DOWN, ARROW_UP, ENTER = b"\x1b[B", b"\x1b[A", b"\r"

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from configs import FIELDS
 from processes import patience
 
 from accel.cli import main
 from accel.cli._main import COMMANDS
 from accel.cli._setup import complete
-from accel.config._settings import FIELDS
 
 
 def test_every_field_and_its_names_are_completed() -> None:

@@ -8,11 +8,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from configs import VALUES, configs
+from configs import FIELDS, VALUES, configs
 from hypothesis import given, strategies as st
 
 from accel.config import LaunchConfig, decode, encode, read_config
-from accel.config._settings import FIELDS
 from accel.errors import ConfigError
 
 

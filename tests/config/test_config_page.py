@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from accel.config._schema import Field, to_text
-from accel.config._settings import FIELDS
+from configs import FIELDS, Field, to_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 

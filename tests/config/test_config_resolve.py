@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 from catching import assert_raises
-from configs import VALUES, by_name, configs, some_values
+from configs import FIELDS, VALUES, Source, by_name, configs, some_values, to_text
 from hypothesis import assume, given, strategies as st
+from tables import rows
 
 from accel.config import ConfigFile, LaunchConfig, resolve
-from accel.config._resolve import Source
-from accel.config._schema import from_plain, from_text, to_text
-from accel.config._settings import FIELDS
+from accel.config._schema import from_plain, from_text
 from accel.errors import ConfigError, EnvError
 
 
@@ -88,8 +87,8 @@ def get_choices(name: str) -> list[str]:
     return [choice for choice in field.choices if from_text(field, choice, where="here") == choice]
 
 
-@pytest.mark.parametrize(
-    ("flags", "environ", "file", "told"),
+@rows(
+    "flags, environ, file, told",
     [
         ({"nproc_per_node": "0"}, {}, {}, "an integer from 1 to 4096 or auto, got '0' - at --nproc-per-node"),
         ({"nproc_per_node": "9" * 5000}, {}, {}, "an integer from 1 to 4096 or auto, got '9999"),

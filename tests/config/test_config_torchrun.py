@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from configs import some_values
+from configs import FIELDS, Source, some_values, to_text
 from hypothesis import given, strategies as st
 
 from accel.cli import main
 from accel.config import ConfigFile, LaunchConfig, resolve
-from accel.config._resolve import Source
-from accel.config._schema import to_text
-from accel.config._settings import FIELDS
 from accel.errors import ConfigError
 
 # As pkg/controller.v1/pytorch/envvar.go of kubeflow/training-operator 1.7 sets them in the second of two pods,

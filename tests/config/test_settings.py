@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 from catching import assert_raises
+from configs import SETTINGS
 from processes import patience
 
 import accel
 from accel.config import ConfigFile, resolve
-from accel.config._settings import SETTINGS, GroupKeywords, SettingKeywords, Settings
+from accel.config._settings import GroupKeywords, SettingKeywords, Settings
 
 KEYWORDS = "    timeout_s: float | None\n"
 FIELD = """    label: Annotated[

@@ -164,7 +164,7 @@ def test_what_is_no_mapping_of_names_is_refused(text: str) -> None:
 def test_values_nested_too_deeply_are_a_typed_error() -> None:
     block = "".join(f"{' ' * depth}a:\n" for depth in range(3000))
     for text in (block, "a: " + "[" * 3000 + "]" * 3000, "a: " + "{b: " * 3000 + "}" * 3000, "a: " + "[" * 10**5):
-        with pytest.raises(ConfigError, match="line"):
+        with assert_raises(ConfigError, got="line"):
             decode_yaml(text, "a.yaml")
     assert decode_yaml("".join(f"{' ' * depth}a:\n" for depth in range(60)), "a.yaml")
 

@@ -19,6 +19,7 @@ import traceback
 import pytest
 import torch
 import torch.distributed as dist
+from catching import assert_raises
 from stream_helpers import Stateful, Stream, make_loader, seen
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -155,7 +156,7 @@ def case_a_reader_that_raises(ctx):
             stream = Range(100)
         batches = accel.batches(ctx, make_loader(ctx, stream, mode, 2), Cursor())
         _ = next(batches)
-        with pytest.raises(DataError, match="rank 0: reading the stream failed: OSError: the disk is gone"):
+        with assert_raises(DataError, problem="rank 0: reading the stream failed: OSError: the disk is gone"):
             list(batches)
         accel.wait_for_everyone(ctx)
 
@@ -165,7 +166,7 @@ def case_a_worker_that_is_killed(ctx):
         def __iter__(self):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.raises(DataError, match="rank 0: reading the stream failed: RuntimeError: DataLoader worker"):
+    with assert_raises(DataError, problem="rank 0: reading the stream failed: RuntimeError: DataLoader worker"):
         list(accel.batches(ctx, make_loader(ctx, Dying(0), "dispatch", 2, num_workers=1), Cursor()))
     accel.wait_for_everyone(ctx)
 

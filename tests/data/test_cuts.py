@@ -8,6 +8,7 @@ import torch
 from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
+from tables import rows
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 import accel
@@ -217,7 +218,7 @@ def test_skipping_is_arithmetic_or_planned():
         assert state == accel.train_state(ctx, seed=6, accumulation=3).at(whole[0])
         with assert_raises(StepError, problem="the state has no record of the backward of this batch"):
             accel.skip_first_batches(state.next(next(accel.batches(ctx, loader, state))), 1, loader)
-        with pytest.raises(DataError, match=f"at most {len(whole)} steps, got {len(whole) + 1}"):
+        with assert_raises(DataError, expected=f"at most {len(whole)} steps", got=f"^{len(whole) + 1}"):
             accel.skip_first_batches(Cursor(seed=6), len(whole) + 1, loader)
         with assert_raises(ConfigError, expected="an integer from 0", got="-1"):
             accel.skip_first_batches(Cursor(), -1, loader)
@@ -227,29 +228,84 @@ def test_skipping_is_arithmetic_or_planned():
     assert accel.skip_first_batches(Cursor(), 10**10, endless).consumed == 32 * 10**10
 
 
-@pytest.mark.parametrize(
-    ("raw", "options", "error", "said"),
+@rows(
+    "raw, options, error, fields",
     [
-        ({"batch_sampler": [[1]]}, {"global_batch": 4}, ConfigError, "batch sampler cuts.*batches_per_step"),
-        ({"batch_sampler": [[1]]}, {"batch_tokens": 4, "lengths": DATA}, ConfigError, "sampler cuts.*batch_tokens"),
-        ({"batch_sampler": [[1]]}, {"tail": "pad"}, ConfigError, "unequal batches: expected one of ragged, drop"),
-        ({"batch_sampler": [[1]]}, {"batches_per_step": 0}, ConfigError, "an integer from 1, got 0"),
-        ({"batch_size": 2}, {"batches_per_step": 4}, ConfigError, "batch size cuts.*global_batch"),
-        ({"batch_size": 2}, {"batch_tokens": 99, "lengths": DATA}, ConfigError, "batch_size=2.*Leave batch_size"),
-        ({}, {"batch_tokens": 99, "lengths": DATA, "global_batch": 4}, ConfigError, "batch_tokens cuts"),
-        ({}, {"batch_tokens": 99}, ConfigError, "need each other"),
-        ({}, {"lengths": DATA}, ConfigError, "need each other"),
-        ({}, {"batch_tokens": 50, "lengths": DATA}, DataError, "longer than.*sample 59 of 59 tokens.*=50"),
-        ({}, {"batch_tokens": 99, "lengths": DATA[1:]}, DataError, r"one integer a sample.*\[59\] for 60 samples"),
-        ({}, {"batch_tokens": 99, "lengths": [0.5] * 60}, DataError, "float32"),
-        ({}, {"batch_tokens": 99, "lengths": [-1] * 60}, DataError, "negative"),
-        ({}, {"batch_tokens": 99, "lengths": [True] * 60}, DataError, "one integer a sample.*torch.bool"),
-        ({}, {"batch_tokens": 99, "lengths": {}.__getitem__}, DataError, "lengths cannot be read: got KeyError: 0"),
-        ({}, {"batch_tokens": 99, "lengths": ["a"] * 60}, DataError, "lengths cannot be read: got ValueError"),
+        (
+            {"batch_sampler": [[1]]},
+            {"global_batch": 4},
+            ConfigError,
+            {"problem": "batch sampler cuts", "fix": "batches_per_step"},
+        ),
+        (
+            {"batch_sampler": [[1]]},
+            {"batch_tokens": 4, "lengths": DATA},
+            ConfigError,
+            {"problem": "sampler cuts", "got": "batch_tokens"},
+        ),
+        (
+            {"batch_sampler": [[1]]},
+            {"tail": "pad"},
+            ConfigError,
+            {"problem": "unequal batches", "expected": "one of ragged, drop"},
+        ),
+        (
+            {"batch_sampler": [[1]]},
+            {"batches_per_step": 0},
+            ConfigError,
+            {"expected": "an integer from 1", "got": "^0$"},
+        ),
+        (
+            {"batch_size": 2},
+            {"batches_per_step": 4},
+            ConfigError,
+            {"problem": "batch size cuts", "fix": "global_batch"},
+        ),
+        (
+            {"batch_size": 2},
+            {"batch_tokens": 99, "lengths": DATA},
+            ConfigError,
+            {"got": "batch_size=2", "fix": "Leave batch_size"},
+        ),
+        ({}, {"batch_tokens": 99, "lengths": DATA, "global_batch": 4}, ConfigError, {"problem": "batch_tokens cuts"}),
+        ({}, {"batch_tokens": 99}, ConfigError, {"problem": "need each other"}),
+        ({}, {"lengths": DATA}, ConfigError, {"problem": "need each other"}),
+        (
+            {},
+            {"batch_tokens": 50, "lengths": DATA},
+            DataError,
+            {"problem": "longer than", "got": "sample 59 of 59 tokens.*=50"},
+        ),
+        (
+            {},
+            {"batch_tokens": 99, "lengths": DATA[1:]},
+            DataError,
+            {"problem": "one integer a sample", "got": r"\[59\] for 60 samples"},
+        ),
+        ({}, {"batch_tokens": 99, "lengths": [0.5] * 60}, DataError, {"got": "float32"}),
+        ({}, {"batch_tokens": 99, "lengths": [-1] * 60}, DataError, {"problem": "negative"}),
+        (
+            {},
+            {"batch_tokens": 99, "lengths": [True] * 60},
+            DataError,
+            {"problem": "one integer a sample", "got": "torch.bool"},
+        ),
+        (
+            {},
+            {"batch_tokens": 99, "lengths": {}.__getitem__},
+            DataError,
+            {"problem": "lengths cannot be read", "got": "KeyError: 0"},
+        ),
+        (
+            {},
+            {"batch_tokens": 99, "lengths": ["a"] * 60},
+            DataError,
+            {"problem": "lengths cannot be read", "got": "ValueError"},
+        ),
     ],
-)  # fmt: skip
-def test_what_cannot_be_cut_is_refused(raw, options, error, said):
-    with pytest.raises(error, match=said):
+)
+def test_what_cannot_be_cut_is_refused(raw, options, error, fields):
+    with assert_raises(error, **fields):
         accel.prepare_loader(accel.single(), DataLoader(DATA, **raw), **options)
 
 

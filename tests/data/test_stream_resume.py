@@ -5,22 +5,24 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import re
+import random
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from stream_helpers import Stateful, Stream, make_loader, on_nodes, seen
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import ChainDataset, DataLoader, IterableDataset
 
 import accel
 from accel import Cursor
 from accel.comm import reduce_ints
-from accel.data._cursor import StreamPosition, WorkerPosition
 from accel.errors import CheckpointError, ConfigError, DataError
+from accel.loop_state import StreamPosition, WorkerPosition
 
 MODES = ["shards", "elements", "dispatch"]
 relaxed = settings(deadline=None, max_examples=share(0.8))
@@ -314,20 +316,36 @@ def _position(ranks_=0, workers=1, state=None):
 
 
 @pytest.mark.parametrize(
-    ("mode", "cursor", "said"),
+    ("mode", "cursor", "fields"),
     [
-        ("shards", Cursor(consumed=3), "has no position"),
-        ("dispatch", Cursor(consumed=3, stream=_position(ranks_=2)), "divided in another way.*full stream"),
-        ("shards", Cursor(consumed=3, stream=_position()), "divided in another way.*2 ranks that read different parts"),
-        ("dispatch", Cursor(consumed=3, stream=_position(workers=2)), "num_workers=2, as when.*got num_workers=0"),
-        ("dispatch", Cursor(consumed=3, of="9 samples in sequence"), "belongs to another order"),
-        ("dispatch", Cursor(consumed=99), "ended before the cursor's position.*got 9"),
-        ("dispatch", Cursor(consumed=3, stream=_position(state={"at": 3})), "cannot take it.*load_state_dict"),
+        ("shards", Cursor(consumed=3), {"problem": "has no position"}),
+        (
+            "dispatch",
+            Cursor(consumed=3, stream=_position(ranks_=2)),
+            {"problem": "divided in another way", "expected": "full stream"},
+        ),
+        (
+            "shards",
+            Cursor(consumed=3, stream=_position()),
+            {"problem": "divided in another way", "expected": "2 ranks that read different parts"},
+        ),
+        (
+            "dispatch",
+            Cursor(consumed=3, stream=_position(workers=2)),
+            {"expected": "num_workers=2, as when", "got": "num_workers=0"},
+        ),
+        ("dispatch", Cursor(consumed=3, of="9 samples in sequence"), {"problem": "belongs to another order"}),
+        ("dispatch", Cursor(consumed=99), {"problem": "ended before the cursor's position", "got": "^9$"}),
+        (
+            "dispatch",
+            Cursor(consumed=3, stream=_position(state={"at": 3})),
+            {"problem": "cannot take it", "expected": "load_state_dict"},
+        ),
     ],
 )
-def test_a_cursor_of_something_else_is_refused_on_every_rank(ranks, mode, cursor, said):
+def test_a_cursor_of_something_else_is_refused_on_every_rank(ranks, mode, cursor, fields):
     def rank(ctx):
-        with pytest.raises(DataError, match=said):
+        with assert_raises(DataError, **fields):
             _run(ctx, cursor, Stream, n=9, mode=mode)
         accel.wait_for_everyone(ctx)
         return True
@@ -358,6 +376,44 @@ def test_a_state_that_cannot_be_stored_is_named_when_it_is_saved(ranks, tmp_path
         return accel.latest_checkpoint(tmp_path) is None
 
     assert all(ranks.run(rank, 2))
+
+
+GENERATORS = {
+    "torch": (lambda: torch.Generator().manual_seed(5), lambda own: int(torch.randint(2**30, (), generator=own))),
+    "python": (lambda: random.Random(5), random.Random.random),
+    "numpy": (lambda: np.random.default_rng(5), lambda own: own.random()),
+    "legacy": (lambda: np.random.RandomState(5), lambda own: own.random_sample()),
+}
+
+
+class Shuffled(Stream):
+    """Shuffles with a generator that its epochs share."""
+
+    def __init__(self, kind):
+        super().__init__(11)
+        make, self.draw = GENERATORS[kind]
+        self.generator = make()
+
+    def __iter__(self):
+        return ((number, 0.0, 0.0) for number in sorted(self.numbers(), key=lambda _: self.draw(self.generator)))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_a_generator_that_a_stream_holds_is_seeded_in_each_epoch(kind, nested):
+    def made():
+        stream = Shuffled(kind)
+        return stream, make_loader(ctx, ChainDataset([stream, Stream(2)]) if nested else stream, "dispatch", 3)
+
+    ctx = accel.single()
+    stream, loader = made()
+    whole = [[seen(batch) for batch in accel.batches(ctx, loader, Cursor(seed=1, epoch=epoch))] for epoch in range(3)]
+    assert whole[0] != whole[1]
+    again = made()[1]  # as another process makes it
+    second = list(accel.batches(ctx, again, Cursor(seed=1, epoch=1)))
+    assert [seen(batch) for batch in second] == whole[1]
+    assert [seen(batch) for batch in accel.batches(ctx, again, second[1].next)] == whole[1][2:]
+    assert stream.draw(stream.generator) == stream.draw(GENERATORS[kind][0]())  # the user's generator stays as it is
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -392,8 +448,8 @@ def test_a_record_in_the_state_of_a_stream_is_refused_when_it_is_saved(ranks, tm
         state = accel.train_state(ctx)
         state = state.next(next(accel.batches(ctx, loader, state)))
         name = type(record).__name__
-        said = rf"holds a record.*got {name} at \$\.seen\[0\].*item cursor\.stream\.workers\[0\].*Return plain values"
-        with pytest.raises(ConfigError, match=re.compile(said, re.DOTALL)):
+        place = {"got": rf"^{name} at \$\.seen\[0\]", "where": r"item cursor\.stream\.workers\[0\]"}
+        with assert_raises(ConfigError, problem="holds a record", **place, fix="Return plain values"):
             accel.save_state(ctx, tmp_path, {"cursor": state.cursor}, step=1)
         assert next(accel.batches(ctx, loader, state.cursor)).start == state.cursor  # in this process it is fine
         return accel.latest_checkpoint(tmp_path) is None

@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from catching import assert_raises
 from hypothesis import given, strategies as st
@@ -47,9 +46,9 @@ def test_it_counts_the_windows_of_a_loop(
 def test_wrong_arguments_are_refused_by_name() -> None:
     plain = DataLoader(TensorDataset(torch.arange(4)))
     loader = accel.prepare_loader(accel.single(), plain)
-    with pytest.raises(accel.errors.ConfigError, match=r"at total_steps\(accumulation=\)"):
+    with assert_raises(accel.errors.ConfigError, where=r"total_steps\(accumulation=\)"):
         accel.total_steps(loader, accumulation=0)
-    with pytest.raises(accel.errors.ConfigError, match=r"at total_steps\(epochs=\)"):
+    with assert_raises(accel.errors.ConfigError, where=r"total_steps\(epochs=\)"):
         accel.total_steps(loader, epochs=1.5)  # pyright: ignore[reportArgumentType]
     with assert_raises(accel.errors.ConfigError, expected=r"total_steps\(loader, ctx=ctx, \.\.\.\)"):
         accel.total_steps(plain)
@@ -67,7 +66,7 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         accel.errors.ConfigError, problem="knows its steps", expected="4 batches", got="steps=5", fix="Leave"
     ):
         accel.total_steps(loader, steps=5)
-    with pytest.raises(accel.errors.ConfigError, match=r"at total_steps\(steps=\)"):
+    with assert_raises(accel.errors.ConfigError, where=r"total_steps\(steps=\)"):
         accel.total_steps(loader, steps=0)
     with assert_raises(accel.errors.DataError, expected=r"from accel\.prepare_loader, or torch's DataLoader"):
         accel.total_steps([1, 2])  # pyright: ignore[reportArgumentType]

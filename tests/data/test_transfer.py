@@ -12,7 +12,8 @@ import pytest
 import torch
 from catching import assert_raises
 
-from accel.comm._streams import DeviceStreams, streams_of
+import accel
+from accel.comm._streams import DeviceStreams
 from accel.data._transfer import moved, one_ahead, pin, to_device
 from accel.errors import TreeError
 
@@ -77,7 +78,7 @@ def test_an_object_that_looks_up_every_name_itself_is_moved_if_it_finds_how():
 
 def test_on_the_cpu_a_batch_is_the_very_one_that_was_read():
     batch = {"x": torch.ones(1), "odd": deque()}
-    assert next(moved(iter([(batch, 3)]), streams_of(CPU), ahead=True)) == (batch, 3)
+    assert next(moved(iter([(batch, 3)]), accel.single("cpu").streams, ahead=True)) == (batch, 3)
     assert to_device(batch, CPU) is batch
 
 
@@ -100,7 +101,7 @@ def test_pinning_leaves_alone_what_it_cannot_take_apart():
 def test_moves_are_waited_for_wherever_that_is_the_only_safe_way():
     """On other devices than CUDA each batch is read, moved, and given before the next one is read."""
     log = []
-    for data, other in moved(_reading(log, 3), streams_of(META), ahead=True):
+    for data, other in moved(_reading(log, 3), DeviceStreams(META), ahead=True):
         assert data.device == META
         log.append(f"use {other}")
     assert log == ["read 0", "use 0", "read 1", "use 1", "read 2", "use 2"]

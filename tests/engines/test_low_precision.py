@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from processes import job, run_ranks
 from steps import begin_batch
 from torch import nn
@@ -140,18 +141,18 @@ def test_ranks_train_quantization_aware_layers_as_one_does() -> None:
 
 def test_what_cannot_be_quantized_is_refused() -> None:
     ctx = accel.single(precision=Precision(qat=Qat(group_size=32)))
-    with pytest.raises(accel.errors.ConfigError, match="multiples of 32"):
+    with assert_raises(accel.errors.ConfigError, expected="multiples of 32"):
         accel.prepare(ctx, stack((16, 16, 16)))
-    with pytest.raises(accel.errors.PrepareError, match="without prepared layers"):
+    with assert_raises(accel.errors.PrepareError, got="without prepared layers"):
         accel.precision.convert_qat(ctx, stack((32, 32)))
-    with pytest.raises(accel.errors.ConfigError, match="no recipe to quantize by"):
+    with assert_raises(accel.errors.ConfigError, problem="no recipe to quantize by"):
         accel.precision.convert_qat(accel.single(), stack((32, 32)))
 
 
 def test_weights_gathered_in_fp8_are_other_parameters_and_prepare_says_so() -> None:
     ctx = accel.single(precision=Precision(compute="bf16", fp8=Fp8(emulate=True, fp8_all_gather=True)))
     model = stack((16, 16, 16, 16))
-    with pytest.raises(accel.errors.PrepareError, match="other parameters than the model's"):
+    with assert_raises(accel.errors.PrepareError, problem="other parameters than the model's"):
         accel.prepare(ctx, model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -208,5 +209,5 @@ def test_parts_that_make_no_state_are_refused() -> None:
         {"scale": torch.ones(0)},
         {"signed": None, "qmap": 3},
     ):
-        with pytest.raises(accel.errors.CheckpointError, match="the parts of OptimState8bit are not valid"):
+        with assert_raises(accel.errors.CheckpointError, problem="the parts of OptimState8bit are not valid"):
             put_together({"exp_avg": whole | change}, parameter, "optimizer.state.weight")

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from ckpt_helpers import Item, open_checkpoint
 from processes import patience, same_path
 
-from accel.checkpoint._manifest import Item
-from accel.checkpoint._read import open_checkpoint
 from accel.storage import as_place
 
 pytestmark = [

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from quantized_nets import Net, make_net, token_ids
 from safetensors.torch import load_file
 from torch import nn
@@ -83,7 +84,7 @@ def test_adapters_train_resume_and_are_saved(tmp_path: Path, peft: Any, config: 
     assert size < 150_000  # adapters and their moments for two checkpoints, no base
 
     other = adapted(peft, ctx, accel.save_model(ctx, make_net(1), tmp_path / "other"), config)
-    with pytest.raises(accel.errors.CheckpointError, match=r"the base that the checkpoint was trained on"):
+    with assert_raises(accel.errors.CheckpointError, problem="the base that the checkpoint was trained on"):
         train(other, ctx, tmp_path / "cut", 1, resumes=True)
 
     path = accel.save(ctx, peft.get_peft_model_state_dict(model), tmp_path / "adapter_model.safetensors")
@@ -185,8 +186,11 @@ def test_quantized_weights_that_ask_for_gradients_are_refused(tmp_path: Path, pe
         ctx, accel.init_empty_weights(Net), tmp_path, config=accel.engines.quantized.Torchao()
     )
     model.requires_grad_(True)
-    with pytest.raises(
-        accel.errors.PrepareError, match=r"quantized weights cannot be trained.*with requires_grad: .*Freeze"
+    with assert_raises(
+        accel.errors.PrepareError,
+        problem="quantized weights cannot be trained",
+        got="with requires_grad:",
+        fix="Freeze",
     ):
         accel.prepare_model(ctx, model)
 

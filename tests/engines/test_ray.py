@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from catching import assert_raises
 from services import tried_again
 
 import accel
@@ -62,8 +63,8 @@ def test_ranks_on_a_cluster(cluster: Any, tmp_path: Path, capfd: pytest.CaptureF
     assert 'in fail_on_one\n    raise ValueError("no such value")' in note
 
     began = time.monotonic()
-    with pytest.raises(
-        accel.errors.LaunchError, match=r"rank 1 failed: ray\.exceptions\..*the actor of rank 1 on .* is gone"
+    with assert_raises(
+        accel.errors.LaunchError, problem=r"rank 1 failed: ray\.exceptions\..*the actor of rank 1 on .* is gone"
     ):
         on_ray.launch(ray_functions.lose_actor, (str(tmp_path),), nproc=2, config=CONFIG)
     print(f"a killed actor ended both ranks within {time.monotonic() - began:.1f} s of the launch")
@@ -83,7 +84,7 @@ def test_a_stop_request_reaches_all_ranks_at_one_step(cluster: Any, tmp_path: Pa
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     try:
-        with pytest.raises(accel.errors.LaunchError, match="stopped by SIGTERM"):
+        with assert_raises(accel.errors.LaunchError, problem="stopped by SIGTERM"):
             on_ray.launch(ray_functions.stop_when_asked, (str(tmp_path),), nproc=2, config=CONFIG)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -124,14 +125,17 @@ def test_no_files_of_a_rank_are_left(cluster: Any) -> None:
 
 @pytest.mark.filterwarnings("default")
 def test_too_few_resources_are_an_error(cluster: Any) -> None:
-    with pytest.raises(
-        accel.errors.LaunchError, match=r"no room for 3 ranks within 1 s: .*3 times 1 CPU.* of 2 CPU free"
+    with assert_raises(
+        accel.errors.LaunchError,
+        problem="no room for 3 ranks within 1 s",
+        expected="3 times 1 CPU",
+        got="of 2 CPU free",
     ):
         on_ray.launch(ray_functions.train, (1,), nproc=3, timeout_s=1.0, config=CONFIG)
 
 
 def test_arguments_outside_their_range_are_one_error() -> None:
-    with pytest.raises(accel.errors.ConfigError, match=r"nproc=0.*gpus=2.*timeout_s=0"):
+    with assert_raises(accel.errors.ConfigError, got="nproc=0.*gpus=2.*timeout_s=0"):
         on_ray.launch(ray_functions.train, (1,), nproc=0, gpus=2, timeout_s=0)
-    with pytest.raises(accel.errors.ConfigError, match=r"timeout_s=nan.*CPU in resources, expected cpus=.*\{'x': -1\}"):
+    with assert_raises(accel.errors.ConfigError, got=r"timeout_s=nan.*CPU in resources, expected cpus=.*\{'x': -1\}"):
         on_ray.launch(ray_functions.train, nproc=1, timeout_s=float("nan"), resources={"CPU": 1, "x": -1})

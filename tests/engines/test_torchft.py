@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from processes import end, patience
 from services import tried_again
 
@@ -135,7 +136,7 @@ def replay(steps: list[list[int]]) -> torch.Tensor:
 def test_no_lighthouse_is_an_error_at_once() -> None:
     with (
         accel.session({}, device="cpu") as ctx,
-        pytest.raises(accel.errors.LaunchError, match="the lighthouse does not answer"),
+        assert_raises(accel.errors.LaunchError, problem="the lighthouse does not answer"),
         torchft.replica(ctx, lighthouse="http://127.0.0.1:9", name="a"),
     ):
         pass
@@ -144,7 +145,7 @@ def test_no_lighthouse_is_an_error_at_once() -> None:
 def test_arguments_outside_their_range_are_one_error() -> None:
     with (
         accel.session({}, device="cpu") as ctx,
-        pytest.raises(accel.errors.ConfigError, match=r"lighthouse='host:1'.*name='a:b'.*min_replicas=0"),
+        assert_raises(accel.errors.ConfigError, got="lighthouse='host:1'.*name='a:b'.*min_replicas=0"),
         torchft.replica(ctx, lighthouse="host:1", name="a:b", min_replicas=0),
     ):
         pass

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from estimates import OPTIMIZERS, PARTS, STRATEGIES, kept_by_forward, memory_by_moment
 from hypothesis import given, strategies as st
 from steps import begin_batch
 from torch import nn
 
 import accel
 from accel.estimate import EstimatedStep, Input, measure, strategy_memory
-from accel.estimate._build import kept_by_forward
-from accel.estimate._memory import PARTS, STRATEGIES, Moment, RankMemory, fewest_ranks, memory_by_moment
+from accel.estimate._memory import Moment, RankMemory, fewest_ranks
 from accel.estimate._model import Activations, Model, Parameter, units_of
-from accel.estimate._step import OPTIMIZERS, shard_count
+from accel.estimate._step import shard_count
 from accel.formats import PrecisionName
 from accel.topology import Axes
 

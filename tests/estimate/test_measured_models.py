@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from estimates import STRATEGIES, kept_by_forward, read_config
 from fake_ranks import Live, fake_rank
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import accel
 from accel.estimate import EstimatedStep, Input, measure, strategy_memory, summary
-from accel.estimate._build import kept_by_forward, read_config
-from accel.estimate._memory import STRATEGIES
 from accel.tensors import local_part
 from accel.topology import Axes
 

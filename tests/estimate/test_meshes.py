@@ -15,10 +15,11 @@ import msgspec
 import pytest
 import torch
 from catching import assert_raises
+from estimates import Choice, largest_parts, read_config, with_recorded_calls
 from hypothesis import given, strategies as st
+from planned_parts import stage_modules
 
 import accel
-from accel.cli._estimate_tables import with_recorded_calls
 from accel.errors import ConfigError
 from accel.estimate import (
     EstimatedStep,
@@ -31,11 +32,8 @@ from accel.estimate import (
     read_transformer,
     step_time,
 )
-from accel.estimate._build import read_config
-from accel.estimate._choices import Choice, stages_of
-from accel.estimate._memory import largest_parts
+from accel.estimate._choices import stages_of
 from accel.estimate._step import stage_layers
-from accel.parallel._modules import stage_modules
 from accel.parallel.axes.pipeline import ReplayedModule
 from accel.testing import Simulator
 from accel.topology import Axes, Balance, Plan, coordinates

@@ -7,13 +7,15 @@ import contextlib
 import io
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
+from estimates import OPTIMIZERS, STRATEGIES, largest_parts, read_config
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from safetensors.torch import save_file
@@ -21,11 +23,12 @@ from torch import nn
 
 import accel
 from accel.cli import main
-from accel.estimate import EstimatedStep, Input, measure, rank_memory
-from accel.estimate._build import from_config, read_config
-from accel.estimate._memory import STRATEGIES, largest_parts
-from accel.estimate._step import OPTIMIZERS
+from accel.estimate import EstimatedStep, Input, find_source, measure, rank_memory, read_source
 from accel.topology import Axes
+
+
+def _read(path: Path, inputs: Sequence[Input] = ()) -> Any:
+    return read_source(find_source(str(path)), inputs)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -162,7 +165,7 @@ def test_weights_of_a_configuration_are_those_of_its_device_map(name: str) -> No
     _ = pytest.importorskip("transformers")
     with config(CONFIGS[name]) as path:
         assert_same_weights(path)
-        found, built = from_config(path), from_config(path, [Input((1, 8), "int64")] * 2)  # a mask: it is built
+        found, built = _read(path), _read(path, [Input((1, 8), "int64")] * 2)  # a mask: it is built
         assert (found.sizes is None) == (name not in ("of a class", "of no class"))
         assert built.sizes is None
         assert (built.count, built.weight_bytes()) == (found.count, found.weight_bytes())
@@ -172,7 +175,7 @@ def test_activations_of_a_configuration_are_those_of_its_code() -> None:
     _ = pytest.importorskip("transformers")
     wide = {"model_type": "llama", **SIZES, "hidden_size": 256, "num_key_value_heads": 4, "intermediate_size": 512}
     with config(wide) as path:
-        made, sizes = read_config(path), from_config(path)
+        made, sizes = read_config(path), _read(path)
         code = measure(made.make, "code", [Input((2, 256), "int64")], labelled=True)
     for precision in ("fp32", "bf16", "pure-bf16"):
         for name, how in STRATEGIES.items():
@@ -228,5 +231,5 @@ def test_a_model_without_sizes_has_meshes_of_data_parallelism_alone(strategy: st
     axis = "dp_shard" if how.name == "fsdp" else "dp_replicate"
     alone = rank_memory(model, Axes(dp=nproc), step, how.plan)
     assert rank_memory(model, Axes(**{axis: nproc}), step, how.plan) == alone
-    with pytest.raises(accel.errors.ConfigError, match="the blocks of this model are not known"):
+    with assert_raises(accel.errors.ConfigError, problem="the blocks of this model are not known"):
         _ = rank_memory(model, Axes(dp=nproc, tp=2), step, how.plan)

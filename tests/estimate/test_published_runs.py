@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
+from estimates import H100
 from small_llamas import llama
 from spread_steps import trained
 from tables import rows
@@ -23,7 +24,6 @@ from torch import nn
 from torch.nn import functional
 
 from accel.estimate import EstimatedStep, Hosts, Transformer, rank_memory, step_time
-from accel.estimate._efficiencies import H100
 from accel.formats import PrecisionName
 from accel.topology import Axes, Plan
 

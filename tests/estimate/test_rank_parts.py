@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from estimates import memory_by_moment
 from fake_ranks import Live
 from live_bytes import _key
 from model_configs import transformer_of
@@ -19,10 +20,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 import accel
-from accel.comm._streams import DeviceStreams
 from accel.estimate import EstimatedStep, Latent, Transformer, _memory, step_traffic
 from accel.estimate._cost import Traffic
-from accel.estimate._memory import memory_by_moment
 from accel.optim import _streamed_state
 from accel.parallel._labels import has_state_on_host
 from accel.tensors import local_part
@@ -65,9 +64,10 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, str]]:
 def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pinned memory is not counted, and buckets of state are small."""
     storages = set[int]()
-    pinned, note = DeviceStreams.pinned, Live._note
+    streams = type(accel.single("cpu").streams)
+    pinned, note = streams.pinned, Live._note
 
-    def remembered(self: DeviceStreams, *args: Any) -> torch.Tensor:
+    def remembered(self: Any, *args: Any) -> torch.Tensor:
         with _disable_current_modes():
             made = pinned(self, *args)
         storages.add(_key(made))
@@ -78,7 +78,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
         if _key(part) not in storages:
             note(self, tensor)
 
-    monkeypatch.setattr(DeviceStreams, "pinned", remembered)
+    monkeypatch.setattr(streams, "pinned", remembered)
     monkeypatch.setattr(Live, "_note", of_device)
     for module in (_memory, _streamed_state):
         monkeypatch.setattr(module, "STATE_BUCKET", 2**20)

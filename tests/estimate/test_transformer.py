@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 from catching import assert_raises
+from estimates import kept_by_forward, memory_by_moment, read_config
 from hypothesis import given, strategies as st
 from model_configs import transformer_of
+from tables import rows
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import accel
 from accel.estimate import EstimatedStep, Hosts, Input, Transformer, measure, read_transformer, step_time
-from accel.estimate._build import kept_by_forward, read_config
-from accel.estimate._memory import memory_by_moment
 from accel.topology import Axes, Plan
 
 SIZES = {
@@ -146,28 +146,34 @@ def test_parameters_are_those_published(kind: str) -> None:
     assert sizes.active_count == pytest.approx(active, rel=0.03)
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
+@rows(
+    "changes, told",
     [
-        ({"model_type": "bert"}, "the blocks of this kind of model are not known"),
-        ({"model_type": None}, "the file is not a configuration of a model"),
-        ({"hidden_size": None}, "hidden_size"),
-        ({"vocab_size": -1}, "vocab_size"),
-        ({"num_hidden_layers": 2.5}, "num_hidden_layers"),
-        ({"num_hidden_layers": True}, "num_hidden_layers"),
-        ({"head_dim": None, "hidden_size": 30}, "heads of no size"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
-        ({"moe_layer_freq": 2}, "moe_layer_freq"),
-        ({"model_type": "deepseek_v3", "first_k_dense_replace": -1}, "the size of the model is not valid"),
-        ({"model_type": "deepseek_v3", **LATENTS, "first_k_dense_replace": -1}, "the number of blocks is not valid"),
-        ({"model_type": "deepseek_v3", **LATENTS, "q_lora_rank": 0}, "q_lora_rank"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "the model is not a causal language model"),
+        ({"model_type": "bert"}, {"problem": "the blocks of this kind of model are not known"}),
+        ({"model_type": None}, {"problem": "the file is not a configuration of a model"}),
+        ({"hidden_size": None}, {"where": "hidden_size"}),
+        ({"vocab_size": -1}, {"where": "vocab_size"}),
+        ({"num_hidden_layers": 2.5}, {"where": "num_hidden_layers"}),
+        ({"num_hidden_layers": True}, {"where": "num_hidden_layers"}),
+        ({"head_dim": None, "hidden_size": 30}, {"problem": "heads of no size"}),
+        ({"attention_bias": True}, {"got": "attention_bias"}),
+        ({"mlp_bias": True}, {"got": "mlp_bias"}),
+        ({"moe_layer_freq": 2}, {"got": "moe_layer_freq"}),
+        ({"model_type": "deepseek_v3", "first_k_dense_replace": -1}, {"problem": "the size of the model is not valid"}),
+        (
+            {"model_type": "deepseek_v3", **LATENTS, "first_k_dense_replace": -1},
+            {"problem": "the number of blocks is not valid"},
+        ),
+        ({"model_type": "deepseek_v3", **LATENTS, "q_lora_rank": 0}, {"where": "q_lora_rank"}),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            {"problem": "the model is not a causal language model"},
+        ),
     ],
 )
-def test_fields_that_say_no_sizes_are_refused(changes: dict[str, Any], told: str) -> None:
+def test_fields_that_say_no_sizes_are_refused(changes: dict[str, Any], told: dict[str, str]) -> None:
     fields = {**CONFIGS["LlamaForCausalLM"], **changes}
-    with pytest.raises(accel.errors.ConfigError, match=told):
+    with assert_raises(accel.errors.ConfigError, **told):
         _ = transformer_of(fields)
 
 

@@ -125,8 +125,8 @@ def test_ranks_and_accumulation_do_not_change_the_run(
 
 def test_other_settings_than_the_checkpoints_are_refused(digits: ModuleType, tmp_path: Path) -> None:
     digits.main(accel.single(), digits.Settings(epochs=1, out=str(tmp_path)))
-    with pytest.raises(
-        accel.errors.ConfigError, match=r"expected --lr 0\.004, got --lr 0\.1 - at .*step-00000023\. Give the"
+    with assert_raises(
+        accel.errors.ConfigError, expected=r"--lr 0\.004", got=r"--lr 0\.1", where="step-00000023", fix="Give the"
     ):
         digits.main(accel.single(), digits.Settings(epochs=1, out=str(tmp_path), lr=0.1))
     digits.main(accel.single(), digits.Settings(epochs=2, out=str(tmp_path)))
@@ -134,8 +134,8 @@ def test_other_settings_than_the_checkpoints_are_refused(digits: ModuleType, tmp
 
 
 def test_a_batch_that_does_not_divide_is_refused(digits: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(
-        accel.errors.ConfigError, match="a batch does not divide: got 64 images in 3 parts - at --batch-size"
+    with assert_raises(
+        accel.errors.ConfigError, problem="a batch does not divide", got="64 images in 3 parts", where="--batch-size"
     ):
         digits.main(accel.single(accumulation=3), digits.Settings(out=str(tmp_path)))
 

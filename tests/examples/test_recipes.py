@@ -36,6 +36,7 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 import torch
+from catching import assert_raises
 from processes import free_port, job, patience, script_ranks, wait_for
 from safetensors.torch import load_file, save_file
 
@@ -259,7 +260,7 @@ def test_grpo_resumes_behind_the_death_of_a_server_in_a_second_process(count: in
             others.enter_context(sample_server(port, tmp_path / f"{port}"))
         with sample_server(ports[0], tmp_path / "first"):
             main(steps=4)
-        with pytest.raises(accel.errors.ServerError, match="does not answer") as caught:
+        with assert_raises(accel.errors.ServerError, problem="does not answer") as caught:
             main(steps=8)
         assert caught.value.where.startswith(urls[0])
         with sample_server(ports[0], tmp_path / "again"):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from catching import assert_raises
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -79,7 +80,7 @@ def test_a_session_takes_the_gpu_and_says_when_it_is_not_there() -> None:
     with accel.session({"ACCEL_DEVICE": "cpu"}) as ctx:
         assert ctx.device == torch.device("cpu")
     beyond = torch.cuda.device_count()
-    with pytest.raises(accel.errors.DeviceError, match="visible GPUs"):
+    with assert_raises(accel.errors.DeviceError, expected="visible GPUs"):
         accel.single(f"cuda:{beyond}")
 
 

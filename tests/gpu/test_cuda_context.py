@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from planned_parts import WRITTEN_OUT, Masked, kernel_of
 
-from accel.parallel.axes.context._kernels import WRITTEN_OUT, Kernel, Masked, kernel_of
+from accel.parallel.axes.context._kernels import Kernel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -34,11 +34,10 @@ def test_what_is_saved_is_of_the_moment_of_the_call_though_kernels_wait(tmp_path
 
 
 def test_the_copy_is_pinned_and_of_the_device_as_it_was() -> None:
-    from accel.checkpoint._background import copy_to_host
-    from accel.comm._streams import streams_of
+    from ckpt_helpers import copy_to_host
 
     tensors = {"a": torch.arange(10, device="cuda").to(torch.bfloat16), "b": torch.ones(2, 3, device="cuda").t()}
-    copies = copy_to_host(tensors, {}, streams_of(torch.device("cuda", 0)))
+    copies = copy_to_host(tensors, {}, accel.single("cuda:0").streams)
     tensors["a"].zero_()
     assert all(copy.is_pinned() for copy in copies.values())
     assert copies["a"].tolist() == list(range(10))

@@ -10,7 +10,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import accel
-from accel.comm._streams import streams_of
 from accel.data._transfer import moved
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -30,7 +29,7 @@ def test_what_is_computed_on_is_what_was_read(ahead: bool, pinned: bool) -> None
     """The device is kept busy, so that a copy that is not waited for, or memory given away too early, would show."""
     weight = torch.eye(256, device=CUDA)
     sums: list[torch.Tensor] = []
-    for batch, i in moved(_batches(60, 4096, pinned=pinned), streams_of(CUDA), ahead=ahead):
+    for batch, i in moved(_batches(60, 4096, pinned=pinned), accel.single(CUDA).streams, ahead=ahead):
         assert batch["x"].device == CUDA
         x = batch["x"]
         for _ in range(20):
@@ -41,7 +40,9 @@ def test_what_is_computed_on_is_what_was_read(ahead: bool, pinned: bool) -> None
 
 def test_a_pinned_copy_is_made_on_a_stream_of_its_own() -> None:
     """While the computation's stream is blocked, the next batch still arrives."""
-    items = moved(iter(list(_batches(3, 1024, pinned=True))), streams_of(CUDA), ahead=True)  # pinning itself may wait
+    items = moved(
+        iter(list(_batches(3, 1024, pinned=True))), accel.single(CUDA).streams, ahead=True
+    )  # pinning itself may wait
     first, _ = next(items)
     assert float(first["x"].sum()) == 0
     torch.cuda._sleep(200_000_000)  # pyright: ignore[reportPrivateUsage] - about 0.1 s on the current stream

@@ -285,8 +285,8 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
         "accel.prepare_model(ctx, model)",
         "accel.replace(ctx, mesh=ctx.mesh)",
         "ctx = {line}; accel.prepare_model(ctx, model)",
-        ranks=2,
-        mesh="cp=2",
+        ranks=4,
+        mesh="cp=2,tp=2",
         needs="transformers",
     ),
     Program(

@@ -24,10 +24,15 @@ def caught(function: Callable[..., object], *args: object) -> BaseException | No
     return None
 
 
+def assert_fields(error: AccelError, **fields: str) -> None:
+    """Compare an error's fields `problem`, `expected`, `got`, `where` and `fix` with these patterns."""
+    found = {name: str(getattr(error, name)) for name in fields}
+    assert not [name for name in fields if not re.search(fields[name], found[name])], f"of {fields}, got {found}"
+
+
 @contextmanager
 def assert_raises(kind: type[Raised], **fields: str) -> Generator[pytest.ExceptionInfo[Raised]]:
-    """Expect an error in the block; its fields `problem`, `expected`, `got`, `where` and `fix` match these patterns."""
+    """Expect an error in the block, with fields that match these patterns."""
     with pytest.raises(kind) as info:
         yield info
-    found = {name: str(getattr(info.value, name)) for name in fields}
-    assert not [name for name in fields if not re.search(fields[name], found[name])], f"of {fields}, got {found}"
+    assert_fields(info.value, **fields)

@@ -27,7 +27,7 @@ ELSEWHERE = {
     ),
     "torch.ops.aten": ("_grouped_mm", "_to_copy", "_unsafe_view", "_local_scalar_dense"),
     "torch._ops.OpOverload": ("_schema",),
-    "torch.Tensor": ("_make_wrapper_subclass", "_version"),
+    "torch.Tensor": ("_is_view", "_make_wrapper_subclass", "_version"),
     "torch._C": ("_disabled_torch_function_impl", "_set_throw_on_mutable_data_ptr", "_swap_tensor_impl"),
     "torch.nn.Module": ("_apply", "_call_impl"),
     "torch.utils._pytree": (

@@ -8,20 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 from handwritten import Handwritten
+from planned_parts import Calls, Cut, ForwardRecord, ModelView, cut_record, planned, record_forward, without_memory
 from torch import Tensor, nn
 from torch.nn import functional
 
 from accel.parallel._calls import let_answer
-from accel.parallel._fakes import without_memory
 from accel.parallel._micro_batches import MicroBatch, example_batch
-from accel.parallel._record import ForwardRecord
-from accel.parallel._recorder import record_forward
-from accel.parallel._spread import ModelView
 from accel.parallel.axes.pipeline import ReplayedModule, Work
-from accel.parallel.axes.pipeline._cut import Cut, call_costs, cut_record
+from accel.parallel.axes.pipeline._cut import call_costs
 from accel.parallel.axes.pipeline._held import drop_others
-from accel.parallel.axes.pipeline._planned import planned
-from accel.parallel.axes.pipeline._replayed import Calls, Replay, running
+from accel.parallel.axes.pipeline._replayed import Replay, running
 from accel.random import Key
 from accel.topology import begins_of
 

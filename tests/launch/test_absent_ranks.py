@@ -9,11 +9,20 @@ import time
 from pathlib import Path
 
 import pytest
+from launches import (
+    Children,
+    EnteredCollective,
+    RankAnswer,
+    Relay,
+    absent_report,
+    culprit,
+    locate,
+    raised,
+)
 from launching import Workspace, missed_backward
 
-from accel.launching.local._children import Children, Relay
-from accel.launching.local._hang import RankAnswer, Watch, absent_report, locate
-from accel.launching.reports._failure import EnteredCollective, Failure, FailureRecord, culprit, repeats
+from accel.launching.local._hang import Watch
+from accel.launching.reports._failure import repeats
 
 LOADING = """Current thread 0x00007f (most recent call first):
   File "/lib/site-packages/torch/utils/data/dataloader.py", line 9 in wait
@@ -53,13 +62,7 @@ def test_what_torch_recorded_counts_before_the_stack(waiting: bool, came: str) -
     ],
 )
 def test_torchs_own_words_for_a_lost_peer_blame_nobody_before_a_rank_that_failed_by_itself(message: str) -> None:
-    def failure(rank: int, exception: str, message: str) -> Failure:
-        record = FailureRecord(
-            rank=rank, host="", exception=exception, message=message, location="", traceback="", time_s=float(rank)
-        )
-        return Failure(rank=rank, status=1, time_s=float(rank), record=record)
-
-    victim, cause = failure(0, "RuntimeError", message), failure(1, "ValueError", "bad batch")
+    victim, cause = raised(0, 0.0, "RuntimeError", message), raised(1, 1.0, "ValueError", "bad batch")
     assert repeats(victim)
     assert culprit([victim, cause]) is cause
 

@@ -8,14 +8,11 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
+from launches import Gpu, Machine, plan
 
 from accel.cli._launch import describe_plan
 from accel.config import LaunchConfig
-from accel.launching._target import LaunchTarget
-from accel.launching.local._launch_plan import LaunchPlan, plan_launch
 from accel.launching.local._machine import (
-    Gpu,
-    Machine,
     bind_processes,
     bound,
     describe_cores,
@@ -126,19 +123,6 @@ def gpus(*nodes: int | None, names: tuple[str, ...] = ("H100",)) -> tuple[Gpu, .
     )
 
 
-def plan(machine: Machine, environ: dict[str, str] | None = None, **settings: object) -> LaunchPlan:
-    return plan_launch(
-        LaunchTarget(name="train.py"),
-        LaunchConfig(bind_cores=True, **settings),  # pyright: ignore[reportArgumentType]
-        environ=environ or {},
-        machine=machine,
-        interpreter=("python", "worker"),
-        parent_pid=42,
-        port=29511,
-        record_dir="records",
-    )
-
-
 FOUR = Machine(cores=16, gpus=gpus(1, 0, 1, 1), memory_nodes=TWO_NODES)
 MIXED = Machine(cores=16, gpus=gpus(1, 0, names=("H100", "T4")), memory_nodes=TWO_NODES)
 
@@ -161,7 +145,8 @@ MIXED = Machine(cores=16, gpus=gpus(1, 0, names=("H100", "T4")), memory_nodes=TW
 def test_cores_follow_the_gpus_that_processes_use(
     machine: Machine, environ: dict[str, str], settings: dict[str, object], cores: list[str] | None
 ) -> None:
-    made = plan(machine, environ, **{"nproc_per_node": "auto", **settings})
+    config = LaunchConfig(bind_cores=True, **{"nproc_per_node": "auto", **settings})
+    made = plan(config, machine, environ)
     assert [describe_cores(process.cores) for process in made.processes] == (cores or [""] * len(made.processes))
     shown = describe_plan(made, {})
     if cores is None:
@@ -175,16 +160,7 @@ def test_cores_follow_the_gpus_that_processes_use(
 
 
 def test_processes_are_bound_only_if_asked() -> None:
-    made = plan_launch(
-        LaunchTarget(name="train.py"),
-        LaunchConfig(nproc_per_node=2),
-        environ={},
-        machine=Machine(cores=16, memory_nodes=TWO_NODES),
-        interpreter=("python",),
-        parent_pid=42,
-        port=29511,
-        record_dir="records",
-    )
+    made = plan(LaunchConfig(nproc_per_node=2), Machine(cores=16, memory_nodes=TWO_NODES))
     assert [(process.cores, made.unbound) for process in made.processes] == [((), "")] * 2
 
 

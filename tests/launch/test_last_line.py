@@ -12,13 +12,22 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
+from launches import (
+    Failure,
+    RankAnswer,
+    absent_report,
+    failure_report,
+    hang_report,
+    last_line,
+    locate,
+    raised,
+)
 from launching import HERE, REST, Workspace
 from processes import patience
 
 import accel
-from accel.launching.local._hang import RankAnswer, absent_report, hang_report, locate
-from accel.launching.reports._failure import Failure, FailureRecord, without_own
-from accel.launching.reports._report import describe_end, failure_report, last_line, last_message, notify
+from accel.launching.reports._failure import without_own
+from accel.launching.reports._report import describe_end, last_message, notify
 from accel.run_folder import read_launches
 
 PACKAGE = os.path.dirname(accel.__file__)
@@ -35,10 +44,7 @@ def told(*files: str, end: str = PLAIN) -> str:
 
 
 def failed(message: str, text: str = "", kind: str = "ValueError") -> Failure:
-    record = FailureRecord(
-        rank=1, host="h", exception=kind, message=message, location=f"{USER}:7", traceback=text, time_s=1.0
-    )
-    return Failure(rank=1, status=1, time_s=1.0, record=record)
+    return raised(1, 1.0, kind, message, location=f"{USER}:7", traceback=text)
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+from launches import Children, Failure, LaunchPlan
 from launching import HERE, Workspace, alive
 from processes import patience, wait_for
 
-from accel.launching.local._children import Children
-from accel.launching.local._launch_plan import LaunchPlan, ProcessPlan
+from accel.launching.local._launch_plan import ProcessPlan
 from accel.launching.local._supervisor import run_to_end
-from accel.launching.reports._failure import Failure
 
 pytestmark = pytest.mark.multiprocess
 

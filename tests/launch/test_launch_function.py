@@ -95,7 +95,7 @@ def test_the_first_failing_ranks_exception_comes_back_whole() -> None:
     ],
 )
 def test_a_rank_without_a_value_is_told(how: str, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
+    with assert_raises(error, problem=words):
         accel.debug_launcher(leave, (how,))
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 import pytest
 from hypothesis import given, strategies as st
+from launches import EnteredCollective, RankAnswer, hang_report
 from launching import HERE, Workspace
 from processes import patience
 
-from accel.launching.local._hang import RankAnswer, hang_report
-from accel.launching.reports._failure import EnteredCollective, last_calls, read_plain
+from accel.launching.reports._failure import last_calls, read_plain
 
 WAITING = """Current thread 0x00007f (most recent call first):
   File "/lib/site-packages/torch/distributed/c10d.py", line 9 in wait

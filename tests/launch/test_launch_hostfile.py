@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from catching import assert_raises
 from hypothesis import given, settings, strategies as st
+from launches import LaunchTarget
 from launching import HERE, REST, Workspace
 from processes import free_ports, patience, wait_for
 from profiles import share
 
 from accel.config import LaunchConfig
 from accel.errors import ConfigError, LaunchError
-from accel.launching._target import LaunchTarget
 from accel.launching.hosts._hostfile import HostSlots, choose_hosts, exported, host_commands, read_hosts
 
 FILE = "# two of them\nnode0 slots=4\n\nnode1  slots = 4 # the new one\n"

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from launches import LaunchTarget
 from launching import ACCEL, Workspace, missed_backward
 from processes import free_port, patience, wait_for
 from simulated_hosts import Hosts, require_hosts
 
 from accel.config import LaunchConfig
-from accel.launching._target import LaunchTarget
 from accel.launching.hosts._hosts import AgentOrder
 from accel.report import rank_rows
 from accel.run_folder import read_launches

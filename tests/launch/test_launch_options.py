@@ -10,11 +10,10 @@ import subprocess
 import sys
 
 import pytest
+from configs import FIELDS
+from launches import parser, split_words
 from launching import HERE, Workspace
 from processes import patience, wait_for
-
-from accel.cli._launch import parser, split_words
-from accel.config._settings import FIELDS
 
 SPEAK = """
 import os, sys

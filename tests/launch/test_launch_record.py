@@ -16,14 +16,13 @@ from pathlib import Path
 import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
+from launches import LaunchTarget, died, file_beside, raised
 from launching import HERE, REST, Workspace
 from msgspec.structs import replace
 from processes import patience, wait_for
 from profiles import share
 
 from accel.config import LaunchConfig, resolve
-from accel.launching._target import LaunchTarget
-from accel.launching.reports._failure import Failure, FailureRecord, file_beside
 from accel.launching.reports._journal import Description, Journal, first_record
 from accel.run_folder import (
     LaunchRecord,
@@ -135,18 +134,15 @@ def test_a_long_launch_keeps_its_first_events_and_its_newest(tmp_path: Path) -> 
     assert record.events[-1].time_s > record.attempts[-1].started_s > record.attempts[-2].started_s
 
 
-RAISED = FailureRecord(
-    rank=1, host="h", exception="ValueError", message="<b>", location="a.py:3", traceback="T", time_s=1.0
-)
+FIRST = raised(1, 1.0, "ValueError", "<b>", location="a.py:3", traceback="T")
 
 
 def test_the_error_of_the_first_rank_stands_in_its_attempt(tmp_path: Path) -> None:
-    first = Failure(rank=1, status=1, time_s=1.0, record=RAISED)
-    crashed = Failure(rank=0, status=-11, time_s=2.0, crash="Fatal Python error\n")
+    crashed = died(0, 2.0, -11, crash="Fatal Python error\n")
     kept = KeptLaunch(tmp_path, ranks=(0, 1))
     kept.begin()
     kept.journal.see({0: None, 1: 1})
-    kept.journal.end({0: -11, 1: 1}, [crashed, first], first)
+    kept.journal.end({0: -11, 1: 1}, [crashed, FIRST], FIRST)
     kept.begin("restart")
     kept.journal.end({0: -11, 1: 1}, [], crashed)
     attempt, second = only(tmp_path).attempts
@@ -159,12 +155,11 @@ def test_the_error_of_the_first_rank_stands_in_its_attempt(tmp_path: Path) -> No
 
 
 def test_the_record_of_a_run_gets_the_error_that_its_rank_0_cannot_know(tmp_path: Path) -> None:
-    other = Failure(rank=1, status=1, time_s=1.0, record=RAISED)
     kept = KeptLaunch(tmp_path)
     kept.seconds = itertools.count(5)
     kept.begin()  # at 5
     kept.seconds = itertools.count(8)
-    kept.journal.end({0: 1, 1: 1}, [other], other)  # seen at 8, ended at 9
+    kept.journal.end({0: 1, 1: 1}, [FIRST], FIRST)  # seen at 8, ended at 9
 
     def told(**fields: object) -> tuple[str, str, float | None]:
         run = msgspec.convert({"id": "a", "project": "p", "started_s": 5.0, **fields}, RunRecord)
@@ -189,13 +184,13 @@ def test_the_record_of_a_run_gets_the_error_that_its_rank_0_cannot_know(tmp_path
     kept = KeptLaunch(tmp_path)
     kept.seconds = itertools.count(5)
     kept.begin()
-    kept.journal.end({0: 1, 1: 1}, [], Failure(rank=0, status=1, time_s=7.0))
+    kept.journal.end({0: 1, 1: 1}, [], died(0, 7.0))
     assert told(**lost)[1] == "PeerError: rank 1"  # its own error
     shutil.rmtree(tmp_path / "launches")
     elsewhere = KeptLaunch(tmp_path, ranks=(1, 2))
     elsewhere.seconds = itertools.count(5)
     elsewhere.begin()
-    elsewhere.journal.end({1: 1}, [other], other)
+    elsewhere.journal.end({1: 1}, [FIRST], FIRST)
     assert told(**lost)[1] == "PeerError: rank 1"  # the host of rank 0 says it
 
 
@@ -205,12 +200,12 @@ Act = Callable[[Journal], None]
 def acts(ranks: tuple[int, ...] = (0, 1, 2)) -> st.SearchStrategy[list[Act]]:
     """Lists of what a supervisor does with its journal after the first start."""
     statuses = st.dictionaries(st.sampled_from(ranks), st.sampled_from([None, 0, 1, -9]))
-    raised = Failure(rank=ranks[-1], status=1, time_s=1.0, record=RAISED)
+    last = died(ranks[-1], record=FIRST.record)
     return st.lists(
         st.one_of(
             statuses.map(lambda each: lambda journal: journal.see(each)),
             st.text(max_size=20).map(lambda text: lambda journal: journal.note("hang", text)),
-            st.just(lambda journal: journal.end(dict.fromkeys(ranks, 1), [raised], raised)),
+            st.just(lambda journal: journal.end(dict.fromkeys(ranks, 1), [last], last)),
             st.just(lambda journal: journal.begin({rank: f"/none/{rank}" for rank in ranks}, (), "restart")),
             st.just(lambda journal: journal.finish(1, "the end", stopped="SIGTERM")),
         ),

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from launches import Relay
 from profiles import share
 
 from accel import terminal
 from accel.launching.local import _children
-from accel.launching.local._children import Log, Pipe, Relay, Sink, split_lines
+from accel.launching.local._children import Log, Pipe, Sink, split_lines
 
 TEXT = st.lists(st.sampled_from([b"a", b"\xff", b"\n", b"\r", b"\r\n"]), max_size=12).map(b"".join)
 

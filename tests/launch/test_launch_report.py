@@ -10,28 +10,12 @@ from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
+from launches import Failure, culprit, died, failure_report, file_beside, last_line, raised
 
 import accel
-from accel.launching.reports._failure import Failure, FailureRecord, culprit, exit_code, file_beside, read_failure
-from accel.launching.reports._report import failure_report, last_line, stop_report
+from accel.launching.reports._failure import exit_code, read_failure
+from accel.launching.reports._report import stop_report
 from accel.run_folder import write_json
-
-
-def raised(rank: int, time_s: float, exception: str = "ValueError", message: str = "bad", status: int = 1) -> Failure:
-    record = FailureRecord(
-        rank=rank,
-        host="node",
-        exception=exception,
-        message=message,
-        location="train.py:7",
-        traceback=f"Traceback (most recent call last):\n{exception}: {message}\n",
-        time_s=time_s,
-    )
-    return Failure(rank=rank, status=status, time_s=time_s, record=record)
-
-
-def died(rank: int, time_s: float, status: int) -> Failure:
-    return Failure(rank=rank, status=status, time_s=time_s)
 
 
 @given(st.permutations([raised(0, 3.0), raised(1, 1.0), raised(2, 2.0)]))

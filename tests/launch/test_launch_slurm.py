@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 from catching import assert_raises
+from configs import FIELDS
 from hypothesis import given, settings, strategies as st
+from launches import LaunchTarget
 from profiles import share
 
 from accel.cli import main
 from accel.config import LaunchConfig
-from accel.config._settings import FIELDS
 from accel.errors import LaunchError
-from accel.launching._target import LaunchTarget
 from accel.launching.hosts import _slurm
 from accel.launching.hosts._slurm import batch_script
 

@@ -9,9 +9,10 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 from catching import assert_raises
+from launches import LaunchTarget
 
 from accel.errors import LaunchError
-from accel.launching._target import LaunchTarget, check_target
+from accel.launching._target import check_target
 
 
 class Elsewhere:

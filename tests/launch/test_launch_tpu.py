@@ -7,30 +7,20 @@ from pathlib import Path
 
 import pytest
 from catching import assert_raises
+from launches import Machine, plan
 
 from accel.cli import main
 from accel.config import LaunchConfig, resolve
 from accel.errors import EnvError, LaunchError
-from accel.launching._target import LaunchTarget
-from accel.launching.local._launch_plan import plan_launch
-from accel.launching.local._machine import Machine, count_chips, on_pod
+from accel.launching.local._machine import count_chips, on_pod
 
 POD = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "tpu-0.tpu,tpu-1.tpu"}
 
 
 def processes(config: LaunchConfig, chips: int) -> int:
-    plan = plan_launch(
-        LaunchTarget(name="train.py"),
-        config,
-        environ={},
-        machine=Machine(cores=8, tpu_chips=chips),
-        interpreter=("python", "worker"),
-        parent_pid=42,
-        port=29511,
-        record_dir="records",
-    )
-    assert {process.environ.get("ACCEL_DEVICE") for process in plan.processes} == {config.device}
-    return len(plan.processes)
+    found = plan(config, Machine(cores=8, tpu_chips=chips)).processes
+    assert {process.environ.get("ACCEL_DEVICE") for process in found} == {config.device}
+    return len(found)
 
 
 @pytest.mark.parametrize("device", ["xla", "xla:0"])

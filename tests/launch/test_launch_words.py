@@ -8,11 +8,12 @@ import sys
 
 import pytest
 from hypothesis import given, strategies as st
+from launches import split_words
 from launching import Workspace
 from processes import patience
+from tables import rows
 
 from accel.cli import main
-from accel.cli._launch import split_words
 
 FILES = {
     "script.py": "",
@@ -30,8 +31,8 @@ def test_all_after_the_script_belongs_to_the_script(args: list[str], flags: list
     assert split_words([*flags, "--", "-train.py", *args]) == (flags, ["-train.py", *args])
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
+@rows(
+    "words, told",
     [
         (["launch"], "no script was given"),
         (["launch", "--nproc-per-node", "2"], "no script was given"),

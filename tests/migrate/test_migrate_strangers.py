@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from processes import patience
+from tables import rows
 
 import accel
 from accel.migrate import FileResult, find_scripts, migrate_bytes, migrate_file, read_shared
@@ -143,7 +144,7 @@ def test_a_list_of_optimizers_is_no_loader(written: dict[str, FileResult]) -> No
     assert "accel.batches(" not in written["kinds/optimizers.py"].new.decode()
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@rows("name", SCRIPTS)
 def test_new_lines_keep_the_width_and_no_comment_to_a_linter_stands_alone(
     name: str, written: dict[str, FileResult]
 ) -> None:

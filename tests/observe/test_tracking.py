@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import re
 import subprocess
 import sys
 import threading
@@ -16,11 +15,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from catching import assert_raises, caught
+from catching import assert_fields, assert_raises, caught
 from processes import patience, same_path
 
 import accel
-from accel.comm._streams import DeviceStreams
 from accel.testing import Simulator
 from accel.trackers import _log
 
@@ -136,8 +134,9 @@ def test_a_loop_that_raises_ends_its_run_as_failed_with_all_records(error: BaseE
                 accel.log(ctx, trackers, {"loss": 1.0}, step=step)
             raise error
 
-    with pytest.raises(type(error), match="boom"):
+    with pytest.raises((ValueError, KeyboardInterrupt)) as raised:
         train()
+    assert raised.value is error
     assert recorded.endings == [accel.trackers.Ending("failed", f"{type(error).__name__}: boom")]
     assert len(recorded.rows) == len(lines(tmp_path)) == 9
     run = json.loads((tmp_path / "run.json").read_text())
@@ -217,29 +216,46 @@ def test_a_tracker_says_which_ranks_write(where: Any, writing: list[int], ranks:
 
 
 SLIPS: list[tuple[str, Any]] = [
-    ("the values are not trackers", lambda ctx, t: accel.log(ctx, {"loss": 1.0}, t, step=9)),
-    ("the value is not an image", lambda ctx, t: accel.trackers.log_images(ctx, t, {"x": [[0.0]]}, step=9)),
-    ("permute", lambda ctx, t: accel.trackers.log_images(ctx, t, {"x": torch.rand(8, 8, 3)}, step=9)),
-    ("is no number|the value is not a number", lambda ctx, t: accel.log(ctx, t, {"text": "high"}, step=9)),
-    ("one real element|the value is not a number", lambda ctx, t: accel.log(ctx, t, {"loss": torch.ones(2)}, step=9)),
-    ("each line has itself", lambda ctx, t: accel.log(ctx, t, {"step": 3}, step=9)),
-    ("each line has itself", lambda ctx, t: accel.log(ctx, t, {"time": 3}, step=9)),
-    ("two values have one name", lambda ctx, t: accel.log(ctx, t, {"a/b": 1, "a": {"b": 2}}, step=9)),
-    ("the name of a value is not valid", lambda ctx, t: accel.log(ctx, t, {"a\nb": 1}, step=9)),
-    ("goes back: expected 5 or above, got 4", lambda ctx, t: accel.log(ctx, t, {"loss": 1}, step=4)),
-    ("the step is not valid", lambda ctx, t: accel.log(ctx, t, {"loss": 1}, step=5.5)),
-    ("Did you mean `jsonl`", lambda ctx, t: accel.get_tracker(t, "json")),
-    ("no tracker takes artifacts", lambda ctx, t: accel.trackers.log_artifact(ctx, t, "file", step=9)),
-    ("shape \\[5, 2, 2\\]", lambda ctx, t: accel.trackers.log_images(ctx, t, {"a": torch.ones(5, 2, 2)}, step=9)),
-    ("torch.int64", lambda ctx, t: accel.trackers.log_images(ctx, t, {"a": torch.ones(2, 2).long()}, step=9)),
-    ("expected 2 values, got 1 - at log_table, t, row 0", lambda ctx, t: accel.trackers.log_table(
-        ctx, t, "t", columns=["a", "b"], rows=[[1]], step=9)),
-    ("trackers have ended", lambda ctx, t: (accel.end_trackers(ctx, t), accel.log(ctx, t, {"loss": 1}, step=9))),
-]  # fmt: skip
+    ({"problem": "the values are not trackers"}, lambda ctx, t: accel.log(ctx, {"loss": 1.0}, t, step=9)),
+    (
+        {"problem": "the value is not an image"},
+        lambda ctx, t: accel.trackers.log_images(ctx, t, {"x": [[0.0]]}, step=9),
+    ),
+    ({"fix": "permute"}, lambda ctx, t: accel.trackers.log_images(ctx, t, {"x": torch.rand(8, 8, 3)}, step=9)),
+    ({"problem": "is no number|the value is not a number"}, lambda ctx, t: accel.log(ctx, t, {"text": "high"}, step=9)),
+    (
+        {"problem": "one real element|the value is not a number"},
+        lambda ctx, t: accel.log(ctx, t, {"loss": torch.ones(2)}, step=9),
+    ),
+    ({"problem": "each line has itself"}, lambda ctx, t: accel.log(ctx, t, {"step": 3}, step=9)),
+    ({"problem": "each line has itself"}, lambda ctx, t: accel.log(ctx, t, {"time": 3}, step=9)),
+    ({"problem": "two values have one name"}, lambda ctx, t: accel.log(ctx, t, {"a/b": 1, "a": {"b": 2}}, step=9)),
+    ({"problem": "the name of a value is not valid"}, lambda ctx, t: accel.log(ctx, t, {"a\nb": 1}, step=9)),
+    (
+        {"problem": "goes back", "expected": "5 or above", "got": "4"},
+        lambda ctx, t: accel.log(ctx, t, {"loss": 1}, step=4),
+    ),
+    ({"problem": "the step is not valid"}, lambda ctx, t: accel.log(ctx, t, {"loss": 1}, step=5.5)),
+    ({"fix": "Did you mean `jsonl`"}, lambda ctx, t: accel.get_tracker(t, "json")),
+    ({"problem": "no tracker takes artifacts"}, lambda ctx, t: accel.trackers.log_artifact(ctx, t, "file", step=9)),
+    (
+        {"got": r"shape \[5, 2, 2\]"},
+        lambda ctx, t: accel.trackers.log_images(ctx, t, {"a": torch.ones(5, 2, 2)}, step=9),
+    ),
+    ({"got": "torch.int64"}, lambda ctx, t: accel.trackers.log_images(ctx, t, {"a": torch.ones(2, 2).long()}, step=9)),
+    (
+        {"expected": "^2 values", "got": "^1$", "where": "^log_table, t, row 0"},
+        lambda ctx, t: accel.trackers.log_table(ctx, t, "t", columns=["a", "b"], rows=[[1]], step=9),
+    ),
+    (
+        {"problem": "trackers have ended"},
+        lambda ctx, t: (accel.end_trackers(ctx, t), accel.log(ctx, t, {"loss": 1}, step=9)),
+    ),
+]
 
 
-@pytest.mark.parametrize(("message", "slip"), SLIPS, ids=[message for message, _ in SLIPS])
-def test_a_slip_is_an_error_on_every_rank(message: str, slip: Any, tmp_path: Path, ranks: Simulator) -> None:
+@pytest.mark.parametrize(("fields", "slip"), SLIPS)
+def test_a_slip_is_an_error_on_every_rank(fields: dict[str, str], slip: Any, tmp_path: Path, ranks: Simulator) -> None:
     def train(ctx: accel.DistContext) -> BaseException | None:
         with accel.tracking(ctx, "p", to=[jsonl()], dir=tmp_path) as trackers:
             accel.log(ctx, trackers, {"loss": 1.0}, step=5)
@@ -247,8 +263,7 @@ def test_a_slip_is_an_error_on_every_rank(message: str, slip: Any, tmp_path: Pat
 
     for error in ranks.run(train, 2):
         assert isinstance(error, accel.errors.ConfigError)
-        with pytest.raises(accel.errors.ConfigError, match=message):
-            raise error
+        assert_fields(error, **fields)
 
 
 def missing(run: accel.trackers.Run) -> None:
@@ -286,30 +301,35 @@ OPTIONAL = ("flush", "log_media", "first_step", "check")
 
 
 @pytest.mark.parametrize(
-    ("message", "changes"),
+    ("wrong", "changes"),
     [
-        ("the name is not valid: expected printable text, got '' - at Tracker, name=", {"name": ""}),
-        ("the name is not valid", {"name": "a\nb"}),
-        ("the name is not valid", {"name": None}),
-        ("expected start(run, config), got NoneType None - at tracker recorded, start=", {"start": None}),
-        ("expected log(live, values, step), got str 'x' - at tracker recorded, log=", {"log": "x"}),
-        ("expected finish(live, ending), got int 3", {"finish": 3}),
-        *((f"expected {field}(", {field: "x"}) for field in OPTIONAL),
+        ({"problem": "the name is not valid", "expected": "printable text", "where": "Tracker, name="}, {"name": ""}),
+        ({"problem": "the name is not valid"}, {"name": "a\nb"}),
+        ({"problem": "the name is not valid"}, {"name": None}),
+        ({"expected": r"start\(run, config\)", "got": "NoneType None", "where": "recorded, start="}, {"start": None}),
+        ({"expected": r"log\(live, values, step\)", "got": "str 'x'", "where": "recorded, log="}, {"log": "x"}),
+        ({"expected": r"finish\(live, ending\)", "got": "int 3"}, {"finish": 3}),
+        *(({"expected": rf"^{field}\("}, {field: "x"}) for field in OPTIONAL),
         (
-            "the kind of media is unknown: expected Images, Table, Figure, TextRecord, Histogram, Artifact",
+            {
+                "problem": "the kind of media is unknown",
+                "expected": "Images, Table, Figure, TextRecord, Histogram, Artifact",
+            },
             {"media": (str,)},
         ),
-        ("unknown ranks", {"ranks": "all"}),
+        ({"problem": "unknown ranks"}, {"ranks": "all"}),
     ],
 )
-def test_a_tracker_that_no_run_could_use_is_refused_when_it_is_made(message: str, changes: dict[str, Any]) -> None:
+def test_a_tracker_that_no_run_could_use_is_refused_when_it_is_made(
+    wrong: dict[str, str], changes: dict[str, Any]
+) -> None:
     made = Recorded().tracker
     fields = {field: getattr(made, field) for field in made.__struct_fields__}
     for make in (
         lambda: accel.trackers.Tracker(**{**fields, **changes}),
         lambda: msgspec.structs.replace(made, **changes),
     ):
-        with pytest.raises(accel.errors.ConfigError, match=re.escape(message)):
+        with assert_raises(accel.errors.ConfigError, **wrong):
             make()
 
 
@@ -432,7 +452,7 @@ class Elsewhere(torch.Tensor):
 def test_a_number_of_a_device_is_read_once_its_copy_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     waited = list[object]()
 
-    class Streams(DeviceStreams):
+    class Streams(type(accel.single("cpu").streams)):
         is_pinnable = True
 
         def record(self, stream: object) -> object:

@@ -105,5 +105,5 @@ def test_an_unfinished_window_cannot_be_saved():
 
 @pytest.mark.parametrize("steps", [0, -1])
 def test_a_step_has_micro_batches(steps):
-    with pytest.raises(ConfigError, match=f"an integer from 1, got {steps}"):
+    with assert_raises(ConfigError, expected="an integer from 1", got=f"^{steps}$"):
         Accumulation(steps=steps)

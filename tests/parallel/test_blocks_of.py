@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from planned_parts import blocks_of, fsdp_units
 from torch import Tensor, nn
 
 import accel
 from accel.bigmodel import describe
-from accel.parallel._blocks import blocks_of, selected
-from accel.parallel._spread import ModelView
-from accel.parallel.axes.shard._units import plan_units
+from accel.parallel._blocks import selected
 
 DEPTH = 4
 
@@ -88,7 +87,7 @@ def test_each_layout_gives_every_verb_the_blocks_of_a_list(kinds: tuple[type[Mix
     every = list(range(DEPTH))
     for name, layout in LAYOUTS.items():
         model = Net(layout, kinds)
-        units = [unit for unit in plan_units(ModelView(model)) if unit]
+        units = [unit for unit in fsdp_units(model) if unit]
         segments = [each.name for each in describe(model).segments if each.movable]
         plan = accel.parallel.stage_plan(model, 2)
         got = {

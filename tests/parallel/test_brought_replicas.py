@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from catching import assert_raises
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -79,13 +80,13 @@ def test_other_ranks_than_those_with_the_same_parameters_are_refused(ranks: Simu
 
     def rank(given: accel.DistContext) -> None:
         ctx, model = make(given)
-        said = rf"would not reach every rank.*a mesh of all {needed} ranks.*got a mesh of {got}.* 0\.weight"
+        fields = {"expected": f"a mesh of all {needed} ranks", "got": f"^a mesh of {got}", "where": r" 0\.weight"}
         before = [type(each) for each in model.modules()]
-        with pytest.raises(PrepareError, match=said):
+        with assert_raises(PrepareError, problem="would not reach every rank", **fields):
             accel.prepare_model(ctx, model)
         assert [type(each) for each in model.modules()] == before
         if isinstance(model, DistributedDataParallel):
-            with pytest.raises(PrepareError, match=said):
+            with assert_raises(PrepareError, problem="would not reach every rank", **fields):
                 accel.no_sync(ctx, model)
 
     _ = ranks.run(rank, 4, default_group=True)

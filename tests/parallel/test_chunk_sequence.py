@@ -160,8 +160,8 @@ def test_what_is_no_map_of_positions_is_refused() -> None:
             return (x, x) if other is None else x + other if isinstance(other, Tensor) else x[:, :1]
 
     model = accel.chunk_sequence(Two(), Two, parts=2)
-    for arguments, got in (((), "got tuple"), ((rows(),), "got 2 tensors"), ((3,), r"got \[3, 1, 16\] for a part")):
-        with pytest.raises(ConfigError, match=got):
+    for arguments, got in (((), "^tuple"), ((rows(),), "^2 tensors"), ((3,), r"^\[3, 1, 16\] for a part")):
+        with assert_raises(ConfigError, got=got):
             _ = model(rows(), *arguments)
     with assert_raises(ConfigError, expected="at least 1"):
         _ = accel.chunk_sequence(make(), Mlp, parts=0)

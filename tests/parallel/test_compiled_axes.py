@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from catching import assert_raises
+from planned_parts import Recomputed, is_compiled, split_batch
 from steps import begin_batch
 from tensor_models import NORM_AND_MLP
 from torch import nn
@@ -17,10 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import accel
 from accel.errors import PrepareError
-from accel.parallel._compile import Recomputed
-from accel.parallel._micro_batches import split_batch
 from accel.parallel._modules import is_elsewhere
-from accel.parallel._private import is_compiled
 from accel.tensors import full_tensor
 from accel.testing import Simulator
 

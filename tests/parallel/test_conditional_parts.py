@@ -12,6 +12,7 @@ import pytest
 import torch
 from catching import assert_raises
 from hypothesis import given, settings, strategies as st
+from planned_parts import fsdp_units, matching
 from processes import job, patience, script_ranks
 from profiles import share
 from steps import begin_batch
@@ -22,9 +23,6 @@ from accel.comm import UnitLog, parting
 from accel.comm._units import RankPlace, read_place
 from accel.errors import CollectiveMismatch, PrepareError
 from accel.parallel import Plan
-from accel.parallel._modules import matching
-from accel.parallel._spread import ModelView
-from accel.parallel.axes.shard._units import plan_units, together_ids
 from accel.testing import Simulator
 
 
@@ -104,12 +102,12 @@ def test_a_plan_that_names_the_other_units_alone_trains_too(ranks: Simulator) ->
 
 def test_no_unit_lies_in_parts_that_are_kept_together() -> None:
     net = Vlm()
-    held = together_ids(ModelView(net), ("vision*", "audio_tower"))
-    assert plan_units(ModelView(net), together=held) == ("read.0", "read.1", "")
-    assert plan_units(ModelView(net), units=1, together=held) == ("read.0.0", "read.1.0", "")
-    assert plan_units(ModelView(net), together=together_ids(ModelView(net), ())) == plan_units(ModelView(net))
+    held = ("vision*", "audio_tower")
+    assert fsdp_units(net, together=held) == ("read.0", "read.1", "")
+    assert fsdp_units(net, units=1, together=held) == ("read.0.0", "read.1.0", "")
+    assert fsdp_units(net, together=()) == fsdp_units(net)
     with assert_raises(PrepareError, got="vision.0", where="Plan.together"):
-        plan_units(ModelView(net), units=("vision.*", "read.*"), together=held)
+        fsdp_units(net, units=("vision.*", "read.*"), together=held)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +133,7 @@ def test_an_unknown_part_is_refused(ranks: Simulator) -> None:
         ranks.run(rank, 2, default_group=True)
 
 
-def _told(text: str) -> None:
+def assert_told_of_both_ranks(text: str) -> None:
     """Both ranks' units and lines, and where they parted."""
     assert "vision.0 where rank 1 ran the unit read.0" in text
     assert text.count(" of read.1") == 2
@@ -148,7 +146,7 @@ def test_ranks_that_run_different_units_are_told_with_a_line_that_trains(ranks: 
 
     with pytest.raises(CollectiveMismatch) as caught:
         ranks.run(rank, 2, default_group=True)
-    _told(str(caught.value))
+    assert_told_of_both_ranks(str(caught.value))
     assert '("vision.*",)' in caught.value.fix
     line = re.search(r"prepare_model\(ctx, model, (.*)\), before prepare", caught.value.fix)
     assert line is not None

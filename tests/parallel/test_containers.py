@@ -14,7 +14,7 @@ from tables import rows
 from torch import Tensor, nn
 
 import accel
-from accel.bigmodel.run._hooks import move_inputs
+from accel.bigmodel.run._crossings import move_inputs
 from accel.testing import Simulator
 
 INPUT = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from planned_parts import WRITTEN_OUT, Masked, kernel_of
 from profiles import share
 from torch import Tensor, nn
 
@@ -18,7 +19,6 @@ import accel
 from accel.comm import start_shift
 from accel.errors import ConfigError
 from accel.parallel.axes.context import _kernels, _ring
-from accel.parallel.axes.context._kernels import WRITTEN_OUT, Masked, kernel_of
 from accel.testing import Simulator
 
 METHODS = ("gather", "ring", "heads")

@@ -334,7 +334,7 @@ def test_outputs_of_a_large_model_are_compared_in_a_wide_dtype(
         model = Near(by, in_backward=False).bfloat16()
         _ = model.attention.head[0].weight.requires_grad_(False)
         x = torch.randn(2, LENGTH, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
-        wrong = pytest.raises(PrepareError, match="output 0 is off by")
+        wrong = assert_raises(PrepareError, got="output 0 is off by")
         with contextlib.nullcontext() if by == 1.0 else wrong:
             _ = accel.prepare_model(ctx, model)(cut(ctx, {"x": x})["x"])
 

@@ -114,7 +114,7 @@ def test_blocks_of_a_found_plan_work_on_parts_of_the_tokens() -> None:
     ],
 )
 def test_what_mixes_tokens_is_refused(wrong: str, said: str) -> None:
-    with pytest.raises(PrepareError, match=said):
+    with assert_raises(PrepareError, got=said):
         _ = _styles(wrong)
 
 

@@ -132,7 +132,7 @@ def test_modules_that_nothing_initialises_are_named() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), Bare())
     model = accel.prepare_model(ctx, model)
-    with pytest.raises(accel.errors.PrepareError, match=r"reset_parameters.*got 1 - at"):
+    with assert_raises(accel.errors.PrepareError, expected="reset_parameters", got="1"):
         accel.bigmodel.initialize_weights(ctx, model, KEY)
     with assert_raises(accel.errors.PrepareError, problem="left values out", got=r"0\.weight"):
         accel.bigmodel.initialize_weights(ctx, model, KEY, init=lambda module: None)

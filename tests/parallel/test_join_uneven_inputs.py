@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from processes import job, script_ranks
 from profiles import share
@@ -87,12 +88,12 @@ def test_a_rank_that_fails_answers_nobody(ranks: Simulator) -> None:
 
 def test_what_cannot_be_joined_is_refused(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
-        for models, error, said in (
-            ([make()], PrepareError, "a Linear that DDP does not wrap"),
-            ([torch.optim.SGD(make().parameters())], PrepareError, "a SGD that DDP does not wrap"),
-            ([], ConfigError, "the models that the block trains"),
+        for models, error, fields in (
+            ([make()], PrepareError, {"got": "a Linear that DDP does not wrap"}),
+            ([torch.optim.SGD(make().parameters())], PrepareError, {"got": "a SGD that DDP does not wrap"}),
+            ([], ConfigError, {"expected": "the models that the block trains"}),
         ):
-            with pytest.raises(error, match=said), accel.join_uneven_inputs(ctx, *models):
+            with assert_raises(error, **fields), accel.join_uneven_inputs(ctx, *models):
                 pass
 
     ranks.run(rank, 2)

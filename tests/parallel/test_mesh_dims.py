@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from catching import assert_raises
+from planned_parts import ModelView
 from torch import nn
 from torch.optim import SGD
 
@@ -17,7 +18,7 @@ import accel
 from accel.errors import PrepareError
 from accel.parallel import Plan
 from accel.parallel._prepare_model import _ORDER, _SPREADS, composition
-from accel.parallel._spread import ModelView, SpreadOptions
+from accel.parallel._spread import SpreadOptions
 from accel.testing import Simulator
 from accel.topology import AXIS_NAMES, Dimension
 

@@ -28,7 +28,7 @@ def assert_law(run: Run, expected: Run) -> None:
     assert run.norms == pytest.approx(expected.norms, rel=1e-12, abs=1e-12)
 
 
-def _law(
+def assert_trains_as_one_process(
     ranks: Simulator,
     axes: accel.parallel.Axes,
     *,
@@ -96,14 +96,14 @@ LAW = {
 def test_training_on_any_mesh_is_training_on_one_process(
     ranks: Simulator, axes: accel.parallel.Axes, **case: Any
 ) -> None:
-    _law(ranks, axes, **case)
+    assert_trains_as_one_process(ranks, axes, **case)
 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=share(0.04))
 @given(axes=meshes(8), **LAW)
 def test_training_on_any_larger_mesh(ranks: Simulator, axes: accel.parallel.Axes, **case: Any) -> None:
-    _law(ranks, axes, **case)
+    assert_trains_as_one_process(ranks, axes, **case)
 
 
 @pytest.mark.nightly
@@ -125,7 +125,7 @@ def test_training_by_any_schedule_beside_other_axes(
 ) -> None:
     case["plan"] = msgspec.structs.replace(case["plan"], schedule=schedule, stages_per_rank=2)
     tied = tied and schedule not in IN_A_V  # two stages of one rank would share a sharded parameter, which is refused
-    _law(ranks, msgspec.structs.replace(others, pp=2), depth=4, tied=tied, **case)
+    assert_trains_as_one_process(ranks, msgspec.structs.replace(others, pp=2), depth=4, tied=tied, **case)
 
 
 @pytest.mark.nightly
@@ -135,11 +135,13 @@ def test_training_with_experts_on_any_mesh(
     ranks: Simulator, axes: accel.parallel.Axes, method: Any, **case: Any
 ) -> None:
     case["plan"] = plan_of(4, context=method)
-    _law(ranks, axes, experts=4, **case)
+    assert_trains_as_one_process(ranks, axes, experts=4, **case)
 
 
 @pytest.mark.nightly
 def test_four_dimensions_at_once(ranks: Simulator) -> None:
     axes = accel.parallel.Axes(pp=2, dp=2, cp=2, tp=2)
     plan = accel.parallel.Plan(tensor=STYLES, context="ring")
-    _law(ranks, axes, strategy="fsdp", accumulation=2, plan=plan, tied=True, frozen=False, kv_heads=2)
+    assert_trains_as_one_process(
+        ranks, axes, strategy="fsdp", accumulation=2, plan=plan, tied=True, frozen=False, kv_heads=2
+    )

@@ -76,7 +76,9 @@ def _alone(precision: Any, experts: int) -> list[tuple[bool, float]]:
     return simulate(rank, 1, default_group=True)[0]
 
 
-def _check(ranks: Simulator, axes: Axes, strategy: Any, how: str, *, rel: float, precision: Any = None) -> None:
+def assert_steps_as_one_process(
+    ranks: Simulator, axes: Axes, strategy: Any, how: str, *, rel: float, precision: Any = None
+) -> None:
     def rank(ctx: accel.DistContext) -> Any:
         return _train(accel.replace(ctx, mesh=str(axes), precision=precision, strategy=strategy), how, experts)
 
@@ -89,7 +91,7 @@ def _check(ranks: Simulator, axes: Axes, strategy: Any, how: str, *, rel: float,
 
 
 def test_recomputed_stages_are_those_of_one_process(ranks: Simulator) -> None:
-    _check(ranks, Axes(pp=2), "ddp", "recompute", rel=1e-12)
+    assert_steps_as_one_process(ranks, Axes(pp=2), "ddp", "recompute", rel=1e-12)
 
 
 @pytest.mark.slow
@@ -102,7 +104,7 @@ def test_recomputed_stages_are_those_of_one_process(ranks: Simulator) -> None:
     ids=str,
 )
 def test_recomputed_blocks_are_those_of_one_process(ranks: Simulator, axes: Axes, strategy: str, how: str) -> None:
-    _check(ranks, axes, strategy, how, rel=1e-12)
+    assert_steps_as_one_process(ranks, axes, strategy, how, rel=1e-12)
 
 
 @pytest.mark.slow
@@ -119,14 +121,14 @@ def test_compiled_blocks_are_those_of_one_process(ranks: Simulator, axes: Axes, 
     """Along cp and ep the graphs of blocks break, and the parts of recomputed ones are compiled too."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    _check(ranks, axes, strategy, how, rel=1e-12)
+    assert_steps_as_one_process(ranks, axes, strategy, how, rel=1e-12)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 @pytest.mark.slow
 @ON_EACH
 def test_a_loss_scale_of_fp16_takes_the_steps_of_one_process(ranks: Simulator, axes: Axes, strategy: str) -> None:
-    _check(ranks, axes, strategy, "fp16", rel=2e-2, precision="fp16")
+    assert_steps_as_one_process(ranks, axes, strategy, "fp16", rel=2e-2, precision="fp16")
 
 
 @pytest.mark.slow

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from planned_parts import ModelView, blocks_of, named_modules, note_module
 from torch import nn
 
 import accel
 from accel.parallel import _spread
-from accel.parallel._blocks import blocks_of
-from accel.parallel._modules import named_modules, note_module
-from accel.parallel._spread import ModelView
 from accel.testing import Simulator
 
 # Walks over all modules in `prepare_model`, also for parameters: the view's, and torch's for DDP and `fully_shard`.

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from planned_parts import note_module, notes_of
 from torch import nn
 
 import accel
@@ -24,10 +25,8 @@ from accel.parallel._modules import (
     Prepared,
     TensorNotes,
     forget,
-    note_module,
     note_prepared,
     note_tensor,
-    notes_of,
     prepared_of,
     tensor_notes,
 )

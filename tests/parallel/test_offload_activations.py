@@ -12,13 +12,13 @@ import language_models as lm
 import pytest
 import torch
 from catching import assert_raises
+from planned_parts import notes_of
 from simulated_reads import alive, read
 from torch import Tensor, nn
 
 import accel
 from accel.errors import ConfigError
 from accel.parallel import _offload
-from accel.parallel._modules import notes_of
 from accel.testing import STREAM_ORDERS, SimulatedDevice, Simulator, StreamRace, simulate
 
 ROWS = torch.linspace(-1, 1, 40 * 16, dtype=torch.float64).view(40, 16)

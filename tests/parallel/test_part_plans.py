@@ -16,6 +16,7 @@ import torch
 from functorch.compile import make_boxed_func
 from handwritten import MODELS, Handwritten, named
 from pipelines import batch_of, by_hand, differences, train
+from planned_parts import found_plan, rules_of
 from steps import two_steps
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -25,9 +26,8 @@ import accel
 from accel.comm import SilentGroup
 from accel.errors import PrepareError
 from accel.parallel.axes.tensor import _dependence, _found
-from accel.parallel.axes.tensor._found_plan import found_plan
 from accel.parallel.axes.tensor._layers import GroupLayer
-from accel.parallel.axes.tensor._rules import install, lines_of, rules_of, share_of
+from accel.parallel.axes.tensor._rules import install, lines_of, share_of
 from accel.parallel.parts import NoRuleError
 from accel.parallel.parts._part import name_of
 from accel.tensors import full_tensor, is_dtensor
@@ -85,7 +85,7 @@ LEAST: Mapping[str, int] = {
     "listed_losses": 90, "cached_values": 90, "closures": 90, "branch_on_inputs": 90, "checkpointed": 90,
     "reentrant": 90, "in_place": 90, "called_by_parts": 90, "nested_outputs": 90, "frozen_body": 90, "vit": 75,
     "aux_attribute": 90, "lens": 90, "single_stream": 90,
-    "kept_statistics": 90,
+    "kept_statistics": 90, "listed_parameters": 90, "checkpointed_methods": 90,
 }  # fmt: skip
 
 
@@ -446,7 +446,7 @@ def assert_law(ranks: Simulator, entry: Handwritten, mesh: str, size: int) -> No
 @pytest.mark.parametrize(
     "entry",
     [
-        *named("grouped_gpt", "weight_norm", "in_place", "cached_values", "aux_attribute"),
+        *named("grouped_gpt", "weight_norm", "in_place", "cached_values", "aux_attribute", "listed_parameters"),
         *(pytest.param(each, marks=pytest.mark.slow) for each in named("lens", "single_stream")),
     ],
     ids=lambda each: each.name,

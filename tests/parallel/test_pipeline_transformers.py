@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from steps import begin_batch
 from torch import nn
 
@@ -181,7 +182,7 @@ def assert_equal_runs(
 @pytest.mark.slow
 def test_masks_that_pad_behind_are_refused() -> None:
     ids = torch.ones(1, 3, dtype=torch.int64)
-    with pytest.raises(accel.errors.ConfigError, match="padding_side"):
+    with assert_raises(accel.errors.ConfigError, fix="padding_side"):
         accel.training.generate(
             accel.single(), _llama(), ids, max_new_tokens=1, attention_mask=torch.tensor([[1, 1, 0]])
         )

@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from catching import caught
+from catching import assert_raises, caught
 from pipelines import WORDS, Block, Words, batch_of, by_hand, differences, loss_sum, train
+from planned_parts import stage_modules
 from steps import begin_batch, one_sample_each
 from torch import nn
 
 import accel
 from accel.errors import PrepareError, StageError, StepError
-from accel.parallel._modules import stage_modules
 from accel.testing import Simulator
 
 PARAMETERS, FIGURES = 1e-10, 1e-12
@@ -411,7 +411,7 @@ def _failing_loss(_output: torch.Tensor, _targets: torch.Tensor) -> torch.Tensor
 @pytest.mark.parametrize(("make", "loss_fn"), [(FailsInside, loss_sum), (Questions, _failing_loss)])
 def test_an_error_of_a_block_or_of_the_loss_is_told_as_it_is(ranks: Simulator, make: Any, loss_fn: Any) -> None:
     """What the forward has looked at before has nothing to do with it."""
-    with pytest.raises(StageError, match="TypeError"):
+    with assert_raises(StageError, problem="TypeError"):
         ranks.run(lambda ctx: _forward_backward(ctx, make, loss_fn), 2, default_group=True)
 
 

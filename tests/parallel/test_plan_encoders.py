@@ -145,7 +145,7 @@ def test_padding_is_masked_by_generate_of_a_sharded_model_in_bf16(ranks: Simulat
 def test_generate_of_accel_names_the_call_of_an_encoder_decoders_own(family: str) -> None:
     ctx = accel.single()
     net = _made(family)
-    with pytest.raises(accel.errors.ConfigError, match="encoder-decoder") as raised:
+    with assert_raises(accel.errors.ConfigError, problem="encoder-decoder") as raised:
         _ = accel.training.generate(ctx, net, IDS, max_new_tokens=4)
     names = {"accel": accel, "model": net, "ids": IDS, "input_features": FRAMES}
     with torch.no_grad():

@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from planned_parts import Verdict, found_plan, rules_of, verdict_of
 from steps import two_steps
 from torch import Tensor, nn
 from torch.nn import functional
 
 import accel
-from accel.parallel.axes.tensor._found_plan import found_plan
-from accel.parallel.axes.tensor._prove import Verdict, prove
-from accel.parallel.axes.tensor._rules import rules_of
-from accel.parallel.axes.tensor._trace import trace
 
 HEADS, WIDTH = 8, 4
 
@@ -114,9 +111,7 @@ PLANTED: dict[str, tuple[Attention, int, dict[str, str]]] = {
 
 
 def _verdict(module: nn.Module, size: int, styles: Any) -> Verdict:
-    block = Block(module)
-    call = next(each for each in trace(block, EXAMPLE).calls if each.path == "attention")
-    return prove(module, call, {**styles, "o": "rowwise"}, size)
+    return verdict_of(Block(module), EXAMPLE, "attention", {**styles, "o": "rowwise"}, size)
 
 
 @pytest.mark.parametrize("what", PLANTED)

@@ -17,6 +17,7 @@ import numpy
 import pytest
 import tensor_models
 import torch
+from planned_parts import found_plan, rules_of, verdict_of
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -24,10 +25,6 @@ from torch.utils.checkpoint import checkpoint
 import accel
 from accel.comm import run_in_threads, summed
 from accel.errors import PrepareError
-from accel.parallel.axes.tensor._found_plan import found_plan
-from accel.parallel.axes.tensor._prove import prove
-from accel.parallel.axes.tensor._rules import rules_of
-from accel.parallel.axes.tensor._trace import trace
 
 WIDTH = 24
 
@@ -156,8 +153,7 @@ MENDED: dict[str, tuple[nn.Module, Any, str]] = {
 def _verdict(module: nn.Module, styles: Any, *, crosses: bool = False) -> Any:
     width = WIDTH if isinstance(module, Attention) else 8
     holder = Holder(copy.deepcopy(module), width, crosses=crosses)
-    call = next(each for each in trace(holder, [torch.randn(2, 5, 3)]).calls if each.path == "inner")
-    return prove(holder.inner, call, styles, 2)
+    return verdict_of(holder, [torch.randn(2, 5, 3)], "inner", styles, 2)
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -691,3 +687,20 @@ def test_forwards_without_values_leave_nothing_in_the_caches_of_functions(
     kept = _order(5)
     run(model, x)
     assert _order(5) is kept  # with values
+
+
+class Ensemble(nn.Module):
+    """Runs several weights at once, by torch.vmap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(3, WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda weight: torch.tanh(x @ weight))(self.weights).mean(0)
+
+
+def test_modules_next_to_one_with_vmap_are_divided():
+    model = nn.Sequential(Ensemble(), nn.Sequential(nn.Linear(WIDTH, 48), nn.ReLU(), nn.Linear(48, WIDTH)))
+    plan = found_plan(model, 2, [torch.randn(2, 5, WIDTH)])
+    assert {path: plan.styles[path] for path in ("1.0", "1.2")} == {"1.0": "colwise", "1.2": "rowwise"}

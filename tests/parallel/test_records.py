@@ -12,6 +12,7 @@ import replays
 import torch
 from handwritten import MODELS, Handwritten, named
 from hypothesis import given, settings, strategies
+from planned_parts import Cut, ForwardRecord, cut_record, record_forward, without_memory
 from profiles import share
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,11 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import accel
 from accel.errors import AccelError, PrepareError, StageError
 from accel.parallel._copies import copied_model
-from accel.parallel._fakes import without_memory
-from accel.parallel._record import ForwardRecord, Label
-from accel.parallel._recorder import record_forward
+from accel.parallel._record import Label
 from accel.parallel.axes.pipeline import pipeline_of
-from accel.parallel.axes.pipeline._cut import MOST_TWICE, Cut, cut_record, share_twice
+from accel.parallel.axes.pipeline._cut import MOST_TWICE, share_twice
 from accel.parallel.axes.pipeline._stages import recorded_calls
 from accel.random import Key
 from accel.tensors import is_fake

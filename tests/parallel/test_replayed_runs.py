@@ -11,9 +11,10 @@ import numpy
 import pytest
 import replays
 import torch
-from catching import caught
+from catching import assert_raises, caught
 from handwritten import Handwritten, named
 from handwritten.manners import Words
+from planned_parts import Calls
 from steps import begin_batch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -24,7 +25,6 @@ import accel
 from accel.errors import StageError
 from accel.parallel import Plan
 from accel.parallel.axes.pipeline import ReplayedModule, Work, pipeline_of
-from accel.parallel.axes.pipeline._replayed import Calls
 from accel.testing import Simulator
 
 
@@ -278,7 +278,7 @@ def test_an_error_of_a_forward_names_its_place(ranks: Simulator, kind: Any, told
         model.blocks[3] = kind().double()  # pyright: ignore[reportIndexIssue]
         _ = _trained(ctx, model, "pp=2", CUTS[0][1], _words(4), LOSS)
 
-    with pytest.raises(StageError, match=told) as error:
+    with assert_raises(StageError, problem=told) as error:
         ranks.run(rank, 2, default_group=True)
     assert where in error.value.where
 

@@ -90,9 +90,8 @@ def test_a_sampler_by_global_rank_is_refused_and_prepares_loader_passes(ranks: S
     size = 4 if "," in mesh else 2
     _ = ranks.run(lambda ctx: rank(ctx, prepared=True), size, default_group=True)
     mode = "training" if trains else "evaluation"
-    with pytest.raises(
-        accel.errors.DataError, match=rf"different batches.*first forward in {mode}.*prepare_loader"
-    ) as caught:
+    fields = {"problem": "different batches", "where": f"first forward in {mode}", "fix": "prepare_loader"}
+    with assert_raises(accel.errors.DataError, **fields) as caught:
         _ = ranks.run(lambda ctx: rank(ctx, prepared=False), size, default_group=True)
     assert "int64 [" in str(caught.value)
     assert re.search(r"on rank \d, other values on rank \d", str(caught.value))
@@ -250,7 +249,7 @@ def test_a_model_that_is_compiled_whole_is_compared_too(ranks: Simulator):
             _ = model(X + shift * ctx.rank)
 
     _ = ranks.run(lambda ctx: rank(ctx, 0), 2, default_group=True)
-    with pytest.raises(accel.errors.DataError, match="different batches"):
+    with assert_raises(accel.errors.DataError, problem="different batches"):
         _ = ranks.run(lambda ctx: rank(ctx, 1), 2, default_group=True)
 
 
@@ -277,7 +276,7 @@ def test_batches_are_compared_again_after_a_resume(ranks: Simulator, tmp_path: P
         _ = accel.load_state(ctx, saved, {"model": model})
         wrong = (right + ctx.rank) % 11
         for trains, mode in ((True, "training"), (False, "evaluation")):
-            with pytest.raises(accel.errors.DataError, match=f"different batches.*first forward in {mode}"):
+            with assert_raises(accel.errors.DataError, problem="different batches", where=f"first forward in {mode}"):
                 _run(ctx, model, (wrong, wrong), trains)
 
     _ = ranks.run(rank, 2, default_group=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from catching import assert_raises
+from planned_parts import ModelView
 from steps import ByState, begin_batch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,7 +23,6 @@ from torch.optim import SGD
 import accel
 from accel.errors import PrepareError
 from accel.parallel import Plan
-from accel.parallel._spread import ModelView
 from accel.parallel.axes.shard import SHARD
 from accel.parallel.axes.shard._options import ShardOptions
 from accel.testing import Simulator

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
+from planned_parts import fsdp_units
 from steps import ByState
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -17,9 +19,7 @@ from torch.optim import SGD, AdamW
 import accel
 from accel.errors import ConfigError, PrepareError
 from accel.parallel import Plan
-from accel.parallel._spread import ModelView
 from accel.parallel.axes.shard._options import reshard_setting
-from accel.parallel.axes.shard._units import plan_units
 from accel.testing import Simulator
 
 EXACT = {"rtol": 0, "atol": 1e-13}
@@ -136,41 +136,57 @@ def test_one_plan_serves_all_meshes(ranks: Simulator, mesh: str) -> None:
 def test_units_are_those_that_the_plan_names() -> None:
     model = _net()
     blocks = tuple(f"blocks.{at}" for at in range(3))
-    assert (
-        plan_units(ModelView(model), units=("Block",))
-        == plan_units(ModelView(model), units=("blocks.*",))
-        == (*blocks, "")
-    )
-    assert plan_units(ModelView(model), units=("blocks.1.up", "last")) == ("blocks.1.up", "last", "")
-    assert plan_units(ModelView(model), units=()) == ("",)
+    assert fsdp_units(model, units=("Block",)) == fsdp_units(model, units=("blocks.*",)) == (*blocks, "")
+    assert fsdp_units(model, units=("blocks.1.up", "last")) == ("blocks.1.up", "last", "")
+    assert fsdp_units(model, units=()) == ("",)
     products = [f"{block}.{part}" for block in blocks for part in ("down", "up")]
-    assert plan_units(ModelView(model), units=1) == (*products, "first", "last", "scale", "")
-    assert plan_units(ModelView(model), units=50) == (*blocks, "")
-    assert plan_units(ModelView(model), units=10_000) == ("",)
+    assert fsdp_units(model, units=1) == (*products, "first", "last", "scale", "")
+    assert fsdp_units(model, units=50) == (*blocks, "")
+    assert fsdp_units(model, units=10_000) == ("",)
     model.last.weight = model.first.weight
-    assert "first" not in plan_units(ModelView(model), units=1)
+    assert "first" not in fsdp_units(model, units=1)
 
 
 REFUSED = {
-    "no such module": (Plan(units=("blocks.*.middle", "Blok")), r"got 'blocks\.\*\.middle', 'Blok' - at Plan\.units"),
-    "no such class": (Plan(ignored=("LayerNrm",)), r"Plan\.ignored.*`LayerNorm`"),
-    "a list": (Plan(units=("blocks",)), r"blocks: a ModuleList has no forward - at Plan\.units"),
-    "trainable": (Plan(ignored=("blocks.0",)), r"trainable.*got blocks\.0\.up\.weight - at Plan\.ignored"),
-    "divisor": (Plan(reshard_after_forward=3), r"a number that divides 4, got 3 - at Plan\.reshard_after_forward"),
+    "no such module": (
+        Plan(units=("blocks.*.middle", "Blok")),
+        PrepareError,
+        {"got": r"^'blocks\.\*\.middle', 'Blok'$", "where": r"^Plan\.units"},
+    ),
+    "no such class": (Plan(ignored=("LayerNrm",)), PrepareError, {"where": r"Plan\.ignored", "fix": "`LayerNorm`"}),
+    "a list": (
+        Plan(units=("blocks",)),
+        PrepareError,
+        {"got": "blocks: a ModuleList has no forward$", "where": r"^Plan\.units"},
+    ),
+    "trainable": (
+        Plan(ignored=("blocks.0",)),
+        PrepareError,
+        {"problem": "trainable", "got": r"^blocks\.0\.up\.weight$", "where": r"^Plan\.ignored"},
+    ),
+    "divisor": (
+        Plan(reshard_after_forward=3),
+        ConfigError,
+        {"expected": "a number that divides 4", "got": "^3$", "where": r"^Plan\.reshard_after_forward"},
+    ),
     "several": (
         Plan(gather_dtype="bf16", units=("a",), ignored=("b",), reshard_after_forward=3),
-        r"(?s)refused for several reasons.*\n- .*gather_dtype.*\n- .*'b'.*\n- .*'a'.*\n- .*divides 4",
+        PrepareError,
+        {
+            "problem": "refused for several reasons",
+            "got": r"(?s)\n- .*gather_dtype.*\n- .*'b'.*\n- .*'a'.*\n- .*divides 4",
+        },
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_fit_is_told_before_anything_moves(ranks: Simulator, name: str) -> None:
-    plan, said = REFUSED[name]
+    plan, error, fields = REFUSED[name]
 
     def rank(ctx: accel.DistContext) -> bool:
         model = _net()
-        with pytest.raises((PrepareError, ConfigError), match=said):
+        with assert_raises(error, **fields):
             accel.prepare(accel.replace(ctx, strategy="fsdp"), model, plan=plan)
         return any(isinstance(each, FSDPModule) for each in model.modules())
 
@@ -180,7 +196,7 @@ def test_what_does_not_fit_is_told_before_anything_moves(ranks: Simulator, name:
 def test_parts_of_a_mesh_are_not_resharded_by_number(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="dp=4,tp=2", strategy="fsdp")
-        with pytest.raises((PrepareError, ConfigError), match="a mesh of 4 of 8 ranks"):
+        with assert_raises(PrepareError, got="a mesh of 4 of 8 ranks"):
             accel.prepare_model(ctx, _net(), plan=Plan(reshard_after_forward=2))
 
     ranks.run(rank, 8, default_group=True)

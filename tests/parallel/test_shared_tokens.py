@@ -305,7 +305,7 @@ def test_what_a_model_returns_is_whole_and_a_rank_s_own_tokens_are_refused_outsi
         _, output, kept = prepared(ctx, Returns())(torch.zeros(2, 8, dtype=torch.long))
         assert type(output.hidden) is Tensor
         assert output.hidden.shape == (2, 8, 8)
-        with pytest.raises(NoRuleError, match="outside of the model"):
+        with assert_raises(NoRuleError, got="outside of the model"):
             _ = kept.value.square().sum()
 
     _ = ranks.run(rank, 2, default_group=True)

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from planned_parts import ForwardRecord, record_of
 from torch import Tensor, nn
 
 from accel.errors import StageError
 from accel.parallel._calls import grow_cache, units_of
-from accel.parallel._fakes import without_memory
-from accel.parallel._record import ForwardRecord
-from accel.parallel._recorder import record_forward
 
 WIDTH = 4
 
@@ -142,8 +140,8 @@ def _nothing() -> None:
 
 
 def _record(kind: type[Layer], given: Callable[[], Any], read: Callable[[Any, Any, Any], Any]) -> ForwardRecord:
-    model = without_memory(Stack(kind, given, read), torch.device("cpu"))
-    return record_forward(model, units_of(model), (torch.ones(3, WIDTH),), {})
+    model = Stack(kind, given, read)
+    return record_of(model, units_of(model), torch.ones(3, WIDTH))
 
 
 @pytest.mark.parametrize(

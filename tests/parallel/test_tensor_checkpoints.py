@@ -57,7 +57,7 @@ def _numbers(items: dict[str, Any]) -> Any:
     return whole(items["model"]), whole(items["ema"])
 
 
-def _check_pair(ranks: Simulator, saved: str, loaded: str, folder: Path, *, fused: bool) -> None:
+def assert_loads_as_saved(ranks: Simulator, saved: str, loaded: str, folder: Path, *, fused: bool) -> None:
     def save(ctx: accel.DistContext) -> Any:
         ctx, items = _built(ctx, saved, seed=1, fused=fused)
         _step(ctx, items)
@@ -81,14 +81,14 @@ def _check_pair(ranks: Simulator, saved: str, loaded: str, folder: Path, *, fuse
 
 @pytest.mark.parametrize(("saved", "loaded"), [("one", "tp2"), ("tp4", "one")])
 def test_a_checkpoint_goes_on_on_another_mesh(ranks, tmp_path, saved, loaded):
-    _check_pair(ranks, saved, loaded, tmp_path, fused=False)
+    assert_loads_as_saved(ranks, saved, loaded, tmp_path, fused=False)
 
 
 @pytest.mark.nightly
 @settings(max_examples=share(0.16), deadline=None)
 @given(layouts=st.permutations(sorted(LAYOUTS)), fused=st.booleans())
 def test_all_pairs_of_meshes_go_on(ranks, tmp_path_factory, layouts, fused):
-    _check_pair(ranks, *layouts[:2], tmp_path_factory.mktemp("run"), fused=fused)
+    assert_loads_as_saved(ranks, *layouts[:2], tmp_path_factory.mktemp("run"), fused=fused)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "dp2tp2"])

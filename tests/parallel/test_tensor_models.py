@@ -30,7 +30,7 @@ def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
         return make().double()
 
 
-def _check(
+def assert_steps_as_one_process(
     ranks: Simulator,
     make: Callable[[], nn.Module],
     loss_of: Callable[[nn.Module], torch.Tensor],
@@ -94,14 +94,16 @@ SLOW = pytest.mark.slow
 )
 def test_a_llama_trains_by_its_own_plan(ranks, tied, sequence, overlap):
     plan = accel.parallel.Plan(sequence=sequence, overlap=overlap)
-    _check(ranks, lambda: _llama(tie_word_embeddings=tied), _language_loss, size=4, plan=plan)
+    assert_steps_as_one_process(ranks, lambda: _llama(tie_word_embeddings=tied), _language_loss, size=4, plan=plan)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("sequence", [False, pytest.param(True, marks=SLOW)])
 @pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=SLOW)])
 def test_a_tied_gpt2_trains_by_the_plan_that_is_known_for_it(ranks, sequence, overlap):
-    _check(ranks, _gpt2, _language_loss, plan=accel.parallel.Plan(sequence=sequence, overlap=overlap))
+    assert_steps_as_one_process(
+        ranks, _gpt2, _language_loss, plan=accel.parallel.Plan(sequence=sequence, overlap=overlap)
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -116,7 +118,7 @@ def test_adapters_follow_the_layers_that_they_adapt(ranks, sequence, overlap):
         return peft.get_peft_model(_llama(), config)
 
     plan = accel.parallel.Plan(sequence=sequence, overlap=overlap)
-    _check(ranks, make, _language_loss, size=4 if sequence else 2, plan=plan)
+    assert_steps_as_one_process(ranks, make, _language_loss, size=4 if sequence else 2, plan=plan)
 
 
 @SLOW
@@ -135,7 +137,7 @@ def test_adapters_follow_the_layers_of_a_plan_that_is_found(ranks):
         )
         return peft.get_peft_model(model, config)
 
-    _check(ranks, make, _language_loss, plan=accel.parallel.Plan(overlap=True))
+    assert_steps_as_one_process(ranks, make, _language_loss, plan=accel.parallel.Plan(overlap=True))
 
 
 class Adapted(nn.Module):
@@ -163,7 +165,7 @@ def test_adapters_of_ones_own_are_named_in_the_plan(ranks):
         }
     )
     inputs = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
-    _check(
+    assert_steps_as_one_process(
         ranks,
         lambda: nn.Sequential(Adapted(nn.Linear(4, 8)), nn.Tanh(), Adapted(nn.Linear(8, 4))),
         lambda model: model(inputs).square().mean(),
@@ -250,7 +252,7 @@ def test_a_transformer_of_torch_trains_and_evaluates(ranks):
     def loss_of(model: nn.Module) -> torch.Tensor:
         return model(source, target, src_key_padding_mask=padding).square().mean()
 
-    _check(ranks, make, loss_of)
+    assert_steps_as_one_process(ranks, make, loss_of)
 
     def rank(ctx: accel.DistContext) -> torch.Tensor:
         ctx = accel.replace(ctx, mesh="tp=2") if ctx.world_size > 1 else ctx
@@ -307,7 +309,7 @@ def test_adapters_that_cannot_be_divided_are_refused_with_two_ways_that_train(ra
 
     def rank(ctx: accel.DistContext) -> None:
         on_tp = accel.replace(ctx, mesh="tp=2")
-        with pytest.raises(PrepareError, match=problem) as caught:
+        with assert_raises(PrepareError, got=problem) as caught:
             trained(on_tp, refused)
         assert 'peft.LoraConfig(target_modules="all-linear", use_dora=False)' in caught.value.fix
         scope = {"ctx": on_tp, "accel": accel}
@@ -354,7 +356,7 @@ def test_a_model_computes_the_loss_of_its_labels_from_logits_that_no_rank_gather
         return output.loss
 
     # transformers computes the loss in fp32
-    _check(ranks, lambda: _llama(vocab_size=CLASSES + 1), loss_of, plan=plan, tolerance=1e-6)
+    assert_steps_as_one_process(ranks, lambda: _llama(vocab_size=CLASSES + 1), loss_of, plan=plan, tolerance=1e-6)
     assert set(seen) == {CLASSES + 1, CLASSES // 2, CLASSES // 2 + 1}
 
 

@@ -46,7 +46,9 @@ def trained(
     return norms, accel.reduce(ctx, torch.stack(losses).sum(), "sum") / ctx.axis("tp").size, whole(net)
 
 
-def check(ranks: Simulator, mesh: str, size: int, name: str, model: dict[str, Any], **options: Any) -> None:
+def assert_trains_as_one_process(
+    ranks: Simulator, mesh: str, size: int, name: str, model: dict[str, Any], **options: Any
+) -> None:
     styles = plans(fused=model.get("fused", False))[name]
     if model.get("tied") and "head" not in styles:
         styles = styles | ENDS
@@ -84,13 +86,15 @@ def test_every_plan_trains_as_one_process(ranks, size, model, name, samples, ste
     """With AdamW, clipping, windows, a shorter last batch, and as many tokens as come."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_overlap, "_LEAST_ROWS", least)  # chunks of equal and of other numbers of rows
-        check(ranks, f"tp={size}", size, name, model, steps=steps, samples=samples)
+        assert_trains_as_one_process(ranks, f"tp={size}", size, name, model, steps=steps, samples=samples)
 
 
 @pytest.mark.parametrize("name", ["sequence", pytest.param("copies", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_data_parallelism_on_top_trains_as_one_process(ranks, name, strategy):
-    check(ranks, "dp=2,tp=2", 4, name, {"heads_of_keys": 2}, steps=3, samples=7, strategy=strategy)
+    assert_trains_as_one_process(
+        ranks, "dp=2,tp=2", 4, name, {"heads_of_keys": 2}, steps=3, samples=7, strategy=strategy
+    )
 
 
 @given(length=st.integers(0, 999), rows=st.integers(1, 99), least=st.integers(1, 300))

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from catching import assert_raises
 from fake_ranks import Counted, fake_rank
+from handwritten import named
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from steps import begin_batch
@@ -33,7 +34,7 @@ def _alone(model: dict[str, Any], samples: int, per_step: int, steps: int) -> An
     return train(ctx, net, optimizer, data, steps, divided=False), whole(net)
 
 
-def _check(
+def assert_trains_as_one_process(
     ranks: Simulator,
     mesh: str,
     size: int,
@@ -88,14 +89,14 @@ def test_every_plan_trains_as_one_process(ranks, size, model, name, samples, ste
         styles = styles | ENDS
     divided = styles.get("head") == "colwise"
     plan = accel.parallel.Plan(tensor=styles)
-    _check(ranks, f"tp={size}", size, plan, model, divided=divided, samples=samples, steps=steps)
+    assert_trains_as_one_process(ranks, f"tp={size}", size, plan, model, divided=divided, samples=samples, steps=steps)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_data_parallelism_on_top_trains_as_one_process(ranks, strategy):
     model = {"heads_of_keys": 1, "tied": True, **UNEVEN}
     plan = accel.parallel.Plan(tensor=plans(fused=False)["sequence, ends"])
-    _check(ranks, "dp=2,tp=2", 4, plan, model, divided=True, strategy=strategy)
+    assert_trains_as_one_process(ranks, "dp=2,tp=2", 4, plan, model, divided=True, strategy=strategy)
 
 
 class Method(nn.Module):
@@ -139,7 +140,9 @@ def test_every_mesh_trains_as_one_process(ranks, mesh, strategy, model, name, st
         styles = styles | {"embedding": "embedding_rowwise", "head": "colwise_gather_output"}
     size = int(torch.tensor(sizes).prod())
     strategy = "fsdp" if "dp_shard" in mesh else strategy
-    _check(ranks, mesh, size, accel.parallel.Plan(tensor=styles), model, steps=steps, strategy=strategy, samples=9)
+    assert_trains_as_one_process(
+        ranks, mesh, size, accel.parallel.Plan(tensor=styles), model, steps=steps, strategy=strategy, samples=9
+    )
 
 
 @pytest.mark.parametrize(("name", "count"), [("layers", 3 + 1 + 2 + 1), ("copies", 4)])
@@ -314,3 +317,22 @@ def test_gradients_of_whole_parameters_share_no_memory(ranks):
     (expected,) = ranks.run(lambda ctx: rank(ctx, ""), 1)
     for found in ranks.run(lambda ctx: rank(ctx, "tp=2"), 2, default_group=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("plan", ["model", {"head": "colwise_gather_output"}], ids=["found", "given"])
+def test_a_recomputed_method_reads_parameters_of_its_module(ranks, plan):
+    (entry,) = named("checkpointed_methods")
+    ids, targets = entry.batch(1, 2)
+    plain = entry.make()
+    entry.loss(plain(ids), targets).backward()
+
+    def rank(ctx):
+        ctx = accel.replace(ctx, mesh="tp=2")
+        model = accel.prepare_model(ctx, entry.make(), plan=accel.parallel.Plan(tensor=plan), example=(ids,))
+        _ = accel.backward(ctx, entry.loss(model(ids), targets), begin_batch(ctx), weight=1)
+        grads = {name: each.grad for name, each in model.named_parameters()}
+        return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
+
+    for grads in ranks.run(rank, 2, default_group=True):
+        for name, each in plain.named_parameters():
+            torch.testing.assert_close(grads[name], each.grad, rtol=0, atol=1e-12)

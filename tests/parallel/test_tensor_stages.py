@@ -39,10 +39,10 @@ def _even(step: int, rows: int) -> list[torch.Tensor]:
 def test_stages_share_their_layers(
     ranks: Any, monkeypatch: pytest.MonkeyPatch, mesh: str, strategy: Any, name: str, schedule: Any, per: int
 ) -> None:
-    check(ranks, monkeypatch, mesh, strategy, name, schedule, per, overlap=False)
+    assert_trains_as_one_process(ranks, monkeypatch, mesh, strategy, name, schedule, per, overlap=False)
 
 
-def check(
+def assert_trains_as_one_process(
     ranks: Any, monkeypatch: pytest.MonkeyPatch, mesh: str, strategy: Any, name: str, schedule: Any, per: int,
     *, overlap: bool,
 ) -> None:  # fmt: skip
@@ -86,7 +86,7 @@ def test_stages_send_beside_their_products(
         return found
 
     monkeypatch.setattr(_overlap, "_chunks", counted)
-    check(ranks, monkeypatch, mesh, strategy, name, schedule, per, overlap=True)
+    assert_trains_as_one_process(ranks, monkeypatch, mesh, strategy, name, schedule, per, overlap=True)
     assert max(counts) > 1
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
+from planned_parts import notes_of
 from steps import two_steps
 from tables import rows
 from torch import nn
@@ -22,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 
 import accel
 from accel.parallel import Plan
-from accel.parallel._modules import notes_of
 from accel.parallel._torch_fsdp import shards_of
 from accel.testing import Simulator
 

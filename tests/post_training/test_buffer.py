@@ -204,15 +204,15 @@ def test_slips_are_told_with_the_state_of_the_prompt() -> None:
             call()
         assert caught.value.got == said
     for wrong in ({1: group(1).samples}, [group(1)]):
-        with pytest.raises(accel.errors.ConfigError, match="group_samples"):
+        with assert_raises(accel.errors.ConfigError, fix="group_samples"):
             later.put(wrong)  # type: ignore[arg-type]
     assert later.put({1: group(1)}).is_ready(0)  # the line of the fix carries the record
     with assert_raises(accel.errors.ConfigError, where="start"):
         buffer.start(0, -1)
     assert buffer.requeue(1, 1).start(0, 4)[1] == (1,)  # queued once
-    with pytest.raises(accel.errors.ConfigError, match="batch"):
+    with assert_raises(accel.errors.ConfigError, where="batch"):
         RolloutBuffer(batch=0)
-    with pytest.raises(DataError, match="max_staleness"):
+    with assert_raises(DataError, where="max_staleness"):
         RolloutBuffer(batch=1, max_staleness=-1)
 
 

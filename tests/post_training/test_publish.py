@@ -166,7 +166,7 @@ def test_other_tensors_of_adapters_are_published_or_refused(
             each.add_(0.5 * each.requires_grad)
     server = Kept()
     if refused:
-        with pytest.raises(AccelError, match="not low-rank") as caught:
+        with assert_raises(AccelError, problem="not low-rank") as caught:
             publish(accel.single(), server, model, version=Version("a", 1), adapters=adapters)
         assert refused in caught.value.got
         return
@@ -206,7 +206,7 @@ def test_adapters_of_a_tied_head_are_published_alone() -> None:
     expected = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     assert server.tensors.keys() == expected.keys()
     assert all(torch.equal(server.tensors[name], each) for name, each in expected.items())
-    with pytest.raises(AccelError, match="not low-rank"):  # a merge would change the embedding too
+    with assert_raises(AccelError, problem="not low-rank"):  # a merge would change the embedding too
         publish(accel.single(), server, model, version=Version("a", 2), adapters="merged")
 
 
@@ -256,7 +256,7 @@ def test_a_spread_model_takes_no_weights() -> None:
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="dp=2", strategy="fsdp")
         model = accel.prepare_model(ctx, nn.Linear(4, 4))
-        with pytest.raises(ServerError, match="to a plain copy"):
+        with assert_raises(ServerError, fix="to a plain copy"):
             publish(ctx, servers.local(model), model, version=Version("a", 1))
 
     simulate(rank, 2, default_group=True)

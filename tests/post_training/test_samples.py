@@ -15,6 +15,7 @@ import pytest
 import torch
 from catching import assert_raises
 from hypothesis import given, strategies as st
+from tables import rows
 
 from accel.errors import AccelError, DataError
 from accel.post_training import SampleRow, Samples, Version, join_samples
@@ -99,7 +100,7 @@ FORMS: dict[str, Callable[[list[int]], Any]] = {
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("form", FORMS)
+@rows("form", FORMS)
 def test_whole_numbers_of_any_kind_are_tokens(form: str) -> None:
     for ids in ([], [0, 3, 100]):
         found = token_ids(FORMS[form](ids), "here")

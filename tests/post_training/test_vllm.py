@@ -300,7 +300,7 @@ def test_log_probabilities_say_whose_they_are(tmp_path: Path) -> None:
             assert sample(ctx, raw, PROMPTS, top_p=0.5, **OPTIONS).drawn_from == "model"
         assert sample(ctx, processed, PROMPTS, top_p=0.5, **OPTIONS).drawn_from == "sampler"
         assert sample(ctx, processed, PROMPTS, temperature=0.5, **OPTIONS).drawn_from == "model"
-        with pytest.raises(ConfigError, match="processed_logprobs"):
+        with assert_raises(ConfigError, fix="processed_logprobs"):
             sample(ctx, raw, PROMPTS, temperature=0.5, **OPTIONS)
     slips: list[Any] = [
         lambda: servers.vllm(url, tmp_path, logprobs="some"),  # pyright: ignore[reportArgumentType]

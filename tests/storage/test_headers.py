@@ -10,10 +10,11 @@ import msgspec
 import pytest
 import torch
 from catching import assert_raises
+from ckpt_helpers import Manifest, encode_manifest
 from safetensors.torch import save
 
 from accel import __version__, load_state, save_state
-from accel.checkpoint._manifest import Manifest, encode_manifest, manifest_of
+from accel.checkpoint._manifest import manifest_of
 from accel.cli import main
 from accel.context import single
 from accel.errors import CheckpointError

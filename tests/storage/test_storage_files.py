@@ -140,7 +140,7 @@ def test_every_part_of_a_file_has_a_digest_that_finds_damage(
             return
         at %= len(data)
         (path / "f").write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-        with pytest.raises(CheckpointError, match=f"f: damaged.*from {at // 16 * 16} to"):
+        with assert_raises(CheckpointError, problem="f: damaged", got=f"from {at // 16 * 16} to"):
             folder.check_all(spans)
         (path / "f").write_bytes(data[:at])
         with assert_raises(CheckpointError, problem="f: wrong size", got="its end"):

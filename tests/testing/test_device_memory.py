@@ -15,13 +15,13 @@ from hypothesis import given, settings, strategies as st
 from profiles import share
 from torch import Tensor
 
-from accel.comm._streams import DeviceStreams, streams_of
+import accel
 from accel.testing import STREAM_ORDERS, SimulatedDevice, StreamRace
 
 ALL_ORDERS = [None, *STREAM_ORDERS]
 
 
-def read(streams: DeviceStreams, tensor: Tensor) -> list[float]:
+def read(streams: Any, tensor: Tensor) -> list[float]:
     there = streams.pinned(tensor.shape, tensor.dtype)
     streams.copy(there, tensor)
     streams.synchronize(streams.current())
@@ -31,7 +31,7 @@ def read(streams: DeviceStreams, tensor: Tensor) -> list[float]:
 class Waits:
     """Waits by name; the one that is left out is not called."""
 
-    def __init__(self, streams: DeviceStreams, without: str) -> None:
+    def __init__(self, streams: Any, without: str) -> None:
         self.streams, self.without = streams, without
 
     def __call__(self, name: str, stream: Any, after: Any) -> None:
@@ -39,7 +39,7 @@ class Waits:
             self.streams.wait(stream, self.streams.record(after))
 
 
-def round_trip(streams: DeviceStreams, *, without: str = "", times: int = 3) -> list[float]:
+def round_trip(streams: Any, *, without: str = "", times: int = 3) -> list[float]:
     """Copy values to pinned memory and back, several times through one pinned buffer, without a wait of the host."""
     waits, main, out, into = Waits(streams, without), streams.current(), streams.side(), streams.side()
     pinned = streams.pinned((8,), torch.float32)
@@ -62,7 +62,7 @@ def round_trip(streams: DeviceStreams, *, without: str = "", times: int = 3) -> 
     return read(streams, torch.stack(found).sum(0))
 
 
-def reused(streams: DeviceStreams, *, without: str = "") -> list[float]:
+def reused(streams: Any, *, without: str = "") -> list[float]:
     """Copy into memory on a side stream that the computing stream has had before, of a similar size."""
     waits, main, side = Waits(streams, without), streams.current(), streams.side()
     source = streams.pinned((30,), torch.float32)
@@ -90,7 +90,7 @@ def runs(program: Callable[..., list[float]], order: Any, **options: Any) -> lis
 @pytest.mark.parametrize("order", ALL_ORDERS, ids=["in program order", *map(str, range(len(STREAM_ORDERS)))])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_with_their_waits_have_the_values_of_the_host_in_every_order(name: str, order: Any) -> None:
-    assert runs(PROGRAMS[name], order) == PROGRAMS[name](streams_of(torch.device("cpu")))
+    assert runs(PROGRAMS[name], order) == PROGRAMS[name](accel.single("cpu").streams)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_programs_with_their_waits_have_the_values_of_the_host_in_every_order(na
 )
 def test_each_wait_that_is_left_out_is_a_race_and_wrong_in_some_order(name: str, without: str) -> None:
     program = partial(PROGRAMS[name], without=without)
-    expected = PROGRAMS[name](streams_of(torch.device("cpu")))
+    expected = PROGRAMS[name](accel.single("cpu").streams)
     with pytest.raises(StreamRace):
         _ = runs(program, None)
     orders = [*STREAM_ORDERS, *(SimulatedDevice(seed).order for seed in range(12))]
@@ -116,7 +116,7 @@ def test_each_wait_that_is_left_out_is_a_race_and_wrong_in_some_order(name: str,
 def test_a_wait_that_others_imply_can_be_left_out(without: str) -> None:
     # the copy out waits for the stream that freed the memory, and for the last use of what was copied back
     for order in ALL_ORDERS:
-        assert runs(round_trip, order, without=without) == round_trip(streams_of(torch.device("cpu")))
+        assert runs(round_trip, order, without=without) == round_trip(accel.single("cpu").streams)
 
 
 def test_the_host_sees_what_a_copy_wrote_once_it_knows_and_no_later_copy_before() -> None:
@@ -169,7 +169,7 @@ STEPS = st.builds(
 )
 
 
-def drawn_program(steps: list[Step], streams: DeviceStreams) -> list[float]:
+def drawn_program(steps: list[Step], streams: Any) -> list[float]:
     """Run a program that waits for what each access needs, and for nothing else."""
     lanes = [streams.current(), streams.side(), streams.side()]
     on_device = [streams.to(torch.full((6,), 1.0 + at)) for at in range(2)]
@@ -229,7 +229,7 @@ def drawn_program(steps: list[Step], streams: DeviceStreams) -> list[float]:
     st.lists(STEPS, max_size=14), st.sampled_from([*ALL_ORDERS, *(SimulatedDevice(seed).order for seed in range(6))])
 )
 def test_drawn_programs_with_their_waits_compute_the_same_in_every_order(steps: list[Step], order: Any) -> None:
-    expected = drawn_program(steps, streams_of(torch.device("cpu")))
+    expected = drawn_program(steps, accel.single("cpu").streams)
     device = SimulatedDevice(order=order)
     with device.active():
         assert drawn_program(steps, device) == expected

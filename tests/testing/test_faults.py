@@ -125,6 +125,6 @@ def test_a_time_out_ends_delayed_ranks_too(ranks):
             pass
         dist.barrier(group=group)
 
-    with pytest.raises(SimulationError, match="rank 0: delayed"):
+    with assert_raises(SimulationError, got="rank 0: delayed"):
         ranks.run_groups(rank, 2, faults=[Fault(0, 0, "delay")], timeout_s=0.2)
     assert ranks.run_groups(three_barriers, 2) == [0, 1]

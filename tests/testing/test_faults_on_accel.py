@@ -7,7 +7,7 @@ import inspect
 import itertools
 import signal
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 import accel
 from accel import collectives, process
 from accel.testing import Deadlock, Fault, FaultNotReached, InjectedFault, SimulationError, Simulator
-from accel.testing._faults import CallAction
 
 SIZE, LARGE = 3, 20_000  # more than fits a first message, so that others follow
 ENDS = {"raise": InjectedFault, "vanish": SimulationError, "terminate": SimulationError}
@@ -78,7 +77,7 @@ def test_no_collective_is_left_out():
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("action", get_args(CallAction))
+@pytest.mark.parametrize("action", get_args(get_type_hints(Fault)["action"]))
 def test_a_fault_at_any_call_of_any_rank(ranks: Simulator, name: str, action: str):
     """Twice the collective, so that the second shows what a fault in the first left behind."""
 

@@ -219,6 +219,6 @@ def test_functions_are_restored_after_a_time_out(ranks):
         while True:
             pass
 
-    with pytest.raises(SimulationError, match="did not end"):
+    with assert_raises(SimulationError, problem="did not end"):
         ranks.run_groups(endless, 1, timeout_s=0.1)
     assert (signal.signal, signal.getsignal, signal.raise_signal) == REAL

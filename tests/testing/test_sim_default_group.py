@@ -258,7 +258,7 @@ def test_torch_is_restored_whatever_happens():
         assert not dist.is_initialized()
 
     before = set(threading.enumerate())
-    with pytest.raises(SimulationError, match="did not end"):
+    with assert_raises(SimulationError, problem="did not end"):
         _default(endless, timeout_s=0.2)
     for fn in (interrupted, stopped_by_hand):
         with pytest.raises(KeyboardInterrupt):

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from catching import assert_raises
+from ckpt_helpers import copy_to_host
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from simulated_reads import read
+from slots import Block, DeviceTransfer, Slot, block_of, part
 from streamed import make_net, streamed_map, token_ids
 from torch import Tensor, nn
 from torch.nn import functional
@@ -23,16 +25,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel.bigmodel.run._dispatch import _dispatch_by
-from accel.bigmodel.run._slots import Block, CastTransfer, DeviceTransfer, Slot, StreamedWeight, make_slots, part
-from accel.bigmodel.run._supplies import Supply
-from accel.checkpoint._background import copy_to_host
-from accel.comm._streams import DeviceStreams, streams_of
+from accel.bigmodel.run._slots import CastTransfer, make_slots
 from accel.data._transfer import moved
 from accel.errors import ConfigError
 from accel.testing import STREAM_ORDERS, SimulatedDevice, StreamOrder, StreamRace, simulate
 from accel.training._deferred import _begin_copy
 
-HOST = streams_of(torch.device("cpu"))
+HOST = accel.single("cpu").streams
 ORDERS = st.builds(SimulatedDevice, st.integers(0, 2**32)) | st.sampled_from(STREAM_ORDERS).map(
     lambda order: SimulatedDevice(order=order)
 )
@@ -45,7 +44,7 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 # The users of streams, as small programs: each returns the values that every order must give.
 
 
-def copied_batches(streams: DeviceStreams, *, ahead: bool = True) -> Tensor:
+def copied_batches(streams: Any, *, ahead: bool = True) -> Tensor:
     """Train on batches that are copied from pinned memory while the former one is in use."""
     weight = streams.to(drawn(8, 1)).requires_grad_()
 
@@ -66,16 +65,12 @@ def copied_batches(streams: DeviceStreams, *, ahead: bool = True) -> Tensor:
     return read(streams, weight)
 
 
-def streamed_blocks(streams: DeviceStreams, *, dtype: torch.dtype = torch.float32, count: int = 5) -> Tensor:
+def streamed_blocks(streams: Any, *, dtype: torch.dtype = torch.float32, count: int = 5) -> Tensor:
     """Compute with blocks that pass through two slots, the next one under way."""
     blocks = list[Block]()
     for at in range(count):
-        values = [drawn(8, 8, seed=2 * at + each, dtype=dtype) for each in range(2)]
-        weights = [
-            StreamedWeight(Supply(f"{at}.{each}", (8, 8), torch.float32, value, None), each * 256, (), value)
-            for each, value in enumerate(values)
-        ]
-        blocks.append(Block(at, str(at), nn.Identity(), weights))
+        values = {f"{at}.{each}": drawn(8, 8, seed=2 * at + each, dtype=dtype) for each in range(2)}
+        blocks.append(block_of(at, values, [0, 256]))
     slots = make_slots(2, 512, streams)
     transfer = DeviceTransfer(streams)
     x = streams.to(drawn(2, 8))
@@ -95,13 +90,10 @@ def streamed_blocks(streams: DeviceStreams, *, dtype: torch.dtype = torch.float3
     return read(streams, x)
 
 
-def cast_blocks(streams: DeviceStreams) -> Tensor:
+def cast_blocks(streams: Any) -> Tensor:
     """Compute with blocks that the device keeps in a smaller dtype; one stream casts them, another computes."""
-    values, wide = [streams.to(drawn(8, 8, seed=at, dtype=torch.bfloat16)) for at in range(4)], torch.float32
-    blocks = [
-        Block(at, str(at), nn.Identity(), [StreamedWeight(Supply(str(at), (8, 8), wide, value, None), 0, (), value)])
-        for at, value in enumerate(values)
-    ]
+    values = [streams.to(drawn(8, 8, seed=at, dtype=torch.bfloat16)) for at in range(4)]
+    blocks = [block_of(at, {str(at): value}, [0]) for at, value in enumerate(values)]
     memory = streams.empty((256,), torch.uint8)
     slot, transfer = Slot(memory, memory), CastTransfer(streams)
     x, outputs, casting, computing = streams.to(drawn(2, 8)), list[Tensor](), streams.side(), streams.side()
@@ -121,7 +113,7 @@ def cast_blocks(streams: DeviceStreams) -> Tensor:
     return read(streams, torch.cat(outputs))
 
 
-def snapshots(streams: DeviceStreams) -> Tensor:
+def snapshots(streams: Any) -> Tensor:
     """Copy parameters to the host while training goes on; the copies are read later."""
     weights = {str(at): streams.to(drawn(8, 8, seed=at)) for at in range(3)}
     taken, spare = list[Tensor](), dict[str, Tensor]()
@@ -133,7 +125,7 @@ def snapshots(streams: DeviceStreams) -> Tensor:
     return torch.cat([each.reshape(-1) for each in taken])
 
 
-def dispatched(streams: DeviceStreams, *, prefetch: bool) -> Tensor:
+def dispatched(streams: Any, *, prefetch: bool) -> Tensor:
     """Run a dispatched model, whose blocks another thread copies to the device."""
     model = make_net()
     device_map = streamed_map(model, "cpu", keep=["embed"])
@@ -147,7 +139,7 @@ def dispatched(streams: DeviceStreams, *, prefetch: bool) -> Tensor:
     return found
 
 
-def outcomes(streams: DeviceStreams) -> Tensor:
+def outcomes(streams: Any) -> Tensor:
     """Read the outcome of each deferred step while the device has work of the next."""
     ctx = dataclasses.replace(accel.single("cpu"), streams=streams)
     figures, found = streams.to(drawn(3)), list[Tensor]()
@@ -158,7 +150,7 @@ def outcomes(streams: DeviceStreams) -> Tensor:
     return torch.cat(found)
 
 
-USERS: dict[str, Callable[[DeviceStreams], Tensor]] = {
+USERS: dict[str, Callable[[Any], Tensor]] = {
     "batches": copied_batches,
     "batches one by one": partial(copied_batches, ahead=False),
     "blocks": streamed_blocks,
@@ -305,7 +297,7 @@ def test_a_race_names_both_operators_and_streams() -> None:
 
 
 def test_freed_memory_is_poison_for_those_who_did_not_wait() -> None:
-    def program(streams: DeviceStreams, *, keeps: bool) -> Tensor:
+    def program(streams: Any, *, keeps: bool) -> Tensor:
         side = streams.side()
         with streams.on(side):
             x = streams.to(drawn(4, 4))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from profiles import share
 
 import accel
 from accel.testing import Deadlock, Fault, FaultNotReached, InjectedFault, strategies as sim
-from accel.testing._faults import CallAction
 
 relaxed = settings(deadline=None, max_examples=share(2))
 
@@ -103,7 +102,7 @@ def test_a_fault_ends_in_its_own_error_or_changes_nothing(ranks, data, world):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("action", get_args(CallAction))
+@pytest.mark.parametrize("action", get_args(get_type_hints(Fault)["action"]))
 def test_a_save_that_fails_anywhere_leaves_the_former_checkpoint_or_the_new_one(ranks, tmp_path, action, rank):
     def save(ctx: accel.DistContext, step: int) -> None:
         accel.save_state(ctx, tmp_path, {"step": step}, step=step, keep=2)

@@ -136,7 +136,7 @@ class Run:
         return [[id(each) for each in tensors], values, repr(groups), streams, modes, left, repr(self.state)]
 
 
-def _rewinds(ctx: accel.DistContext, case: Case) -> None:
+def assert_rewound(ctx: accel.DistContext, case: Case) -> None:
     other = Run(ctx, case)
     other.train(case.before + 3)
     after = other.seen()
@@ -174,7 +174,7 @@ def _rewinds(ctx: accel.DistContext, case: Case) -> None:
 @settings(deadline=None, max_examples=share(0.1))
 @given(case=cases())
 def test_it_leaves_no_trace_also_where_it_raises(case: Case) -> None:
-    simulate(lambda ctx: _rewinds(ctx, case), case.world, default_group=True)
+    simulate(lambda ctx: assert_rewound(ctx, case), case.world, default_group=True)
 
 
 def _found(ctx: accel.DistContext, strategy: str = "ddp", accumulation: int = 1) -> LrRange:

@@ -661,6 +661,21 @@ PROGRAMS: tuple[Program, ...] = (
         strategy="fsdp",
     ),
     Program(
+        "parallel/_labels.py",
+        "hooks on gradients of sharded parameters",
+        "model = accel.prepare_model(ctx, nn.Linear(2, 1)); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "state = accel.train_state(ctx).next(); x = torch.ones(4, 2); seen = []\n",
+        "for parameter in model.parameters(): parameter.register_hook(lambda grad: grad * 2)\n"
+        "state = accel.backward(ctx, model(x).mean(), state, weight=4)\n"
+        "accel.optimizer_step(ctx, optimizer, state)",
+        "parameter.register_post_accumulate_grad_hook(hook)",
+        "hook = seen.append\nfor parameter in model.parameters(): {line}\n"
+        "state = accel.backward(ctx, model(x).mean(), state, weight=4)\n"
+        "accel.optimizer_step(ctx, optimizer, state); assert len(seen) == 2",
+        ranks=2,
+        strategy="fsdp",
+    ),
+    Program(
         "parallel/_entries.py",
         "a part of a sharded model is called outside",
         "net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)); x = torch.ones(4, 2)\n",
@@ -1027,7 +1042,7 @@ def _is_of(site: Site, file: str, problem: str) -> bool:
     return site.file == file and site.problem.startswith(problem)
 
 
-def _assert_refused(program: Program, call: Callable[[], object]) -> None:
+def assert_refused(program: Program, call: Callable[[], object]) -> None:
     with pytest.raises(AccelError) as caught:
         _ = call()
     problem = re.sub(r"^rank \d+: ", "", caught.value.problem)  # where ranks compared their errors
@@ -1056,12 +1071,12 @@ def test_the_line_of_a_refusal_mends_the_program(ranks: Simulator, program: Prog
     def mended(ctx: accel.DistContext) -> None:
         names = scope(ctx)
         if not program.alone:
-            _assert_refused(program, lambda: exec(program.refused, names))
+            assert_refused(program, lambda: exec(program.refused, names))
             exec(program.before, names)
         exec(program.then.replace("{line!r}", repr(program.line)).replace("{line}", program.line), names)
 
     if program.alone:
-        _assert_refused(program, lambda: ranks.run(refused, program.ranks, default_group=True))
+        assert_refused(program, lambda: ranks.run(refused, program.ranks, default_group=True))
     _ = ranks.run(mended, program.ranks, default_group=True)
 
 

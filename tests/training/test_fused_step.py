@@ -215,52 +215,52 @@ REFUSED: dict[str, tuple[Callable[[Tied], Any], type[Exception], str]] = {
     "more ranks": (
         lambda model: accel.training.fused_step(model.ctx, loss_of(model, 0), torch.optim.SGD(model.parameters())),
         ConfigError,
-        "nothing would be saved.*Use accel.backward",
+        {"problem": "nothing would be saved", "fix": "Use accel.backward"},
     ),
     "fp16": (
         lambda model: accel.training.fused_step(
             accel.replace(accel.single(), precision="fp16"), loss_of(model, 0), torch.optim.SGD(model.parameters())
         ),
         ConfigError,
-        "an overflow of fp16 must be seen",
+        {"problem": "an overflow of fp16 must be seen"},
     ),
     "LBFGS": (
         lambda model: accel.training.fused_step(
             accel.single(), loss_of(model, 0), torch.optim.LBFGS(model.parameters())
         ),
         ConfigError,
-        "LBFGS evaluates the loss",
+        {"problem": "LBFGS evaluates the loss"},
     ),
     "an optimizer that counts": (
         lambda model: accel.training.fused_step(accel.single(), loss_of(model, 0), _counting(model.parameters())),
         ConfigError,
-        "got Counting, which changed k",
+        {"got": "Counting, which changed k"},
     ),
     "a policy": (
         lambda model: accel.training.fused_step(
             accel.single(), loss_of(model, 0), torch.optim.SGD(model.parameters()), nonfinite="skip"
         ),
         ConfigError,
-        "one of raise, ignore, got 'skip'",
+        {"expected": "one of raise, ignore", "got": "'skip'"},
     ),
     "another model's optimizer": (
         lambda model: accel.training.fused_step(
             accel.single(), loss_of(model, 0), torch.optim.SGD(Tied(1).parameters())
         ),
         StepError,
-        "took part in the loss",
+        {"problem": "took part in the loss"},
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_it_cannot_do_is_refused_with_the_reason(ranks: Simulator, name: str) -> None:
-    call, error, said = REFUSED[name]
+    call, error, fields = REFUSED[name]
 
     def rank(ctx: accel.DistContext) -> None:
         model = Tied(1)
         object.__setattr__(model, "ctx", ctx)
-        with pytest.raises(error, match=said):
+        with assert_raises(error, **fields):
             call(model)
 
     ranks.run(rank, 2 if name == "more ranks" else 1)

@@ -70,7 +70,7 @@ def _on(ranks: Any, layout: str, fn: Callable[[accel.DistContext], Any]) -> list
     return ranks.run(rank, 1 if layout == "alone" else 2, default_group=True)
 
 
-def _refused(ctx: accel.DistContext, optimizer: Any, model: nn.Module) -> None:
+def assert_refused(ctx: accel.DistContext, optimizer: Any, model: nn.Module) -> None:
     """A next window is refused, and changes nothing."""
     before = _whole(model)
     with assert_raises(StepError, problem=LEFT):
@@ -96,7 +96,7 @@ def test_a_window_left_before_its_step_is_refused_until_its_gradients_are_droppe
     def rank(ctx):
         model, optimizer = _prepared(ctx)
         _begin(ctx, model, steps, micros=micros, scale=BIG, **weight)
-        _refused(ctx, optimizer, model)
+        assert_refused(ctx, optimizer, model)
         accel.training.clear_gradients(model)
         _step(optimizer, _begin(ctx, model, **weight))
         torch.testing.assert_close(_whole(model), _expected(ctx), rtol=0, atol=1e-12)
@@ -110,7 +110,7 @@ def test_zero_grad_does_not_reach_what_fully_shard_holds(ranks):
         model, optimizer = _prepared(ctx)
         _begin(ctx, model, 4, scale=BIG)
         optimizer.zero_grad()
-        _refused(ctx, optimizer, model)
+        assert_refused(ctx, optimizer, model)
         return True
 
     assert all(_on(ranks, "fsdp", rank))
@@ -141,7 +141,7 @@ def test_a_step_that_was_not_finite_is_not_stepped_with_later(ranks, layout):
         model, optimizer = _prepared(ctx)
         with pytest.raises(accel.errors.NonFiniteError):
             _step(optimizer, _begin(ctx, model, scale=float("nan") if ctx.rank == 0 else 1.0))
-        _refused(ctx, optimizer, model)
+        assert_refused(ctx, optimizer, model)
         return True
 
     assert all(_on(ranks, layout, rank))

@@ -263,7 +263,7 @@ def test_a_loss_of_the_models_own_takes_the_line_to_write(ranks: Simulator, mesh
         line = mean.replace(" and loss_fn", ", loss_fn") if reduction == "mean" else total
         assert run(reduction, line) == pytest.approx(expected, rel=1e-12)
         if mesh:  # micro-batches of one size
-            with pytest.raises(accel.errors.StepError, match="with rows that fill up a micro-batch") as caught:
+            with assert_raises(accel.errors.StepError, problem="with rows that fill up a micro-batch") as caught:
                 run(reduction, line, ROWS - 1)
             made = re.findall(r"DataLoader\(.*?\)", caught.value.fix)[0]
             loader = functools.partial(DataLoader, range(2 * ROWS - 1), batch_size=ROWS)

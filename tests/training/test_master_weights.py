@@ -241,8 +241,8 @@ def test_a_step_that_fails_over_a_copy_loses_no_state() -> None:
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
-def refusals() -> dict[str, tuple[Callable[[accel.DistContext], Any], type[AccelError], str]]:
-    """Calls on two ranks, with the error and what it names."""
+def refusals() -> dict[str, tuple[Callable[[accel.DistContext], Any], type[AccelError], dict[str, str]]]:
+    """Calls on two ranks, with the error and its fields."""
 
     def ddp_of_the_users(ctx: accel.DistContext) -> Any:
         return accel.prepare(ctx, DistributedDataParallel(Linear().bfloat16()))
@@ -253,20 +253,23 @@ def refusals() -> dict[str, tuple[Callable[[accel.DistContext], Any], type[Accel
     def unused(ctx: accel.DistContext) -> Any:
         return accel.prepare_model(ctx, Linear(), find_unused_parameters=True)
 
+    def sharded(ctx: accel.DistContext) -> Any:
+        return accel.prepare(accel.replace(ctx, strategy="fsdp"), Linear())
+
     return {
-        "fsdp": (lambda ctx: accel.prepare(accel.replace(ctx, strategy="fsdp"), Linear()), ConfigError, "bf16"),
-        "unused": (unused, ConfigError, "find_unused_parameters"),
-        "foreign": (ddp_of_the_users, PrepareError, "exchanges 16 bits"),
-        "unprepared": (unprepared, PrepareError, "Prepare the model along"),
+        "fsdp": (sharded, ConfigError, {"fix": "bf16"}),
+        "unused": (unused, ConfigError, {"expected": "find_unused_parameters"}),
+        "foreign": (ddp_of_the_users, PrepareError, {"problem": "exchanges 16 bits"}),
+        "unprepared": (unprepared, PrepareError, {"fix": "Prepare the model along"}),
     }
 
 
 @pytest.mark.parametrize("case", list(refusals()))
 def test_what_cannot_have_copies_is_refused_on_every_rank(case: str) -> None:
-    call, error, names = refusals()[case]
+    call, error, fields = refusals()[case]
 
     def rank(ctx: accel.DistContext) -> None:
-        with pytest.raises(error, match=names):
+        with assert_raises(error, **fields):
             call(accel.replace(ctx, precision=MASTERS))
 
     simulate(rank, 2, default_group=True)

@@ -68,7 +68,7 @@ def test_a_bad_weight_on_a_device_is_refused_where_it_is_read(bad):
     for weight in (torch.tensor(bad, device=ctx.device), torch.tensor(5.0, device=ctx.device)):
         run.begin()
         run.backward(model(torch.ones(3, 2, device=ctx.device)).square().mean(), weight=weight)
-    with pytest.raises(ConfigError, match="a weight is not a finite number from 0"):
+    with assert_raises(ConfigError, problem="a weight is not a finite number from 0"):
         run.step(SGD(model.parameters(), lr=0.1))
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
 

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import accel
-from accel.errors import NonFiniteError, PrepareError
+from accel.errors import NonFiniteError, PrepareError, StepError
+from accel.testing import Simulator
 
 TOLERANCE = {"rtol": 0, "atol": 1e-10}
 WORLD = 4
@@ -222,7 +223,7 @@ def test_a_spoilt_shard_of_one_rank_is_named_by_all(ranks, value, norm_type):
         if ctx.rank == 2:
             model[2].weight.grad.to_local().view(-1)[0] = value
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        with pytest.raises(NonFiniteError, match=r"step 0 .* at 2\.weight, shape \[3, 8\]"):
+        with assert_raises(NonFiniteError, problem="step 0", where=r"2\.weight, shape \[3, 8\]"):
             run.step(optimizer, max_norm=1.0, norm_type=norm_type)
         return _full(list(model.parameters()))
 
@@ -268,3 +269,34 @@ def test_a_gradient_that_would_not_reach_every_rank_is_refused(ranks):
         return True
 
     assert _run(ranks, rank, "fsdp") == [True] * WORLD
+
+
+def _halve(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    _ = parameter.grad.mul_(0.5)
+
+
+def _halved(ctx: accel.DistContext, strategy: Any, *, after_sum: bool) -> list[torch.Tensor]:
+    """Train with hooks that halve gradients."""
+    model = accel.prepare_model(accel.replace(ctx, strategy=strategy), _model())
+    for each in model.parameters():
+        if after_sum:
+            _ = each.register_post_accumulate_grad_hook(_halve)
+        else:
+            _ = each.register_hook(lambda grad: grad * 0.5)
+    run = ByState(accel.replace(ctx, strategy=strategy))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.begin()
+    with run.accumulate(model):
+        run.backward(model(_inputs(0, 0)).square().mean())
+    assert run.step(optimizer)
+    return _full([*model.parameters()])
+
+
+def test_hooks_on_gradients_run_or_are_refused(ranks: Simulator) -> None:
+    expected = ranks.run(lambda ctx: _halved(ctx, "ddp", after_sum=False), 1, default_group=True)[0]
+    for strategy in ("ddp", "fsdp"):
+        found = ranks.run(lambda ctx, own=strategy: _halved(ctx, own, after_sum=own == "fsdp"), 2, default_group=True)
+        torch.testing.assert_close(found[1], expected, **TOLERANCE)
+    with assert_raises(StepError, problem="hooks on gradients", got="for 0.weight, 0.bias", fix="post_accumulate"):
+        _ = ranks.run(lambda ctx: _halved(ctx, "fsdp", after_sum=False), 2, default_group=True)

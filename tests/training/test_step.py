@@ -421,12 +421,12 @@ class TestCallsOutOfOrder:
 
     def test_backward_before_next(self) -> None:
         model, _ = one_weight(self.ctx)
-        with pytest.raises(StepError, match=r"state = state\.next\(batch\)"):
+        with assert_raises(StepError, expected=r"state = state\.next\(batch\)"):
             _ = accel.backward(self.ctx, flat_loss(model), accel.train_state(self.ctx))
 
     def test_accumulate_before_next(self) -> None:
         with (
-            pytest.raises(StepError, match="no batch has begun"),
+            assert_raises(StepError, problem="no batch has begun"),
             accel.accumulate(self.ctx, accel.train_state(self.ctx)),
         ):
             pass
@@ -435,7 +435,7 @@ class TestCallsOutOfOrder:
         model, optimizer = one_weight(self.ctx)
         begun = begin_batch(self.ctx, accel.train_state(self.ctx, accumulation=2))
         state = accel.backward(self.ctx, flat_loss(model), begun)
-        with pytest.raises(StepError, match="micro-batch 1 of 2"):
+        with assert_raises(StepError, got="micro-batch 1 of 2"):
             _ = accel.optimizer_step(self.ctx, optimizer, state)
         assert flat(model).item() == 0.0
 
@@ -447,7 +447,7 @@ class TestCallsOutOfOrder:
             _ = accel.optimizer_step(self.ctx, optimizer, stale)
 
     def test_a_loss_without_a_gradient(self) -> None:
-        with pytest.raises(StepError, match="requires_grad=False"):
+        with assert_raises(StepError, got="requires_grad=False"):
             accel.backward(self.ctx, torch.ones(()), begin_batch(self.ctx))
         with assert_raises(StepError, got="float", fix=r"without \.item\(\)"):
             accel.backward(self.ctx, 1.0, begin_batch(self.ctx))  # type: ignore[arg-type]
@@ -455,7 +455,7 @@ class TestCallsOutOfOrder:
     def test_optimizers_that_need_more_than_a_step(self) -> None:
         model, _ = one_weight(self.ctx)
         state = accel.backward(self.ctx, flat_loss(model), begin_batch(self.ctx))
-        with pytest.raises(ConfigError, match="closure"):
+        with assert_raises(ConfigError, expected="closure"):
             _ = accel.optimizer_step(self.ctx, torch.optim.LBFGS(model.parameters()), state)
 
     def test_step_with_another_scale_than_the_gradients(self) -> None:
@@ -463,23 +463,23 @@ class TestCallsOutOfOrder:
         begun = begin_batch(self.ctx, accel.train_state(self.ctx, scaler=accel.LossScale(scale=4.0)))
         state = accel.backward(self.ctx, flat_loss(model), begun)
         other = msgspec.structs.replace(state, scaler=accel.LossScale(scale=2.0))
-        with pytest.raises(StepError, match="in one call"):
+        with assert_raises(StepError, fix="in one call"):
             _ = accel.optimizer_step(self.ctx, optimizer, other)
 
     def test_step_without_backward(self) -> None:
         _, optimizer = one_weight(self.ctx)
-        with pytest.raises(StepError, match="no gradients"):
+        with assert_raises(StepError, problem="no gradients"):
             _ = accel.optimizer_step(self.ctx, optimizer, counted(self.ctx))
 
     def test_a_loss_that_is_no_scalar(self) -> None:
         model, _ = one_weight(self.ctx)
-        with pytest.raises(StepError, match=r"shape \[3, 1\]"):
+        with assert_raises(StepError, got=r"shape \[3, 1\]"):
             accel.backward(self.ctx, model(torch.ones(3, 1, dtype=torch.float64)), begin_batch(self.ctx))
 
     @pytest.mark.parametrize("weight", [-1, math.nan, math.inf])
     def test_a_weight_that_is_none(self, weight: float) -> None:
         model, _ = one_weight(self.ctx)
-        with pytest.raises(ConfigError, match="the weight is not valid"):
+        with assert_raises(ConfigError, problem="the weight is not valid"):
             _ = accel.backward(self.ctx, flat_loss(model), begin_batch(self.ctx), weight=weight)
 
     @pytest.mark.parametrize("steps", [0, -3, 2.5, True, "4"])
@@ -491,14 +491,14 @@ class TestCallsOutOfOrder:
 
     def test_a_scheduler_that_needs_a_metric(self) -> None:
         _, optimizer = one_weight(self.ctx)
-        with pytest.raises(ConfigError, match="metric"):
+        with assert_raises(ConfigError, problem="metric"):
             _ = accel.optimizer_step(self.ctx, optimizer, counted(self.ctx), scheduler=ReduceLROnPlateau(optimizer))
 
     def test_options_outside_their_range(self) -> None:
         _, optimizer = one_weight(self.ctx)
-        with pytest.raises(ConfigError, match="above 0"):
+        with assert_raises(ConfigError, expected="above 0"):
             _ = accel.optimizer_step(self.ctx, optimizer, counted(self.ctx), max_norm=0.0)
-        with pytest.raises(ConfigError, match="Did you mean `skip`"):
+        with assert_raises(ConfigError, fix="Did you mean `skip`"):
             _ = accel.optimizer_step(self.ctx, optimizer, counted(self.ctx), nonfinite="skipp")  # type: ignore[arg-type]
 
 

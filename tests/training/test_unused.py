@@ -56,7 +56,7 @@ def _values(ctx: accel.DistContext, model: nn.Module) -> Mapping[str, Tensor]:
     return accel.get_state_dict(ctx, model, dst=None)
 
 
-def _same_everywhere(ranks: Simulator, train: Any, spreads: Any = SPREADS) -> None:
+def assert_same_everywhere(ranks: Simulator, train: Any, spreads: Any = SPREADS) -> None:
     expected = ranks.run(train, 1, default_group=True)[0]
     for strategy, mesh in spreads:
         size = 4 if mesh else 2
@@ -89,7 +89,7 @@ def test_what_nobody_used_stays_still(ranks: Simulator, read: str) -> None:
             run.step(optimizer, max_norm=0.04)
         return _values(ctx, model)
 
-    _same_everywhere(ranks, train)
+    assert_same_everywhere(ranks, train)
 
 
 def test_what_one_rank_used_moves_on_all(ranks: Simulator) -> None:
@@ -124,7 +124,7 @@ def test_a_pass_that_was_cleared_used_nothing(ranks: Simulator, clear: Any) -> N
             _ = accel.optimizer_step(ctx, optimizer, state)
         return _values(ctx, model)
 
-    _same_everywhere(ranks, train)
+    assert_same_everywhere(ranks, train)
 
 
 def test_the_fused_step_leaves_it_out_too(ranks: Simulator) -> None:
@@ -136,7 +136,7 @@ def test_the_fused_step_leaves_it_out_too(ranks: Simulator) -> None:
             )
         return _values(ctx, model)
 
-    _same_everywhere(ranks, train, [("fsdp", "")])
+    assert_same_everywhere(ranks, train, [("fsdp", "")])
 
 
 class Shared(nn.Module):

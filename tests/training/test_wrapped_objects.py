@@ -92,22 +92,26 @@ def _split(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 @pytest.mark.parametrize(
-    ("wrap", "said"),
+    ("wrap", "fields"),
     [
-        (_split, "the batch sampler is divided among processes already"),
+        (_split, {"problem": "the batch sampler is divided among processes already"}),
         (
             _begun,
-            "a cursor marks the start of a pass.*skip_batches=2.*Use accel.skip_first_batches, or pass the loader",
+            {
+                "problem": "a cursor marks the start of a pass",
+                "got": "skip_batches=2",
+                "fix": "Use accel.skip_first_batches, or pass the loader.*before it is wrapped",
+            },
         ),
-        (lambda _: DataLoader(IterableDatasetShard()), "the stream is divided among processes already"),
+        (lambda _: DataLoader(IterableDatasetShard()), {"problem": "the stream is divided among processes already"}),
         (
             lambda _: _FabricDataLoader(DataLoader(DATA, sampler=DistributedSampler(DATA, num_replicas=2, rank=0))),
-            "the sampler shards already",
+            {"problem": "the sampler shards already"},
         ),
     ],
 )
-def test_loaders_that_read_a_part_are_refused(wrap: Any, said: str) -> None:
-    with pytest.raises(accel.errors.DataError, match=f"{said}.*before it is wrapped"):
+def test_loaders_that_read_a_part_are_refused(wrap: Any, fields: dict[str, str]) -> None:
+    with assert_raises(accel.errors.DataError, **({"fix": "before it is wrapped"} | fields)):
         _ = shares(wrap)
 
 
@@ -136,7 +140,7 @@ def test_what_accelerate_has_prepared_passes_once_it_is_unwrapped() -> None:
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     ctx, net = accel.single("cpu"), nn.Linear(1, 1)
     model, loader = accelerator.prepare(net, DataLoader(DATA, batch_size=2))
-    with pytest.raises(accel.errors.PrepareError, match="keep_fp32_wrapper=False"):
+    with assert_raises(accel.errors.PrepareError, fix="keep_fp32_wrapper=False"):
         _ = accel.prepare(ctx, model)
     assert accel.prepare(ctx, accelerator.unwrap_model(model, keep_fp32_wrapper=False)) is net
     assert len(accel.prepare(ctx, loader)) == 5

@@ -1,21 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`load_checkpoint_in_model`: headers, all problems, bytes, and only then the model."""
+"""Weights at a path, opened as a source or loaded into a model: headers, all problems, bytes, and then the model."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Container, Mapping, Sequence
+import re
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import TypeVar
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from accel.bigmodel._arguments import dtype_of, name_of
-from accel.bigmodel.load._open import Rename, open_weights
-from accel.bigmodel.load._read import FileWeights, new_memory, page_offset, plan_comparison, plan_jobs
+from accel.bigmodel.load._files import (
+    FileWeights,
+    checkpoint_tensors,
+    new_memory,
+    page_offset,
+    pickled_in,
+    plan_comparison,
+    plan_jobs,
+    safetensors_in,
+)
 from accel.bigmodel.load._targets import (
     DeviceChoice,
     LoadTarget,
@@ -28,13 +39,222 @@ from accel.bigmodel.load._targets import (
     place_others,
     refusal,
 )
-from accel.checkpoint._recipes import Strided, cut
+from accel.checkpoint import Recipe
+from accel.checkpoint._boxes import Strided, cut
+from accel.checkpoint._manifest import Manifest, manifest_of
+from accel.checkpoint._recipes import apply_recipes, check_recipes
+from accel.checkpoint._retention import find_checkpoint
 from accel.comm import Call, Comm, agreed, agreed_values, broadcast_flat, call_site, refuse_replaced
 from accel.context import DistContext, context_first
-from accel.errors import CheckpointError
-from accel.storage import CHUNK, Passed, RemotePath, RemoteRanges, Wanted
+from accel.errors import CheckpointError, ConfigError
+from accel.errors._checks import check_count
+from accel.storage import (
+    CHUNK,
+    INDEX,
+    WEIGHTS,
+    ByteRanges,
+    LocalRanges,
+    Passed,
+    Place,
+    RemotePath,
+    RemoteRanges,
+    Wanted,
+    as_place,
+    decode_index,
+)
 from accel.tensors import is_dtensor, local_part
 from accel.terminal import byte_progress
+
+Kind = Literal["safetensors", "pickled", "checkpoint"]
+
+_MANIFEST = "manifest.json"
+_SUFFIX = ".safetensors"
+_PICKLED = (".bin", ".pt", ".pth")
+_PICKLED_WEIGHTS = "pytorch_model.bin"
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_LARGEST_INDEX = 64 << 20
+
+
+class WeightFiles(NamedTuple):
+    """Files that together hold weights."""
+
+    kind: Kind  # their format
+    folder: Place  # their place
+    names: tuple[str, ...]  # names of the files; none for a checkpoint: its manifest lists them
+    # The file of each tensor by name, from an index; empty without one.
+    listed: Mapping[str, str] = MappingProxyType({})
+
+
+def find_files(path: str | os.PathLike[str] | RemotePath) -> WeightFiles:
+    """Find the weights at a path: a file, an index, a folder with either, a checkpoint, or a run's folder with some.
+
+    Raises `ConfigError` where there are none, `CheckpointError` where an index lists a missing file.
+    """
+    place = as_place(path)
+    name = place.name
+    if name.endswith(".json") and name != _MANIFEST:
+        return _indexed(place.parent, name)
+    for kind, suffixes in _kinds():
+        if name.endswith(suffixes):
+            return WeightFiles(kind, place.parent, (name,))
+    is_file = not isinstance(place.path, RemotePath) and place.path.is_file()
+    found = set(place.names()) if place.exists() and not is_file else set[str]()
+    for index, single in ((INDEX, WEIGHTS), (f"{_PICKLED_WEIGHTS}.index.json", _PICKLED_WEIGHTS)):
+        if index in found:
+            return _indexed(place, index)
+        if single in found:
+            return WeightFiles(_kind_of(single), place, (single,))
+    if _MANIFEST in found or any(each.startswith("step-") for each in found):
+        return WeightFiles("checkpoint", find_checkpoint(place), ())
+    for kind, suffixes in _kinds():
+        if names := sorted(each for each in found if each.endswith(suffixes)):
+            return WeightFiles(kind, place, tuple(names))
+    got = ", ".join(sorted(found)[:5]) or ("nothing of the kind" if place.exists() else "nothing")
+    raise ConfigError(
+        "no weights at the path",
+        expected=f"a *{_SUFFIX} or *.bin file, an index of such files, a folder with either, or a checkpoint of accel",
+        got=got,
+        where=str(path),
+        fix=_download(str(path)) if not place.exists() else "",
+    )
+
+
+def _download(path: str) -> str:
+    """Return the way to the files of what may be a name on the Hugging Face hub, "" for other paths."""
+    if not _HUB_NAME.fullmatch(path):
+        return ""
+    return f"If this is a name on the Hugging Face hub, pass huggingface_hub.snapshot_download({path!r})."
+
+
+def _kinds() -> tuple[tuple[Kind, tuple[str, ...]], ...]:
+    return ("safetensors", (_SUFFIX,)), ("pickled", _PICKLED)
+
+
+def _kind_of(name: str) -> Kind:
+    return "safetensors" if name.endswith(_SUFFIX) else "pickled"
+
+
+def _indexed(folder: Place, name: str) -> WeightFiles:
+    data = folder.get(name, _LARGEST_INDEX)
+    where = f"{folder.path}/{name}"
+    index = decode_index(data) if data is not None else None
+    if index is None or not index.files:
+        expected = 'JSON with "weight_map", the file of each tensor by name, in the same folder'
+        raise CheckpointError("the index cannot be read", expected=expected, where=where)
+    held = set(folder.names())
+    if missing := [file for file in index.files if file not in held]:
+        raise CheckpointError(
+            f"{len(missing)} of {len(index.files)} files are missing",
+            got=", ".join(missing[:5]),
+            where=where,
+            fix="Download or copy them again.",
+        )
+    return WeightFiles(_kind_of(index.files[0]), folder, tuple(index.files), index.weight_map)
+
+
+Rename = Callable[[str], str] | Sequence[Recipe]
+
+
+def open_weights(
+    path: str | os.PathLike[str] | RemotePath, *, rename: Rename = (), readers: int = 4, direct: bool = True
+) -> FileWeights:
+    """Open the weights at a path; only reads headers.
+
+    Args:
+        path: a safetensors file, a file of torch.save, the index of several, a folder with either, a checkpoint of
+            accel, or a run's folder; on a local disk or in a store.
+        rename: maps a stored name to the model's; or recipes, for a checkpoint with another layout than the model's.
+        readers: number of threads that read.
+        direct: whether to read past the page cache what is not in it, where the file system can.
+
+    Returns:
+        The source; the caller closes it.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, a recipe does not fit, or two tensors have the same name.
+        ConfigError: nothing at the path is known as weights, `rename` is neither a function nor recipes, or no reader.
+    """
+    check_count(readers, "the number of readers is not valid", where="readers=")
+    files = find_files(path)
+    where = str(files.folder.path)
+    manifest = manifest_of(files.folder) if files.kind == "checkpoint" else None
+    names = tuple(manifest.files) if manifest is not None else files.names
+    ranges = _open(files, names, readers, direct)
+    try:
+        found = _tensors(files, manifest, names, ranges, where)
+        return FileWeights(found if rename == () else _renamed(found, rename, where), ranges, where)
+    except BaseException:
+        ranges.close()
+        raise
+
+
+def _open(files: WeightFiles, names: Sequence[str], readers: int, direct: bool) -> ByteRanges:
+    folder = files.folder.path
+    if isinstance(folder, RemotePath):
+        return RemoteRanges(folder, names, readers=readers)
+    return LocalRanges({name: folder / name for name in names}, readers=readers, direct=direct)
+
+
+def _tensors(
+    files: WeightFiles, manifest: Manifest | None, names: Sequence[str], ranges: ByteRanges, where: str
+) -> dict[str, Strided]:
+    if manifest is not None:
+        return checkpoint_tensors(ranges, manifest, where)
+    if files.kind == "safetensors":
+        return _joined(files, {name: safetensors_in(ranges, name, f"{where}/{name}") for name in names}, where)
+    if isinstance(files.folder.path, RemotePath):
+        raise ConfigError(
+            "files of torch.save are read only from local disks",
+            expected="safetensors",
+            got=names[0],
+            where=where,
+            fix="Copy them to a local disk.",
+        )
+    return _joined(files, {name: pickled_in(Path(where) / name) for name in names}, where)
+
+
+def _joined(files: WeightFiles, found: Mapping[str, Mapping[str, Strided]], where: str) -> dict[str, Strided]:
+    """Join the tensors of files, which must match their index."""
+    lost = [(name, file) for name, file in files.listed.items() if name not in found[file]]
+    if lost:
+        name, file = lost[0]
+        raise CheckpointError(
+            "the index names tensors that its files lack",
+            expected=f"{name!r} in {file}",
+            got=f"{len(lost)} of {len(files.listed)} such names",
+            where=where,
+            fix="Download or copy the files again, the index with them.",
+        )
+    return _merged(found.values(), where)
+
+
+def _renamed(found: Mapping[str, Strided], rename: Rename, where: str) -> dict[str, Strided]:
+    if not callable(rename):
+        check_recipes(rename, "a function of a stored name, or a sequence of accel.checkpoint.Recipe")
+        return apply_recipes(found, rename, where)
+    named: dict[str, Strided] = {}
+    former: dict[str, str] = {}
+    for name, stored in found.items():
+        new = rename(name)
+        if new in named:
+            got = f"{former[new]!r} and {name!r}"
+            raise ConfigError(f"rename gives two tensors the name {new!r}", got=got, where=where)
+        named[new] = stored
+        former[new] = name
+    return named
+
+
+def _merged(files: Iterable[Mapping[str, Strided]], where: str) -> dict[str, Strided]:
+    """Join the tensors of several files; a name in two of them is a `CheckpointError`."""
+    found: dict[str, Strided] = {}
+    for tensors in files:
+        for name, stored in tensors.items():
+            if name in found:
+                both = " and ".join(part.file for each in (found[name], stored) for part in each.parts[:1])
+                fix = "Name one of the files, or their index."
+                raise CheckpointError(f"two files hold {name!r}", got=both, where=where, fix=fix)
+            found[name] = stored
+    return found
 
 
 def shareable(source: FileWeights, targets: Sequence[LoadTarget], matched: Match) -> list[int]:

@@ -16,6 +16,7 @@ from torch import nn
 
 from accel.bigmodel._arguments import check_dtype, check_model, device_of, dtype_of
 from accel.bigmodel.plan import STORES, DeviceMap, check_map
+from accel.checkpoint import Recipe
 from accel.checkpoint._boxes import Box, whole
 from accel.checkpoint._live_tensors import held_box
 from accel.errors import CheckpointError, ConfigError, StreamError
@@ -288,6 +289,35 @@ def refusal(
         where=where,
         fix=_recipes_of_experts(matched.missing, odd)
         or "Map names by rename=; allow_missing= and allow_unexpected= take names and patterns such as 'lm_head.*'.",
+    )
+
+
+def expert_recipes(
+    *, block: str = "mlp", stored_block: str = "", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> tuple[Recipe, ...]:
+    """Return the recipes of a mixture of experts of transformers 5, for `rename=` of loads and of `save_model`.
+
+    The defaults fit Qwen, DeepSeek, OLMoE, GLM and others; for Mixtral pass `stored_block="block_sparse_moe"`,
+    `gate="w1"`, `up="w3"` and `down="w2"`.
+
+    Args:
+        block: name of the module of the experts in the model.
+        stored_block: its name in the checkpoint; "" for the same.
+        gate, up, down: names of an expert's projections in the checkpoint.
+
+    Returns:
+        Recipes that stack the experts as `experts.gate_up_proj` and `experts.down_proj`.
+
+    Reference: `MergeModulelist` and `Concatenate` of transformers.core_model_loading.
+    """
+    into = f"{{before...}}.{block}.experts"
+    renamed = Recipe("rename", f"{{before...}}.{stored_block}.{{after...}}", f"{{before...}}.{block}.{{after...}}")
+    return (
+        *((renamed,) if stored_block else ()),
+        Recipe("stack", f"{into}.{{expert}}.{gate}.weight", f"{into}.gate"),
+        Recipe("stack", f"{into}.{{expert}}.{up}.weight", f"{into}.up"),
+        Recipe("concat", (f"{into}.gate", f"{into}.up"), f"{into}.gate_up_proj", dim=1),
+        Recipe("stack", f"{into}.{{expert}}.{down}.weight", f"{into}.down_proj"),
     )
 
 

@@ -4,25 +4,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Final, Generic, Literal, TypeVar, cast
 
 import torch
 from torch import nn
 
-from accel.bigmodel._arguments import available_memory, check_model, device_of, dtype_of
+from accel.bigmodel._arguments import check_model, device_of, dtype_of
 from accel.bigmodel._describe import WeightSource, describe
 from accel.bigmodel.load import Patterns, Rename, load_checkpoint_in_model, open_weights
-from accel.bigmodel.plan import HOST, STORES, DeviceMap, Skeleton, check_map, explain, infer_device_map
+from accel.bigmodel.plan import STORES, DeviceMap, Skeleton, check_map
 from accel.bigmodel.run._absent import refuse_load
-from accel.bigmodel.run._dispatched import Dispatched
-from accel.bigmodel.run._hooks import guard_casts, hook_mapped, move_inputs
-from accel.bigmodel.run._install import Fetches, Streaming, put_blocks, put_mapped, put_table, settle
+from accel.bigmodel.run._auto import auto_map
+from accel.bigmodel.run._crossings import move_inputs
+from accel.bigmodel.run._install import Streaming, guard_casts, hook_mapped, put_blocks, put_mapped, put_table, settle
 from accel.bigmodel.run._places import check_undispatched, find_places
 from accel.bigmodel.run._slots import Block, make_slots
 from accel.bigmodel.run._sources import with_parts, with_scratch
+from accel.bigmodel.run._stats import Fetches, RunStats, SegmentStats
 from accel.bigmodel.run._supplies import (
     Supply,
     Task,
@@ -36,73 +38,110 @@ from accel.bigmodel.run._supplies import (
 from accel.comm import Call, agreed, call_site
 from accel.comm._streams import DeviceStreams, streams_of
 from accel.context import DistContext, context_first
-from accel.devices import count_devices, find_accelerator, kind_of_device
 from accel.errors import ConfigError
 from accel.errors._checks import check_kind
 from accel.storage import RemotePath
-from accel.tensors import is_dtensor, local_part
+from accel.tensors import is_absent, is_dtensor, state_tensors, stored_values
 
 AutoMap = DeviceMap | Literal["auto"]
 
-_SHARE = 0.9  # of free memory; the rest is for activations, caches and others
-
-
-def map_or_auto(
-    model: nn.Module,
-    device_map: AutoMap,
-    *,
-    where: str,
-    has_files: bool,
-    device: torch.device | None = None,
-    ranks: int = 1,
-    shows: bool = True,
-) -> DeviceMap:
-    """Return a device map as it is, or infer one for "auto" and, with `shows`, print it.
-
-    `ranks` processes share the host's memory; `device` None is for all accelerators, or for the host without one.
-    """
-    if device_map != "auto":
-        check_map(device_map, where=where)
-        return device_map
-    own = _held(model)
-    limits = {name: own.get(name, 0) + _free(name) for name in _devices(device) if name != HOST}
-    # What the model holds already is free for it to use again.
-    limits[HOST] = own.get(HOST, 0) + _free(HOST) // ranks
-    found = infer_device_map(describe(model), {**limits, "disk": None} if has_files else limits)
-    if shows:
-        print(explain(found), flush=True)
-    return found
-
-
-def _devices(device: torch.device | None) -> list[str]:
-    if device is not None:
-        return [HOST if device.type == HOST else str(device)]
-    kind = find_accelerator()
-    if kind == HOST:
-        return [HOST]
-    if not kind_of_device(kind).numbered:
-        return [kind]
-    return [f"{kind}:{at}" for at in range(count_devices(kind))]
-
-
-def _free(device: str) -> int:
-    """Return the bytes of a device that further weights may take."""
-    return int(available_memory(device, reserve=0) * _SHARE)
-
-
-def _held(model: nn.Module) -> dict[str, int]:
-    """Return the bytes of the model's values by device."""
-    found: dict[str, int] = {}
-    for each in {id(each): each for each in (*model.parameters(), *model.buffers())}.values():
-        if not each.is_meta:
-            part = local_part(each)
-            found[str(part.device)] = found.get(str(part.device), 0) + part.nbytes
-    return found
-
-
 M = TypeVar("M", bound=nn.Module)
+M_co = TypeVar("M_co", bound=nn.Module, covariant=True)
 
 Weights = Mapping[str, torch.Tensor] | WeightSource | str | os.PathLike[str]
+
+
+class Dispatched(Generic[M_co]):
+    """A model with weights in the places of a device map. Made by `dispatch_model`; use it in a `with` block.
+
+    Attributes:
+        model: the model that was given; call it, generate with it, or use its modules as before.
+        device_map: the map.
+    """
+
+    def __init__(
+        self,
+        model: M_co,
+        device_map: DeviceMap,
+        blocks: Mapping[str, Block],
+        fetches: Mapping[str, Fetches],
+        opened: ExitStack,
+    ) -> None:
+        """Take over what `dispatch_model` opened.
+
+        Args:
+            model: the model, as dispatched.
+            device_map: the map.
+            blocks: streamed blocks by segment.
+            fetches: counts of fetches outside of calls, by segment.
+            opened: gives the model back when it is closed.
+        """
+        self.model: Final = model  # read-only, so `Dispatched[Net]` is a `Dispatched[nn.Module]`
+        self.device_map = device_map
+        self._blocks = blocks
+        self._fetches = fetches
+        self._opened = opened
+        self._began = time.perf_counter()
+
+    def stats(self) -> RunStats:
+        """Return the counts so far. `print(run.stats())` shows a table of them."""
+        found: list[SegmentStats] = []
+        for name, fetches in self._fetches.items():
+            block = self._blocks.get(name)
+            counts = (block.hits, block.waits, block.waited_s, block.moved_bytes) if block else (0, 0, 0.0, 0)
+            found.append(
+                SegmentStats(
+                    name,
+                    self.device_map.home[name],
+                    *counts,
+                    fetches.fetches,
+                    fetches.fetched_bytes,
+                    fetches.rows,
+                    fetches.rows_bytes,
+                )
+            )
+        return RunStats(tuple(found), self.device_map.slots, time.perf_counter() - self._began)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the names and values of `model.state_dict()`, one CPU tensor at a time.
+
+        Values of weights in host memory are the tensors themselves; others are read for the moment.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+            StreamError: the model is closed.
+        """
+        for name, tensor in state_tensors(self.model).items():
+            if isinstance(tensor, torch.Tensor) and is_absent(tensor):
+                yield name, stored_values(tensor)
+            elif isinstance(tensor, torch.Tensor):
+                yield name, tensor.detach().cpu()
+
+    def call_last(self, close: Callable[[], object]) -> None:
+        """Call a function at the end of `close`, such as that which closes the source.
+
+        Args:
+            close: called once, without arguments.
+        """
+        # An ExitStack runs the newest first: the others are put on top of this one, as one.
+        inner = self._opened.pop_all()
+        self._opened.callback(close)
+        self._opened.push(inner)
+
+    def close(self) -> None:
+        """Give the model back: hooks are removed, threads ended, files closed.
+
+        Weights with a home in host memory are the model's again. Others stay absent, and raise where they are used.
+        Idempotent.
+        """
+        with torch.inference_mode(False):  # or weights that move now could never train
+            self._opened.close()
+
+    def __enter__(self) -> Dispatched[M_co]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def dispatch_model(
@@ -159,7 +198,10 @@ def _dispatch_by(
     check_model(model, where="dispatch_model")
     check_undispatched(model)
     has_files = source is not None or scratch is not None
-    device_map = map_or_auto(model, device_map, where="dispatch_model", has_files=has_files)
+    if device_map == "auto":
+        device_map = auto_map(model, has_files=has_files)
+    else:
+        check_map(device_map, where="dispatch_model")
     with ExitStack() as opened, torch.inference_mode(False):
         if isinstance(source, str | os.PathLike):
             source = open_weights(source)
@@ -231,7 +273,8 @@ def _dispatch(
         put_blocks(model, Streaming(segments, supplies, uncounted, memory, streams[runs], False, True), opened)
     opened.callback(cast(Any, model).register_load_state_dict_pre_hook(refuse_load).remove)
     opened.callback(guard_casts(model))
-    move_inputs(model, device_map, opened)
+    if len(device_map.devices) > 1:  # with one device nothing crosses, and hooks would cost each call
+        move_inputs(model, device_map, opened)
     # The handle owns the ways back from here on; until now an error takes them all.
     return Dispatched(model, device_map, blocks, fetches, opened.pop_all())
 
@@ -343,19 +386,13 @@ def _map(ctx: DistContext, model: nn.Module, device_map: AutoMap, site: str) -> 
     """Return the device map; a collective for "auto", as one rank's model may fit and another's not."""
     where = "load_checkpoint_and_dispatch"
     if device_map != "auto":
-        return map_or_auto(model, device_map, where=where, has_files=True)
+        check_map(device_map, where=where)
+        return device_map
     is_alone = ctx.local_world_size == 1 and ctx.device.type != "cpu"
     with agreed(ctx.comm, Call(f"{where}: device_map='auto'", site=site)):
         check_model(model, where=where)
-        return map_or_auto(
-            model,
-            device_map,
-            where=where,
-            has_files=True,
-            device=None if is_alone else ctx.device,
-            ranks=ctx.local_world_size,
-            shows=ctx.is_main_process,
-        )
+        device = None if is_alone else ctx.device
+        return auto_map(model, has_files=True, device=device, ranks=ctx.local_world_size, shows=ctx.is_main_process)
 
 
 def _dtype(model: nn.Module, device_map: DeviceMap) -> torch.dtype | None:

@@ -3,49 +3,28 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+import accel.tree._walk as trees
 from accel.bigmodel.plan import STORES
-from accel.bigmodel.run._absent import absent_parameter
-from accel.bigmodel.run._hooks import hook_block
+from accel.bigmodel.run._absent import AbsentTensor, absent_parameter, refuse_copy, refuse_pickle
 from accel.bigmodel.run._places import WeightPlace, has_values, kind_of, put, set_memory
 from accel.bigmodel.run._slots import Block, CastTransfer, Slot, StreamedWeight, transfer_to
 from accel.bigmodel.run._sources import ScratchSource
+from accel.bigmodel.run._stats import Fetches
 from accel.bigmodel.run._stream import Stream, closed_model
-from accel.bigmodel.run._supplies import Supply, Task, fill
+from accel.bigmodel.run._supplies import Supply, Task, check_mapped, fill
 from accel.comm._streams import DeviceStreams
-from accel.tensors import is_dtensor
-
-
-@dataclass(eq=False, slots=True)
-class Fetches:
-    """Counts of what a segment's weights moved outside of calls of blocks."""
-
-    fetches: int = 0  # number of whole weights
-    fetched_bytes: int = 0  # bytes of them
-    rows: int = 0  # number of rows
-    rows_bytes: int = 0  # bytes of them
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def fetched(self, nbytes: int) -> None:
-        """Count a whole weight."""
-        with self._lock:
-            self.fetches += 1
-            self.fetched_bytes += nbytes
-
-    def gathered(self, rows: torch.Tensor, count: int) -> None:
-        """Count rows."""
-        with self._lock:
-            self.rows += count
-            self.rows_bytes += rows.nbytes
+from accel.errors import TreeError
+from accel.parallel._private import untraced
+from accel.tensors import is_absent, is_dtensor
 
 
 class TableOrigin:
@@ -290,3 +269,135 @@ def _move(parameter: nn.Parameter, values: torch.Tensor) -> None:
     set_memory(parameter, values)
     if gradient is not None:
         parameter.grad = gradient.to(values.device, values.dtype)
+
+
+class _BlockHooks:
+    """The hooks of a block. A model is copied and pickled with its hooks, before its weights."""
+
+    def __init__(self, stream: Stream, block: Block) -> None:
+        self._stream = stream
+        self._block = block
+        self._begin = untraced(stream.enter)
+        self._end = untraced(self._leave)
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._begin(self._block)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return self._end(output)
+
+    def _leave(self, output: Any) -> Any:
+        try:
+            # Copied while the call holds the slot, which may be filled anew as soon as it is given back.
+            return own_output(output, self._block)
+        finally:
+            self._stream.leave(self._block)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        refuse_copy(self._block.name)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        refuse_pickle(self._block.name)
+
+
+def hook_block(stream: Stream, block: Block) -> list[RemovableHandle]:
+    """Register the hooks of a block; return what removes them."""
+    hooks = _BlockHooks(stream, block)
+    # First of the pre-hooks, so that other hooks find weights; and after an error too, or the slot stays in use.
+    return [
+        block.module.register_forward_pre_hook(hooks.before, prepend=True),
+        block.module.register_forward_hook(hooks.after, always_call=True),
+    ]
+
+
+class _Apply:
+    """`Module._apply` of a module with absent weights: what would be refused is refused before anything changes."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = module
+        self._name = name
+
+    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        rehearsal: Any = nn.Module()
+        for held, tensors in (
+            (rehearsal._parameters, self._module.named_parameters(recurse=recurse)),
+            (rehearsal._buffers, self._module.named_buffers(recurse=recurse)),
+        ):
+            held.update((name, each) for name, each in tensors if is_absent(each))
+        rehearsal._apply(fn)  # absent weights take no change
+        return cast(Any, type(self._module))._apply(self._module, fn, recurse)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        refuse_copy(self._name)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        refuse_pickle(self._name)
+
+
+def guard_casts(model: nn.Module) -> Callable[[], None]:
+    """Let `half()`, `to()` and their like change all of a module with absent weights, or nothing. Returns the undo."""
+    guarded = {
+        module: next((key for key, each in _tensors(module) if is_absent(each)), None) for module in model.modules()
+    }
+    holders = [(module, name) for module, name in guarded.items() if name is not None]
+    for module, name in holders:
+        vars(module)["_apply"] = _Apply(module, name)
+
+    def undo() -> None:
+        for module, _ in holders:
+            _ = vars(module).pop("_apply", None)
+
+    return undo
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+class _FileCheck:
+    """A hook after the calls of a module that computes from mapped files in place. Copies of the module have none."""
+
+    def __init__(self, supplies: Sequence[Supply]) -> None:
+        self._supplies = supplies
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not torch.compiler.is_compiling():  # a graph has no place for it; those around it look
+            check_mapped(self._supplies)
+
+    def __deepcopy__(self, memo: object) -> _FileCheck:
+        return _FileCheck(())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _FileCheck, ((),)
+
+
+def hook_mapped(module: nn.Module, supplies: Sequence[Supply]) -> RemovableHandle:
+    """Let the calls of a module raise if mapped files that it computes from have been rewritten."""
+    return module.register_forward_hook(_FileCheck(supplies))
+
+
+def own_output(output: Any, block: Block) -> Any:
+    """Return a block's output with copies of its tensors on the slot, which will hold others; None without any."""
+    slot = block.slot
+    if slot is None:
+        return None
+    memory = slot.memory.untyped_storage().data_ptr()
+    if isinstance(output, torch.Tensor):
+        return output.clone() if _lies_at(memory, output) else None
+    try:
+        leaves, _ = trees.flatten(output)
+    except TreeError:  # a container of the user, which cannot be flattened
+        return None
+    if not any(_lies_at(memory, leaf) for leaf in leaves):
+        return None
+    return trees.map_tensors(lambda tensor: tensor.clone() if _lies_at(memory, tensor) else tensor, output)
+
+
+def _lies_at(memory: int, leaf: object) -> bool:
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, AbsentTensor):
+        return False
+    try:
+        return leaf.untyped_storage().data_ptr() == memory
+    except (NotImplementedError, RuntimeError):  # sparse tensors and tensors of torch.func have no storage
+        return False

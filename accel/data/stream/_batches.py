@@ -14,14 +14,14 @@ import torch
 
 from accel.comm import Call, broadcast_bytes, call_site, exchange_values, shared_failure
 from accel.context import DistContext
-from accel.data._cursor import Cursor, Positioned, StreamPosition, WorkerPosition, check_entry
-from accel.data._shards import SampleCount, copies_of
+from accel.data._shards import SampleCount, check_entry, copies_of
 from accel.data._transfer import moved
 from accel.data.stream._dispatch import BatchPacker, BatchUnpacker, Dispatcher, PackedBatches
 from accel.data.stream._loader import StreamLoader
 from accel.data.stream._prefetch import AgreedStep, Prefetcher, ReadStep, batch_bytes, next_count, read_steps
 from accel.data.stream._reader import LocalBatch, Skipped
 from accel.errors import DataError, TreeError
+from accel.loop_state import Cursor, Positioned, StreamPosition, WorkerPosition
 from accel.random import Key
 from accel.tree import Container
 from accel.tree._walk import leaves

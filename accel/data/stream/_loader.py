@@ -11,11 +11,11 @@ from typing import Any, Literal, NoReturn, Protocol, cast, get_args, runtime_che
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel.context import DistContext
-from accel.data._cursor import Coordinates, LastPass
-from accel.data._shards import Tail
+from accel.data._shards import Coordinates, Tail
 from accel.data.stream._reader import StepPlan, forgotten_samples, is_unseeded
 from accel.errors import ConfigError, DataError
 from accel.errors._checks import check_choice, check_count, check_kind
+from accel.loop_state import LastPass
 from accel.tree import Container
 
 StreamMode = Literal["shards", "own", "elements", "dispatch"]

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from accel.comm import Call, reduce_ints, shared_failure
 from accel.context import DistContext
-from accel.data._cursor import StreamPosition
 from accel.data._requests import read_error
 from accel.data._transfer import check_movable
 from accel.data.stream._reader import (
@@ -30,6 +29,7 @@ from accel.data.stream._reader import (
     resumable,
 )
 from accel.errors import AccelError, DataError, TreeError
+from accel.loop_state import StreamPosition
 from accel.random import Key, isolated_rng
 from accel.tree import Container
 from accel.tree._walk import tensors
@@ -72,7 +72,7 @@ def read_steps(
     A step is yielded once one more element is known to follow; with tail `drop`, one more step.
     """
     _warn_of_resume(source, start, replay)
-    steps = StreamSteps(at_epoch(source, epoch), plan, collate, (key, start.workers, replay))
+    steps = StreamSteps(at_epoch(source, epoch, Key(key.seed)), plan, collate, (key, start.workers, replay))
     loader = DataLoader(steps, batch_size=None, collate_fn=_unchanged, generator=key.generator(), **options)
     turns = _WorkerTurns(iter(loader), start)
     try:

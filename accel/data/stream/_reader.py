@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
 import msgspec
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
 
-from accel.data._cursor import WorkerPosition
+from accel.data._epoch import fresh_generator
 from accel.data._requests import seed_base, seed_streams, twin
 from accel.data._shards import Tail
 from accel.data._transfer import pin
 from accel.errors import DataError
+from accel.loop_state import WorkerPosition
 from accel.random import Key
 from accel.tree import Container
 from accel.tree._walk import tensors
@@ -186,12 +187,45 @@ class StreamSteps(IterableDataset[Any]):
         return StreamSteps, (self.__dict__["_source"], *self.__dict__["_rest"])
 
 
-def at_epoch(source: Any, epoch: int) -> Any:
-    """Return the source after one call of its `set_epoch`: workers may share the epoch, as Hugging Face's do."""
-    source = twin(source) if isinstance(source, Resumable) else source  # reading moves a position
-    if callable(set_epoch := getattr(source, "set_epoch", None)):
+def at_epoch(source: Any, epoch: int, key: Key) -> Any:
+    """Return the source after one call of its `set_epoch`: workers may share the epoch, as Hugging Face's do.
+
+    Generators of Python, numpy and torch that the source holds are seeded from the key. The source that is returned is
+    a copy if reading changes it.
+    """
+    seeded = _with_seeded_generators(source, key.fold_in("generators", epoch), {})
+    if seeded is source and isinstance(source, Resumable):  # reading moves a position
+        seeded = twin(source)
+    if callable(set_epoch := getattr(seeded, "set_epoch", None)):
         set_epoch(epoch)
-    return source
+    return seeded
+
+
+def _with_seeded_generators(source: Any, key: Key, known: dict[int, Any]) -> Any:
+    """Return a stream with generators seeded from the key, at any depth; itself if it holds none.
+
+    Streams of Hugging Face and torch's data pipes seed theirs at each pass. `known` keeps shared objects shared.
+    """
+    if id(source) in known:
+        return known[id(source)]
+    kind = cast("type[object]", type(source))
+    new = fresh_generator(source, key)
+    if new is None:
+        known[id(source)] = new = source  # for a stream that holds itself
+        if kind in (list, tuple) and source and isinstance(source[0], IterableDataset):
+            inside = [_with_seeded_generators(each, key.fold_in(at), known) for at, each in enumerate(source)]
+            if any(one is not other for one, other in zip(inside, source, strict=True)):
+                new = cast(Any, kind)(inside)
+        elif issubclass(kind, IterableDataset) and not issubclass(kind, IterDataPipe):
+            foreign = kind.__module__.startswith("datasets.")
+            held = {} if foreign else cast("dict[str, Any]", getattr(source, "__dict__", {}))
+            seeded = {name: _with_seeded_generators(value, key.fold_in(name), known) for name, value in held.items()}
+            if any(seeded[name] is not value for name, value in held.items()):
+                new = twin(source)
+                if new is not source:  # which cannot be copied otherwise
+                    new.__dict__.update(seeded)
+    known[id(source)] = new
+    return new
 
 
 def _steps(

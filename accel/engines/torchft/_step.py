@@ -17,16 +17,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from accel.checkpoint._encoding import decode, encode
 from accel.data import SampleCount
 from accel.data._batches import Batch, batches
-from accel.data._cursor import Cursor
 from accel.data._loader import Loader
 from accel.data._progress import skip_first_batches
 from accel.engines.torchft._group import ReplicaGroup
 from accel.errors import AccelError, ConfigError, PeerError, StepError
 from accel.items._kinds import refuse_replaced_items
 from accel.items._values import Stateful
-from accel.optim import Accumulation, check_latest, parameters_of
-from accel.precision._amp import LossScale
-from accel.tensors import is_dtensor
+from accel.loop_state import Accumulation, Cursor, LossScale, check_latest
+from accel.tensors import is_dtensor, parameters_of
 from accel.training._step import optimizer_step as step_of_group
 from accel.training._train_state import TrainState
 

@@ -32,10 +32,9 @@ from accel.items._packed_state import optimizer_change, with_own_flags
 from accel.items._rng import capture_row
 from accel.items._source import ModuleState, Problems, StateChange, apply_on_all_ranks, facts
 from accel.items._values import Stateful
-from accel.optim import parameters_of
-from accel.precision._amp import LossScale
+from accel.loop_state import LossScale
 from accel.storage import RemotePath, as_place, open_directory, read_reference
-from accel.tensors import is_dtensor
+from accel.tensors import is_dtensor, parameters_of
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 

@@ -23,6 +23,7 @@ from accel.checkpoint._save import save
 from accel.checkpoint._snapshot import Content
 from accel.context import single
 from accel.errors import CheckpointError
+from accel.errors._checks import disk_errors
 from accel.items._optimizer import OptimizerValue, ParameterGroup, ParamFacts
 from accel.items._rng import capture_row
 from accel.items._source import facts
@@ -33,7 +34,6 @@ from accel.storage import (
     RemotePath,
     as_place,
     commit,
-    disk_errors,
     local_target,
     open_directory,
     staged,

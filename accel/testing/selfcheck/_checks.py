@@ -20,12 +20,12 @@ from accel.collectives import broadcast, gather, gather_object, pad_across_proce
 from accel.context import DistContext, replace
 from accel.data import order
 from accel.data._batches import batches
-from accel.data._cursor import Cursor
 from accel.data._loader import prepare_loader
 from accel.data._progress import gather_for_metrics
 from accel.devices import name_of_device, wait_for_device
 from accel.items._loading import load_state
 from accel.items._saving import save_state
+from accel.loop_state import Cursor
 from accel.precision._amp import autocast
 from accel.process import any_rank, wait_for_everyone
 from accel.terminal import show_seconds, show_size

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from ._entry import WIDTH, WORDS, Handwritten, cross_entropy, cross_entropy_and, entry
 from .manners import Block, Words
@@ -152,6 +154,51 @@ class Exits(Words):
         return {"logits": self.head(self.norm(x)), **found}
 
 
+class MethodsBlock(nn.Module):
+    """Recomputes methods, one of which reads parameters of the block itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.up = nn.Parameter(torch.randn(2 * WIDTH, WIDTH) / WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def gated(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.inner(x)) * functional.linear(x, self.up)) * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.gated, self.norm(x), use_reentrant=False)
+
+
+class CheckpointedMethods(Words):
+    """Blocks that recompute one of their methods."""
+
+    kind = MethodsBlock
+
+
+class ListedBlock(nn.Module):
+    """Attention by the entries of a dictionary of parameters, and pairs from lists of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ParameterDict({name: torch.randn(WIDTH, WIDTH) / 4 for name in "qkvo"})
+        self.up, self.down = (nn.ParameterList([torch.randn(WIDTH, WIDTH) / 4 for _ in range(2)]) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (functional.linear(x, self.heads[name]).unflatten(-1, (4, -1)).transpose(1, 2) for name in "qkv")
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + mixed.transpose(1, 2).flatten(2) @ self.heads["o"].T
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + functional.gelu(x @ up.T) @ down.T
+        return x
+
+
+class ListedParameters(Words):
+    """Blocks that hold their parameters in dictionaries and lists."""
+
+    kind = ListedBlock
+
+
 OTHER_MANNERS: tuple[Handwritten, ...] = (
     entry("carried_states", CarriedStates, loss=cross_entropy, tags="language causal shared"),
     entry("kept_statistics", KeptStatistics, loss=cross_entropy_and, tags="causal side"),
@@ -160,4 +207,6 @@ OTHER_MANNERS: tuple[Handwritten, ...] = (
     entry("carried_dataclass", CarriedDataclass, loss=cross_entropy, tags="language causal"),
     entry("codebooks", Codebooks, loss=cross_entropy, tags="language causal buffers"),
     entry("exits", Exits, loss=cross_entropy_and, tags="causal"),
+    entry("checkpointed_methods", CheckpointedMethods, loss=cross_entropy, tags="language causal checkpoint"),
+    entry("listed_parameters", ListedParameters, loss=cross_entropy, tags="language causal"),
 )

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import checkpoint
 
 from accel.comm import exchanged, gathered, gathered_summed, peer_error, records
 from accel.context import DistContext, context_first, group_of
@@ -21,14 +23,18 @@ from accel.parallel.axes.context._kernels import Seen, Terms, attend, repeated
 from accel.parallel.axes.context._ring import ring_attention
 from accel.parallel.axes.context._split import (
     has_all_positions,
+    near_keys,
     note_attention,
     places,
     planned_method,
+    position_axis,
     rank_order,
     seen_keys,
     sorted_positions,
 )
 from accel.topology import ContextMethod
+
+_TILE = 256  # queries at least of a run under a window
 
 
 def gather_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, terms: Terms) -> Tensor:
@@ -39,37 +45,97 @@ def gather_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, 
     # positions first, as they are sent
     both = gathered_summed(torch.cat((k.movedim(2, 0), v.movedim(2, 0)), -1), 0, group).movedim(0, 2)
     dims = [k.shape[-1], v.shape[-1]]
-    documents = None if terms.documents is None else gathered(terms.documents, 1, group)
-    ignored = None if terms.ignored is None else gathered(terms.ignored, 1, group)
     if not terms.causal and terms.window is None and not terms.given:
         keys, values = torch.split(both, dims, -1)
-        pair = None if terms.documents is None or documents is None else (terms.documents, documents)
+        everywhere, ignored = (
+            None if each is None else gathered(each, 1, group) for each in (terms.documents, terms.ignored)
+        )
+        pair = None if terms.documents is None or everywhere is None else (terms.documents, everywhere)
         return attend(q, keys, values, terms, Seen(pair, ignored))
+    keys, values = torch.split(sorted_positions(both, 2, group.size()), dims, -1)
+    return _in_runs(q, keys, values, group, terms, keys.shape[2], [range(keys.shape[2])], attend)
+
+
+def near_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, terms: Terms) -> Tensor:
+    """Return the attention of this rank's queries to the keys inside the window, as `attend`. A collective, as its
+    backward.
+
+    A rank only holds the keys that its queries see, and one message brings them. Blocks are computed again in the
+    backward, so that no mask is kept.
+    """
+    rank = group.rank()
     size = group.size()
-    keys, values = torch.split(sorted_positions(both, 2, size), dims, -1)
-    del both
-    documents = None if documents is None else sorted_positions(documents, 1, size)
-    ignored = None if ignored is None else sorted_positions(ignored, 1, size)
-    halves: list[Tensor] = []
-    runs = places(q.shape[2] * size, group.rank(), size)
-    for at, (queries, run) in enumerate(zip(q.chunk(2, 2), runs, strict=True)):
-        rows = slice(at * len(run), (at + 1) * len(run))
-        visible = seen_keys(run, keys.shape[2], terms.window, causal=terms.causal)
-        columns = slice(visible.start, visible.stop)
-        pair = None
-        if terms.documents is not None and documents is not None:
-            pair = terms.documents[:, rows], documents[:, columns]
-        mask = terms.mask
-        if mask is not None:
-            mask = mask[..., rows, columns] if mask.shape[-2] > 1 else mask[..., columns]
-        first = run.start - columns.start
-        seen = Seen(pair, None if ignored is None else ignored[:, columns], mask, first, columns.start)
-        halves.append(attend(queries, keys[:, :, columns], values[:, :, columns], terms, seen))
-    return torch.cat(halves, 2)
+    length = k.shape[2] * size
+
+    def runs_of(to: int, source: int) -> list[range]:
+        assert terms.window is not None
+        return near_keys(to, source, size, length, terms.window, causal=terms.causal)
+
+    sent = [runs_of(to, rank) for to in range(size)]
+    coming = [runs_of(rank, source) for source in range(size)]
+    halves = torch.cat((k.movedim(2, 0), v.movedim(2, 0)), -1).chunk(2)
+    begins = [each.start for each in places(length, rank, size)]
+    rows = [
+        half[run.start - begin : run.stop - begin]
+        for runs in sent
+        for half, begin, run in zip(halves, begins, runs, strict=True)
+    ]
+    to, back = ([sum(map(len, runs)) for runs in each] for each in (sent, coming))
+    arrived = [run for runs in coming for run in runs]
+    parts = torch.split(exchanged(torch.cat(rows), to, back, group), [len(run) for run in arrived])
+    order = sorted(range(len(arrived)), key=lambda at: arrived[at].start)
+    both = torch.cat([parts[at] for at in order]).movedim(0, 2)
+    keys, values = torch.split(both, [k.shape[3], v.shape[3]], -1)
+    again: Any = partial(cast(Any, checkpoint).checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
+    return _in_runs(q, keys, values, group, terms, length, [arrived[at] for at in order], again)
+
+
+def _in_runs(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: dist.ProcessGroup,
+    terms: Terms,
+    length: int,
+    held: Sequence[range],
+    attend: Callable[[Tensor, Tensor, Tensor, Terms, Seen], Tensor],
+) -> Tensor:
+    """Return attention by runs of the own queries, each with the keys that it sees. Under a window, runs are about as
+    long as it.
+
+    `length`: number of all keys; `held` are the places of the keys that are here, as runs in their order.
+    """
+    size = group.size()
+    documents, ignored = (_of_all(each, group) for each in (terms.documents, terms.ignored))
+    outputs: list[Tensor] = []
+    begin = 0
+    for piece in places(q.shape[2] * size, group.rank(), size):
+        step = max(1, len(piece) if terms.window is None else max(terms.window, _TILE))
+        for run in [piece[at : at + step] for at in range(0, max(1, len(piece)), step)]:
+            seen = seen_keys(run, length, terms.window, causal=terms.causal)
+            before = sum(len(range(each.start, min(each.stop, seen.start))) for each in held)
+            rows = slice(begin, begin + len(run))
+            columns = slice(before, before + len(seen))
+            whole = slice(seen.start, seen.stop)
+            pair = None if documents is None else (documents[:, run.start : run.stop], documents[:, whole])
+            mask = terms.mask
+            if mask is not None:
+                mask = mask[..., rows, whole] if mask.shape[-2] > 1 else mask[..., whole]
+            facts = Seen(pair, None if ignored is None else ignored[:, whole], mask, run.start - seen.start, seen.start)
+            outputs.append(attend(q[:, :, rows], keys[:, :, columns], values[:, :, columns], terms, facts))
+            begin += len(run)
+    return torch.cat(outputs, 2)
+
+
+def _of_all(own: Tensor | None, group: dist.ProcessGroup) -> Tensor | None:
+    """Return the numbers of all positions in their order, [batch, length]; None for none. A collective."""
+    return None if own is None else sorted_positions(gathered(own, 1, group), 1, group.size())
 
 
 def whole_positions(ctx: DistContext, own: Tensor, dim: int = 1) -> Tensor:
     """Return the positions of all ranks along cp in their order. A collective, as its backward."""
+    if has_all_positions(ctx):
+        return own
     group = group_of(ctx, "cp")
     assert group is not None
     return sorted_positions(gathered_summed(own.contiguous(), dim, group), dim, group.size())
@@ -87,13 +153,9 @@ def heads_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, t
     k = repeated(k, k.shape[1] * times)
     v = repeated(v, v.shape[1] * times)
     q, k, v = _heads_for_positions((q, k, v), group)
-    pair = None
-    if terms.documents is not None:
-        everywhere = sorted_positions(gathered(terms.documents, 1, group), 1, size)
-        pair = everywhere, everywhere
-    ignored = None
-    if terms.ignored is not None:
-        ignored = sorted_positions(gathered(terms.ignored, 1, group), 1, size)
+    everywhere = _of_all(terms.documents, group)
+    pair = None if everywhere is None else (everywhere, everywhere)
+    ignored = _of_all(terms.ignored, group)
     if terms.sinks is not None:
         terms = terms._replace(sinks=terms.sinks.chunk(size)[group.rank()])
     out = attend(q, k, v, terms, Seen(pair, ignored))
@@ -201,7 +263,7 @@ def context_attention(
         others: dict[str, Any] = {**of_all, **of_keys, **of_scores}
         return torch.overrides.handle_torch_function(context_attention, (q, k, v), ctx, q, k, v, **others)
     q, k, v = _as_autocast(q, k, v)
-    size = 1 if has_all_positions(ctx) else ctx.axis("cp").size
+    size = position_axis(ctx).size
     whole = k.shape[2] * size
     factor = float(q.shape[-1] ** -0.5) if scale is None else scale
     near = None if window is None or window >= whole else window
@@ -216,7 +278,8 @@ def context_attention(
         return attend(q, k, v, terms, Seen(pair, key_padding_mask, mask))
     chosen = planned_method(ctx) if method is None else method
     check_method(q, terms, chosen, size)
-    return _across(ctx, _METHODS[chosen], q, k, v, terms)
+    function = near_attention if chosen == "ring" and near is not None else _METHODS[chosen]
+    return _across(ctx, function, q, k, v, terms)
 
 
 @untraced

@@ -188,10 +188,11 @@ def _attending(model: nn.Module) -> list[ModuleGroup]:
 
 
 def _has_attention(block: nn.Module) -> bool:
-    return any(map(_is_attention, block.modules())) and not _is_attention(block)
+    return any(map(is_attention, block.modules())) and not is_attention(block)
 
 
-def _is_attention(module: nn.Module) -> bool:
+def is_attention(module: nn.Module) -> bool:
+    """Return whether a module is an attention, by the name of its class."""
     return "Attention" in type(module).__name__
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,6 +24,7 @@ from accel.parallel._private import called_eagerly, is_compiled, is_of_inputs, r
 from accel.parallel._sharded import sharded_roots
 from accel.parallel.axes.context._attention import whole_positions
 from accel.parallel.axes.context._checks import refuse_reentrant
+from accel.parallel.axes.context._inner import InnerModels, listed
 from accel.parallel.axes.context._positions import DifferentRankError, PositionRanks, SelectedTensor, whole_of
 from accel.parallel.axes.context._split import (
     all_positions,
@@ -48,14 +50,20 @@ _WIDEST = 2**29  # elements of the largest parameter that the proof copies in a 
 
 
 def use_positions(
-    ctx: DistContext, model: nn.Module, within: Sequence[nn.Module] | None = None, *, is_cut: bool = True
+    ctx: DistContext,
+    model: nn.Module,
+    within: Sequence[nn.Module] | None = None,
+    *,
+    is_cut: bool = True,
+    inner: Sequence[nn.Module] = (),
 ) -> None:
     """Let a model's forward compute with parts of positions. Mutates it, by a class and hooks.
 
     `within`: first blocks of stacks. All ranks hold their full inputs, and they get this rank's positions of them. None
-    for a model that may call `context_attention` itself. `is_cut`: whether the model's inputs are cut.
+    for a model that may call `context_attention` itself. `is_cut`: whether the model's inputs are cut. `inner`: models
+    inside of it that attend across ranks, with own positions.
     """
-    positions = _Positions(ctx, is_cut=is_cut, may_cross=within is None)
+    positions = _Positions(ctx, is_cut=is_cut, may_cross=within is None and not inner, inner=inner)
     for block in within or ():
         _ = block.register_forward_pre_hook(positions.divide, with_kwargs=True)
     for module in model.modules():
@@ -64,8 +72,9 @@ def use_positions(
     note_module(model, positions=positions)
     add_mixin([model], _ByPositions)
     # until the first call is proved, of all that can have an attention
-    inner = [each for each in model.modules() if each is not model]
-    positions.guard(each for each in inner if any(each.children()) or isinstance(each, nn.MultiheadAttention))
+    if not inner:
+        others = [each for each in model.modules() if each is not model]
+        positions.guard(each for each in others if any(each.children()) or isinstance(each, nn.MultiheadAttention))
 
 
 class _ByPositions(Mixin, nn.Module):
@@ -97,6 +106,7 @@ class _Positions:
         ranks: of parts that enter the model; `within` are the ranks of parts that its blocks make.
         is_cut: whether the model's inputs are cut.
         may_cross: whether the model may call `context_attention` itself.
+        inner: models inside of it that get own positions.
         dim: dimension of the positions where several could be; None where the first one never is.
         is_proved: whether a call was compared with one of all positions.
         crosses: whether the model calls `context_attention` itself, and gets own positions as they are.
@@ -105,9 +115,10 @@ class _Positions:
         guards: hooks that refuse separate calls of parts of the model.
     """
 
-    def __init__(self, ctx: DistContext, *, is_cut: bool, may_cross: bool) -> None:
+    def __init__(self, ctx: DistContext, *, is_cut: bool, may_cross: bool, inner: Sequence[nn.Module]) -> None:
         self.ctx = ctx
         self.ranks = PositionRanks(ctx)
+        self.inner = InnerModels(self.ranks, inner)
         self.within = PositionRanks(ctx)
         self.is_cut = is_cut
         self.may_cross = may_cross
@@ -137,7 +148,7 @@ class _Positions:
             output = forward(*inputs, **keywords)
         finally:
             self.is_running = False
-        return map_tensors(self._left, output)
+        return map_tensors(self.ranks.left, output)
 
     @untraced
     def divide(
@@ -179,15 +190,8 @@ class _Positions:
                 fix="Pass tensors to the inner checkpoint by keyword: checkpoint(block, x=x, use_reentrant=False).",
             )
 
-    def _left(self, each: Tensor) -> Tensor:
-        if not isinstance(each, PartTensor) or each.division is None:
-            return whole_of(each)
-        ways = [ways for _, ways in each.division.cut.segments]
-        is_own = each.ranks is self.ranks and ways == [self.ranks.size, -self.ranks.size]
-        return plain_of(each) if is_own else whole_of(each)  # rows other than positions are on all ranks
-
     def _has_own(self, given: _Inputs) -> bool:
-        plain = [each for each in _listed(tuple(given)) if not isinstance(each, PartTensor)]
+        plain = [each for each in listed(tuple(given)) if not isinstance(each, PartTensor)]
         return any(self._cut_dim(each, 1) is not None for each in plain)
 
     def _cut_dim(self, each: Tensor, dim: int | None) -> int | None:
@@ -228,7 +232,8 @@ class _Positions:
                 if not self.crosses:
                     note_attention(self.ctx)  # or no position needs another
                     self.is_compiled = any(is_compiled(each) for each in module.modules())
-                    self._log(module, is_compiled=self.is_compiled or is_traced)
+                    if self.ctx.is_main_process:
+                        self._log(module, is_compiled=self.is_compiled or is_traced)
                 self.is_proved = True
                 self.dim = dim
                 return
@@ -246,7 +251,7 @@ class _Positions:
         A first dimension that is as long as the own positions may be of them, or of samples and documents by chance.
         With values of those, all positions show it: their number differs from the own.
         """
-        tensors = _listed(tuple(given))
+        tensors = listed(tuple(given))
         found = {dim: [self._cut_dim(each, dim) for each in tensors] for dim in (None, 1)}
         most = _PROVED * self.ranks.size
         first = None if found[None] == found[1] else 1
@@ -255,8 +260,6 @@ class _Positions:
         return ([(None, None)] if first == 1 and has_rows else []), ways
 
     def _log(self, model: nn.Module, *, is_compiled: bool) -> None:
-        if not self.ctx.is_main_process:
-            return
         if is_compiled:
             text = "%s runs as it is, uncompiled, along cp=%d: call accel.parallel.context_attention in its attention"
             _LOG.warning(text, written_class(model).__name__, self.ranks.size)
@@ -274,7 +277,7 @@ class _Positions:
         """Raise `ConfigError` on every rank where those along cp have other inputs, of a model that cuts them itself. A
         collective."""
         wide = wide_dtype(self.ctx.device)
-        sums = [float(each.detach().to(wide).sum()) for each in _listed(tuple(given))]
+        sums = [float(each.detach().to(wide).sum()) for each in listed(tuple(given))]
         share = self.ctx.data_parallel[0]
         facts = exchange_values(self.ctx.comm, _PROOF, f"{share}: {sums}", str)
         if len(set(facts)) > len({fact.partition(":")[0] for fact in facts}):
@@ -289,12 +292,15 @@ class _Positions:
     def _problem(self, module: nn.Module, forward: _Forward, given: _Inputs, dim: int | None, most: int | None) -> str:
         """Return the difference of a call with parts from one with all positions; "" for none. A collective."""
         pairs = self._pairs(given, dim, most)
-        whole = map_tensors(lambda each: pairs[id(each)][0], given)
-        own = map_tensors(lambda each: pairs[id(each)][1], given)
+        whole, own = (map_tensors(lambda each, at=at: pairs[id(each)][at], given) for at in (0, 1))
         with _evaluated(module, self.ctx.device), called_eagerly(module), self.ranks.agreeing():
             try:
-                if self.may_cross and attends(self.ctx, lambda: forward(*own.inputs, **own.keywords)):
-                    self.crosses = True
+                own_call = partial(forward, *own.inputs, **own.keywords)
+                if self.may_cross:
+                    self.crosses = attends(self.ctx, own_call)
+                elif self.inner.models:
+                    whole_call = partial(self._expected, forward, whole, may_fail=True)
+                    self.crosses = self.inner.is_alike(own_call, whole_call, self._difference)
                 self.ranks.meet(self.crosses)
                 if not self.crosses:
                     self._differ(module, forward, whole, own, dim)
@@ -350,8 +356,7 @@ class _Positions:
     def _pairs(self, given: _Inputs, dim: int | None, most: int | None) -> dict[int, tuple[Tensor, Tensor]]:
         """Return the tensors of a call by `id`: of all positions, of `most` at most, and of the own among them. A
         collective."""
-        rank, size = self.ranks.rank, self.ranks.size
-        tensors = _listed(tuple(given))
+        tensors = listed(tuple(given))
         lengths: dict[int, int] = {}
         pairs: dict[int, tuple[Tensor, Tensor]] = {}
         for each in tensors:
@@ -360,9 +365,9 @@ class _Positions:
                 whole = whole_positions(self.ctx, each.detach(), at)
                 length = min(whole.shape[at], most or whole.shape[at])
                 lengths[whole.shape[at]] = length
-                note_cut(self.ctx, length // size)
+                note_cut(self.ctx, length // self.ranks.size)
                 whole = whole.narrow(at, 0, length)
-                pairs[id(each)] = whole, own_positions(whole, rank, size, at)
+                pairs[id(each)] = whole, own_positions(whole, self.ranks.rank, self.ranks.size, at)
         for each in tensors:  # masks of all positions
             whole = each
             for at, length in enumerate(each.shape):
@@ -378,6 +383,8 @@ class _Positions:
             return f"{len(got)} outputs of {len(expected)}"
         objectives: list[tuple[Tensor, Tensor]] = []
         for number, (want, have) in enumerate(zip(expected, got, strict=True)):
+            if self.inner.has_loss and not want.dim():
+                continue  # a loss of this rank's tokens
             if want.shape != have.shape:
                 return f"output {number} of shape {list(have.shape)}, expected {list(want.shape)}"
             draw = torch.arange(want.numel(), device=want.device).sin().view(want.shape).to(want.dtype)
@@ -394,7 +401,7 @@ class _Positions:
             if not off <= _tolerance(want):
                 return f"output {number} is off by {off:.0e} of its norm"
             objectives.append(((want * draw).sum(), (own * share).sum()))
-        return self._gradients(objectives, parameters)
+        return self._gradients(objectives, parameters) if objectives else ""
 
     def _gradients(self, objectives: Sequence[tuple[Tensor, Tensor]], parameters: Sequence[Tensor]) -> str:
         """Return a line on the first gradient that the ranks' do not sum up to; "" for none. A collective."""
@@ -457,7 +464,11 @@ def _evaluated(module: nn.Module, device: torch.device) -> Generator[None]:
 
     Modules and names of modes that a model replaces by the length of its inputs are put back.
     """
-    before = [(each, each.training, dict(each.named_children()), _texts(each)) for each in module.modules()]
+
+    def texts(each: nn.Module) -> dict[str, str]:
+        return {name: value for name, value in vars(each).items() if isinstance(value, str)}
+
+    before = [(each, each.training, dict(each.named_children()), texts(each)) for each in module.modules()]
     try:
         _ = module.eval()
         with isolated_rng(device), torch.no_grad():
@@ -468,10 +479,6 @@ def _evaluated(module: nn.Module, device: torch.device) -> Generator[None]:
                 setattr(each, name, children[name])
             vars(each).update(names)
             each.training = training
-
-
-def _texts(module: nn.Module) -> dict[str, str]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, str)}
 
 
 def _problem_of(error: Exception) -> str:
@@ -489,11 +496,5 @@ def _norm(tensor: Tensor) -> float:
 
 def _outputs_of(output: Any) -> list[Tensor]:
     """Return the floating-point tensors of a forward's output."""
-    found = [whole_of(each) if isinstance(each, SelectedTensor) else each for each in _listed(output)]
+    found = [whole_of(each) if isinstance(each, SelectedTensor) else each for each in listed(output)]
     return [each for each in found if each.is_floating_point()]
-
-
-def _listed(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(found.append, tree)
-    return found

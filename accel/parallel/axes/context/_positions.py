@@ -114,6 +114,11 @@ class PositionRanks(Ranks):
             if not bool((rows == own).all()):
                 raise DifferentRankError("ranks along cp did not compute the same")
 
+    def agree(self, fact: bool) -> bool:
+        """Return whether something holds on all ranks. A collective."""
+        own = torch.tensor([fact], dtype=torch.uint8, device=self.ctx.device)
+        return bool(gathered(own, 0, self.group).all())
+
     @contextlib.contextmanager
     def agreeing(self) -> Generator[None]:
         """Let ranks agree before each collective, in a block."""
@@ -140,6 +145,14 @@ class PositionRanks(Ranks):
         cut = RowCut(1, (*shared.segments, (rest, 1))) if rest else shared
         with without_subclasses():
             return make(own_rows(whole, dim, cut, self), RowLayout(dim, cut), self)
+
+    def left(self, each: Tensor) -> Tensor:
+        """Return what leaves a forward for a tensor: own positions as `split_sequence` gives them, others whole. Rows
+        other than positions are on all ranks."""
+        if not isinstance(each, PartTensor) or each.division is None:
+            return whole_of(each)
+        ways = [ways for _, ways in each.division.cut.segments]
+        return plain_of(each) if each.ranks is self and ways == [self.size, -self.size] else whole_of(each)
 
     def without_rule(self, func: Any, args: _Args, kwargs: _Named, problem: str) -> Any:
         """Gather what a function needs of other ranks, or raise `NoRuleError`."""
@@ -206,8 +219,8 @@ class SelectedTensor(PartTensor):
     """
 
     base: PartTensor  # the part that has the positions
-    viewed: Callable[[Tensor], Tensor]  # makes the selection of all positions of `base`, as a view
-    value: Tensor  # the selection, plain
+    whole: Tensor  # all positions of it, plain
+    value: Tensor  # the selection, a view of them
     version: float  # of `base` when it was gathered
 
     @classmethod
@@ -220,26 +233,21 @@ class SelectedTensor(PartTensor):
         is_written = changes(name) or name == "__setitem__" or named_ones.get("inplace")
         if isinstance(target, SelectedTensor) and is_written:
             return target.write(func, _whole(args[1:]), _whole(named_ones))
-        given = _of_selected(tuple(args))
-        found = func(*given, **_of_selected(named_ones))
-        if not isinstance(target, SelectedTensor):
-            return found
-        return _views(found, target.base, given[0], lambda whole: func(target.viewed(whole), *given[1:], **named_ones))
+        found = func(*_of_selected(tuple(args)), **_of_selected(named_ones))
+        return _views(found, target.base, target.whole) if isinstance(target, SelectedTensor) else found
 
     @property
     def current(self) -> Tensor:
         """The selection, plain; gathered again where the positions have changed. That is a collective."""
         if _version_of(self.base) != self.version:
-            self.value = self.viewed(whole_of(self.base))
+            _ = self.whole.copy_(whole_of(self.base))
             self.version = _version_of(self.base)
         return self.value
 
     def write(self, func: Any, args: _Args, kwargs: _Named) -> Any:
-        """Change the selection in place, and with it the own positions. A collective."""
-        whole = whole_of(self.base)
-        self.value = self.viewed(whole)
-        found = func(self.value, *args, **kwargs)
-        _keep(self.base, whole)
+        """Change the selection in place, and with it the own positions. A collective if the positions have changed."""
+        found = func(self.current, *args, **kwargs)
+        _keep(self.base, self.whole)
         self.version = _version_of(self.base)
         return found if found is None else self
 
@@ -256,32 +264,27 @@ def _of_selected(tree: Any) -> Any:
 def _selected(func: Any, args: _Args, kwargs: _Named) -> Any:
     """Compute a function of all positions; views of them stay selections of the own ones."""
     given = _whole(tuple(args))
-    named_ones = _whole(dict(kwargs))
-    found = func(*given, **named_ones)
+    found = func(*given, **_whole(dict(kwargs)))
     base = args[0] if args else None
     if not isinstance(base, PartTensor) or base.division is None:
         return found
-    return _views(found, base, given[0], lambda whole: func(whole, *given[1:], **named_ones))
+    return _views(found, base, given[0])
 
 
-def _at(viewed: Callable[[Tensor], Any], at: int) -> Callable[[Tensor], Any]:
-    return lambda whole: viewed(whole)[at]
-
-
-def _views(found: Any, base: PartTensor, source: Tensor, viewed: Callable[[Tensor], Any]) -> Any:
-    """Return what a function gave, tensors in it that share memory with its source as selections."""
+def _views(found: Any, base: PartTensor, whole: Tensor) -> Any:
+    """Return what a function gave, tensors in it that share memory with all positions of a part as selections."""
     if isinstance(found, tuple | list):
         listed = cast("Sequence[Any]", found)
         kind: Any = type(listed)
-        return kind([_views(each, base, source, _at(viewed, at)) for at, each in enumerate(listed)])
-    if type(found) is not Tensor or found.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
+        return kind([_views(each, base, whole) for each in listed])
+    if type(found) is not Tensor or found.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
         return found
     with without_subclasses():
         chosen = found.as_subclass(SelectedTensor)
     chosen.division = None
     chosen.ranks = base.ranks
     chosen.base = base
-    chosen.viewed = viewed
+    chosen.whole = whole
     chosen.value = found
     chosen.version = _version_of(base)
     return chosen
@@ -320,16 +323,17 @@ _Again = tuple[_Args, _Named]
 
 def _of_product(args: _Args, kwargs: _Named) -> _Again:
     """Gather the second operand of a matmul, keys or values; the first if only the first is contracted."""
-    given = list(args)
-    named_ones = dict(kwargs)
-    places = [at for at, each in enumerate(given) if isinstance(each, Tensor)][-2:]
-    names = [name for name, each in named_ones.items() if isinstance(each, Tensor)]
-    x, y = [*(given[at] for at in places), *(named_ones[name] for name in names)][-2:]
+    x, y = [*tensors_of((args, kwargs))][-2:]
     own, other = (each.division if isinstance(each, PartTensor) else None for each in (x, y))
     is_first = other is None or (own is not None and own.dim == x.dim() - 1 and other.dim != max(y.dim() - 2, 0))
-    chosen = x if is_first else y
-    given = [whole_of(each) if each is chosen else each for each in given]
-    return given, {name: whole_of(each) if each is chosen else each for name, each in named_ones.items()}
+    return _with_whole(args, kwargs, {id(x if is_first else y)})
+
+
+def _with_whole(args: _Args, kwargs: _Named, chosen: set[int]) -> _Again:
+    """Gather the tensors among arguments that have one of these `id`s."""
+    return pytree.tree_map_only(
+        PartTensor, lambda each: whole_of(each) if id(each) in chosen else each, (tuple(args), dict(kwargs))
+    )
 
 
 def _of_terms(args: _Args, kwargs: _Named) -> _Again:
@@ -352,10 +356,7 @@ def _of_rows(args: _Args, kwargs: _Named, kept: PartTensor | None = None) -> _Ag
     rows = max(place for place, _ in places.values())
     own = places.get(id(kept))
     chosen = {at for at, each in places.items() if (each[0] != rows if kept is None else each != own)}
-    gathered: Any = pytree.tree_map_only(
-        PartTensor, lambda each: whole_of(each) if id(each) in chosen else each, (tuple(args), dict(kwargs))
-    )
-    return gathered
+    return _with_whole(args, kwargs, chosen)
 
 
 _GATHERS: Mapping[str, Callable[[_Args, _Named], _Again]] = {
@@ -443,52 +444,48 @@ def _attended(
             where="scaled_dot_product_attention on a mesh with cp",
             fix="Set the dropout of attention to 0.",
         )
-    places = [each.division if isinstance(each, PartTensor) else None for each in (query, key, value)]
     note_attention(ranks.ctx)
-    rows = [query.dim() - 2 if each is None else each.dim for each in places]
-    is_cut = all(each is not None and each.cut == balanced(each.cut.total, ranks.size) for each in places)
-    if is_cut and rows == [query.dim() - 2] * 3 and query.dim() in (3, 4):
-        return _across(ranks, query, key, value, attn_mask, is_causal, scale)
-    own = places[0]
-    keys = whole_of(key)
-    values = whole_of(value)
-    if own is None or own.dim != query.dim() - 2:
-        query = whole_of(query)
-        own = None
-    if is_causal:
-        attn_mask = torch.ones(query.shape[-2], keys.shape[-2], dtype=torch.bool, device=query.device).tril()
-    with without_subclasses():
-        mask = whole_of(attn_mask)
-        if own is not None and mask is not None and whole_shape(mask)[-2] != 1:
-            mask = own_rows(mask, mask.dim() - 2, own.cut, ranks)
+    rows = query.dim() - 2
+    layouts = [each.division if isinstance(each, PartTensor) else None for each in (query, key, value)]
+    crosses = query.dim() in (3, 4) and all(
+        each is not None and each == RowLayout(rows, balanced(each.cut.total, ranks.size)) for each in layouts
+    )
+    if not crosses:
+        key = whole_of(key)
+        value = whole_of(value)
+        query = query if layouts[0] is not None and layouts[0].dim == rows else whole_of(query)
+        if is_causal:
+            attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    own = query.division if isinstance(query, PartTensor) else None
+    mask = _own_queries(attn_mask, own, ranks)
+    if crosses:
+        out = _across(ranks, [plain_of(each) for each in (query, key, value)], mask, is_causal, scale)
+    else:
         out = functional.scaled_dot_product_attention(
-            plain_of(query), keys, values, mask, scale=scale, enable_gqa=enable_gqa
+            plain_of(query), key, value, mask, scale=scale, enable_gqa=enable_gqa
         )
     return out if own is None else make(out, own, ranks)
 
 
+def _own_queries(mask: Tensor | None, own: RowLayout | None, ranks: PositionRanks) -> Tensor | None:
+    """Return the rows of a mask for the own queries, plain; all of them if queries are whole."""
+    if mask is None or own is None:
+        return whole_of(mask)
+    rows = mask.dim() - 2
+    if isinstance(mask, PartTensor) and mask.division != RowLayout(rows, own.cut):
+        mask = cast(Tensor, whole_of(mask))
+    with without_subclasses():
+        return plain_of(mask if whole_shape(mask)[rows] == 1 else own_rows(mask, rows, own.cut, ranks))
+
+
 def _across(
-    ranks: PositionRanks,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
+    ranks: PositionRanks, own: list[Tensor], mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> Tensor:
     """Attention of this rank's queries to the keys of all ranks, by the method of the plan."""
-    layout = cast(PartTensor, query).division
-    assert layout is not None
-    if mask is not None:
-        rows = mask.dim() - 2
-        whole = (
-            whole_of(mask) if isinstance(mask, PartTensor) and mask.division != RowLayout(rows, layout.cut) else mask
-        )
-        with without_subclasses():
-            mask = plain_of(own_rows(whole, rows, layout.cut, ranks) if whole_shape(whole)[rows] != 1 else whole)
-    q, k, v = (plain_of(each) if each.dim() == 4 else plain_of(each).unsqueeze(1) for each in (query, key, value))
-    if mask is not None and mask.dim() == 3 and query.dim() == 3:
+    has_heads = own[0].dim() == 4
+    q, k, v = (each if has_heads else each.unsqueeze(1) for each in own)
+    if mask is not None and mask.dim() == 3 and not has_heads:
         mask = mask.unsqueeze(1)
     ranks.meet(*q.shape)
     out = ranks.met(context_attention(ranks.ctx, q, k, v, causal=is_causal, scale=scale, attn_mask=mask))
-    return make(out if query.dim() == 4 else out.squeeze(1), layout, ranks)
+    return out if has_heads else out.squeeze(1)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention by a ring: keys and values are sent between ranks while blocks of them are computed (Liu et al. 2023, ring
-attention). Those that a window needs come straight from their ranks, in one message."""
+attention)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from accel.comm import exchanged, gathered, start_shift
+from accel.comm import gathered, start_shift
 from accel.parallel.axes.context._kernels import (
     Attended,
     Kernel,
@@ -26,9 +26,7 @@ from accel.parallel.axes.context._kernels import (
     packed_masks,
     repeated,
 )
-from accel.parallel.axes.context._split import near_keys, places, ring_block, seen_keys, sorted_positions
-
-_TILE = 256  # queries at least of a block under a window
+from accel.parallel.axes.context._split import ring_block
 
 
 class _Ring(NamedTuple):
@@ -36,17 +34,12 @@ class _Ring(NamedTuple):
 
     group: dist.ProcessGroup  # ranks that share the sequence
     terms: Terms  # of the attention
-    # Numbers of the documents of all positions, by rank, [batch, length]; None without. Under a window they are in the
-    # order of the sequence.
-    documents: Tensor | None
+    documents: Tensor | None  # numbers of the documents of all positions, by rank, [batch, length]; None without
     ignored: Tensor | None  # the same of the keys that no query sees, [batch, keys]; None without
-    # Under a window, places of the keys that are here, as runs in their order; None if keys are sent.
-    near: Sequence[range] | None
-    device: torch.device  # of the tensors
 
 
 class _Block(NamedTuple):
-    """Rows of the own queries, rows of the keys that are here, and the block's mask."""
+    """Rows of the own queries, rows of the keys of another rank, and the block's mask."""
 
     rows: slice
     columns: slice
@@ -57,47 +50,13 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, te
     """Return the attention of this rank's queries to all keys, as `attend`. A collective, as its backward.
 
     In addition to its keys and values, a rank holds the keys and values of two ranks at most; the next ones are sent
-    while a block is computed. With a window, it only holds the keys that its queries see, and one message brings them.
+    while a block is computed. Attention has no window.
     """
     documents, ignored = (
         None if each is None else gathered(each, 1, group) for each in (terms.documents, terms.ignored)
     )
-    near = None
-    if terms.window is not None:
-        k, v, near = _near(k, v, group, terms)
-        documents, ignored = (
-            None if each is None else sorted_positions(each, 1, group.size()) for each in (documents, ignored)
-        )
-    ring = _Ring(group, terms._replace(sinks=None), documents, ignored, near, q.device)
+    ring = _Ring(group, terms._replace(sinks=None), documents, ignored)
     return cast(Any, _RingAttention).apply(q, k, v, terms.sinks, ring)
-
-
-def _near(k: Tensor, v: Tensor, group: dist.ProcessGroup, terms: Terms) -> tuple[Tensor, Tensor, list[range]]:
-    """Return the keys and values that this rank's queries see, in the order of the sequence, and the runs of their
-    places. A collective, as its backward."""
-    rank = group.rank()
-    size = group.size()
-    length = k.shape[2] * size
-
-    def runs_of(to: int, source: int) -> list[range]:
-        assert terms.window is not None
-        return near_keys(to, source, size, length, terms.window, causal=terms.causal)
-
-    sent = [runs_of(to, rank) for to in range(size)]
-    coming = [runs_of(rank, source) for source in range(size)]
-    halves = torch.cat((k.movedim(2, 0), v.movedim(2, 0)), -1).chunk(2)
-    begins = [each.start for each in places(length, rank, size)]
-    rows = [
-        half[run.start - begin : run.stop - begin]
-        for runs in sent
-        for half, begin, run in zip(halves, begins, runs, strict=True)
-    ]
-    to, back = ([sum(map(len, runs)) for runs in each] for each in (sent, coming))
-    arrived = [run for runs in coming for run in runs]
-    parts = torch.split(exchanged(torch.cat(rows), to, back, group), [len(run) for run in arrived])
-    order = sorted(range(len(arrived)), key=lambda at: arrived[at].start)
-    both = torch.cat([parts[at] for at in order]).movedim(0, 2)
-    return both[..., : k.shape[3]], both[..., k.shape[3] :], [arrived[at] for at in order]
 
 
 class _RingAttention(torch.autograd.Function):
@@ -125,22 +84,18 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: _Ring)
     wide = accumulation_dtype(q)
     kernel: Kernel | None = None
     total: Attended | None = None
-    if ring.near is not None:
-        nothing = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
-        total = Attended(q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide), nothing)
-    for source, held in _arrivals([k, v], ring):
-        for rows, columns, masked in _blocks(ring, source, q.shape[2], k.shape[2]):
-            queries = q[:, :, rows]
-            keys = repeated(held[0][:, :, columns], q.shape[1])
-            values = repeated(held[1][:, :, columns], q.shape[1])
-            kernel = kernel or kernel_of(queries, keys, values, masked)
-            block = kernel.forward(queries, keys, values, masked, ring.terms.scale)
-            if total is None:  # the own keys: a block of all queries
-                # copies, as others may keep what a kernel returns: checkpoint_activations(keep=)
-                lse = block.lse.to(wide, copy=True, memory_format=torch.contiguous_format)
-                total = Attended(block.out.to(wide, copy=True), lse, block.seeds)
-            else:
-                _merge_(total.out[:, :, rows], total.lse[:, :, rows], block)
+    for source, held in _arrivals([k, v], ring.group):
+        rows, columns, masked = _block(ring, source, q.shape[2], k.shape[2])
+        queries = q[:, :, rows]
+        keys, values = (repeated(each[:, :, columns], q.shape[1]) for each in held)
+        kernel = kernel or kernel_of(queries, keys, values, masked)
+        block = kernel.forward(queries, keys, values, masked, ring.terms.scale)
+        if total is None:  # the own keys: a block of all queries
+            # copies, as others may keep what a kernel returns: checkpoint_activations(keep=)
+            lse = block.lse.to(wide, copy=True, memory_format=torch.contiguous_format)
+            total = Attended(block.out.to(wide, copy=True), lse, block.seeds)
+        else:
+            _merge_(total.out[:, :, rows], total.lse[:, :, rows], block)
     assert total is not None
     assert kernel is not None
     if sinks is not None:
@@ -185,19 +140,24 @@ def _backward(
     """Return the gradients of queries, keys and values."""
     wide = accumulation_dtype(q)
     grad_q = torch.zeros_like(q, dtype=wide)
-    home = _Passed(ring)
-    for source, held in _arrivals([k, v], ring):
-        home.begin(held)
-        for rows, columns, masked in _blocks(ring, source, q.shape[2], k.shape[2]):
-            part = Attended(attended.out[:, :, rows], attended.lse[:, :, rows].contiguous(), attended.seeds)
-            here = [each[:, :, columns] for each in held]
-            facts = part, masked, ring.terms.scale
-            grads = _block_gradients(kernel, grad[:, :, rows], q[:, :, rows], here, *facts)
-            grad_q[:, :, rows] += grads[0]
-            home.add(columns, grads[1:])
-            del grads
-        home.send()
-    grad_k, grad_v = home.received()
+    sums: Tensor | None = None  # gradients of the keys that are here, which follow them one step behind
+    arriving: Callable[[], list[Tensor]] | None = None
+    for source, held in _arrivals([k, v], ring.group):
+        rows, columns, masked = _block(ring, source, q.shape[2], k.shape[2])
+        part = Attended(attended.out[:, :, rows], attended.lse[:, :, rows].contiguous(), attended.seeds)
+        here = [each[:, :, columns] for each in held]
+        own, *shares = _block_gradients(kernel, grad[:, :, rows], q[:, :, rows], here, part, masked, ring.terms.scale)
+        grad_q[:, :, rows] += own
+        if arriving is None:  # the own keys, all of them
+            sums = _joined(shares)
+        else:
+            (sums,) = arriving()
+            for total, share in zip(_unflattened(sums, held), shares, strict=True):
+                total[:, :, columns] += share
+        del own, shares
+        arriving = start_shift([sums], 1, ring.group)
+    assert arriving is not None
+    grad_k, grad_v = _unflattened(arriving()[0], [k, v])
     return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
@@ -218,18 +178,15 @@ def _summed_heads(x: Tensor, heads: int) -> Tensor:
     return x.reshape(x.shape[0], heads, -1, *x.shape[2:]).sum(2, dtype=accumulation_dtype(x))
 
 
-def _arrivals(own: list[Tensor], ring: _Ring) -> Iterator[tuple[int, list[Tensor]]]:
+def _arrivals(own: list[Tensor], group: dist.ProcessGroup) -> Iterator[tuple[int, list[Tensor]]]:
     """Yield ranks with their keys and values, the own ones first; those that arrive are sent on without a copy, while
-    a block is computed. Those of a window are here. A collective."""
-    rank = ring.group.rank()
-    if ring.near is not None:
-        yield rank, own
-        return
-    size = ring.group.size()
+    a block is computed. A collective."""
+    rank = group.rank()
+    size = group.size()
     held = own
     flat = _joined(own)
     for step in range(size - 1):
-        arriving = start_shift([flat], 1, ring.group)
+        arriving = start_shift([flat], 1, group)
         yield (rank - step) % size, held
         (flat,) = arriving()
         held = _unflattened(flat, own)
@@ -251,92 +208,19 @@ def _unflattened(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(each.shape) for part, each in zip(parts, like, strict=True)]
 
 
-class _Passed:
-    """Gradients of a rank's keys that follow them, one step behind: each rank adds its share and sends them on.
-
-    With a window, keys are not passed on, and a rank adds up the gradients of the keys that are here.
-    """
-
-    def __init__(self, ring: _Ring) -> None:
-        self.group = ring.group
-        self.travels = ring.near is None
-        self.held: Sequence[Tensor] = ()
-        self.sums: Tensor | None = None
-        self.wait: Callable[[], list[Tensor]] | None = None
-
-    def begin(self, held: Sequence[Tensor]) -> None:
-        """Take shares of a rank's keys and values from now on."""
-        self.held = held
-
-    def add(self, columns: slice, shares: Sequence[Tensor]) -> None:
-        """Add shares of rows of keys and values."""
-        if self.wait is not None:
-            (self.sums,) = self.wait()
-            self.wait = None
-        elif self.sums is None and self.travels:  # the own keys, all of them
-            self.sums = _joined(shares)
-            return
-        elif self.sums is None:
-            count = sum(each.numel() for each in self.held)
-            self.sums = shares[0].new_zeros(count)
-        for total, share in zip(_unflattened(self.sums, self.held), shares, strict=True):
-            total[:, :, columns] += share
-
-    def send(self) -> None:
-        """Send the sums for the keys of a rank on."""
-        if self.travels:
-            assert self.sums is not None
-            self.wait = start_shift([self.sums], 1, self.group)
-
-    def received(self) -> list[Tensor]:
-        """Return the gradients of the own keys and values."""
-        sums = self.sums if self.wait is None else self.wait()[0]
-        assert sums is not None
-        return _unflattened(sums, self.held)
-
-
-def _blocks(ring: _Ring, source: int, queries: int, keys: int) -> Iterator[_Block]:
-    """Yield the blocks of this rank's queries and the keys of another that are here."""
-    if ring.near is not None:
-        yield from _near_blocks(ring, ring.near, queries)
-        return
+def _block(ring: _Ring, source: int, queries: int, keys: int) -> _Block:
+    """Return the block of this rank's queries and the keys of another."""
     rank = ring.group.rank()
-    size = ring.group.size()
-    block = ring_block(rank, source, size, causal=ring.terms.causal)
-    rows = range(*(at * queries // 2 for at in block.queries))
-    columns = range(*(at * keys // 2 for at in block.keys))
-    masks = _packed(ring, _slice(rows, rank * queries), _slice(columns, source * keys))
+    block = ring_block(rank, source, ring.group.size(), causal=ring.terms.causal)
+    rows = slice(*(at * queries // 2 for at in block.queries))
+    columns = slice(*(at * keys // 2 for at in block.keys))
+    documents, ignored = (
+        None if each is None else each[:, source * keys :][:, columns] for each in (ring.documents, ring.ignored)
+    )
+    pair = None
+    if ring.documents is not None and documents is not None:
+        pair = ring.documents[:, rank * queries :][:, rows], documents
+    masks = packed_masks(pair, ignored)
     if masks and block.causal:
         masks.append(near_mask(queries, keys, 0, None, causal=True, device=masks[0].device))
-    masked = Masked(block.causal and not masks, all_of(masks), ring.terms.softcap)
-    yield _Block(_slice(rows), _slice(columns), masked)
-
-
-def _near_blocks(ring: _Ring, near: Sequence[range], queries: int) -> Iterator[_Block]:
-    """Yield blocks within the window, of tiles of queries about as long as it. All have a mask: one kernel fits."""
-    window, causal = ring.terms.window, ring.terms.causal
-    assert window is not None
-    tile = max(window, _TILE)
-    size = ring.group.size()
-    for half, piece in enumerate(places(queries * size, ring.group.rank(), size)):
-        for begin in range(0, len(piece), tile):
-            rows = piece[begin : begin + tile]
-            columns = seen_keys(rows, queries * size, window, causal=causal)
-            before = sum(len(range(run.start, min(run.stop, columns.start))) for run in near)
-            masks = _packed(ring, _slice(rows), _slice(columns))
-            first = rows.start - columns.start
-            masks.append(near_mask(len(rows), len(columns), first, window, causal=causal, device=ring.device))
-            masked = Masked(causal=False, mask=all_of(masks), softcap=ring.terms.softcap)
-            own = half * len(piece) - piece.start
-            yield _Block(_slice(rows, own), _slice(columns, before - columns.start), masked)
-
-
-def _slice(run: range, by: int = 0) -> slice:
-    return slice(run.start + by, run.stop + by)
-
-
-def _packed(ring: _Ring, rows: slice, columns: slice) -> list[Tensor]:
-    """Return the masks of documents and of keys to ignore, for places of queries and of keys."""
-    documents, ignored = ring.documents, ring.ignored
-    pair = None if documents is None else (documents[:, rows], documents[:, columns])
-    return packed_masks(pair, None if ignored is None else ignored[:, columns])
+    return _Block(rows, columns, Masked(block.causal and not masks, all_of(masks), ring.terms.softcap))

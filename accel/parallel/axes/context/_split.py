@@ -9,12 +9,12 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, DataError
 from accel.errors._checks import check_count, did_you_mean
-from accel.topology import ContextMethod, dimension_of
+from accel.topology import Axis, ContextMethod, dimension_of
 
 Halves = tuple[int, int]
 BOTH: Halves = (0, 2)
@@ -151,6 +151,11 @@ def all_positions(ctx: DistContext) -> Generator[None]:
 def has_all_positions(ctx: DistContext) -> bool:
     """Return whether a forward of `all_positions` runs."""
     return _WHOLE in ctx.comm.notes
+
+
+def position_axis(ctx: DistContext) -> Axis:
+    """Return this rank's index along cp, and the size; (0, 1) in a forward of `all_positions`."""
+    return Axis(0, 1) if has_all_positions(ctx) else ctx.axis("cp")
 
 
 def check_context_used(ctx: DistContext) -> None:
@@ -360,13 +365,3 @@ def _padded(x: Tensor, dim: int, count: int, value: float) -> Tensor:
 def _own(x: Tensor, dim: int, rank: int, size: int) -> Tensor:
     runs = places(x.shape[dim], rank, size)
     return torch.cat([x.narrow(dim, run.start, len(run)) for run in runs], dim)
-
-
-def kept_positions(model: nn.Module) -> int | None:
-    """Return the last position before the first of a model's own `position_ids`, such as YOSO's and Nystromformer's;
-    None if these begin at 0."""
-    for module in model.modules():
-        numbers = getattr(module, "position_ids", None)
-        if isinstance(numbers, Tensor) and numbers.numel() and not numbers.is_meta and int(numbers.min()) > 0:
-            return int(numbers.min()) - 1
-    return None

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from accel.context import DistContext
 from accel.errors import AccelError, ConfigError
@@ -48,11 +48,20 @@ def _is_done(ctx: DistContext, view: ModelView) -> bool:
     return not ctx.position.opened or any("context" in prepared_of(module) for module in view.modules.values())
 
 
+def _computes_in_parts(ctx: DistContext, view: ModelView, models: Sequence[nn.Module]) -> bool:
+    """Return whether a user's module computes with parts of positions, around its models of transformers if it has
+    some. Its first call is proved."""
+    if not models:
+        return ctx.axis("pp").size == 1
+    is_plain = ctx.axis("pp").size == ctx.axis("tp").size == 1
+    return is_plain and view.model not in models and not any(map(out_of_reach, models))
+
+
 def _mixing(asked: PrepareCall) -> RefusedFact | None:
     """Find modules that mix positions and that no attention of accel replaces."""
     models = [each for _, each in transformers_models(asked.view.modules)]
-    if asked.ctx.axis("pp").size == 1 and not models:
-        return None  # all of it computes with parts of positions, and its first call is proved
+    if _computes_in_parts(asked.ctx, asked.view, models):
+        return None
     known = {id(module) for each in models for module in each.modules()}
     found = [name for name, each in asked.view.modules.items() if id(each) not in known and mixes(each)]
     if not found:
@@ -114,14 +123,15 @@ def _spread(ctx: DistContext, view: ModelView, options: ContextOptions, *, is_em
     plan_method(ctx, options.context)
     note_prepared(view.model, context=options.context)
     models = [each for _, each in transformers_models(view.modules)]
+    computes_in_parts = _computes_in_parts(ctx, view, models)
     for each in models:
         if out_of_reach(each):
             _use_parts(ctx, each)
         else:
             use_context_attention(ctx, each, options.context)
-    if not models and ctx.axis("pp").size == 1:
-        use_positions(ctx, view.model)
-    if models and ctx.is_main_process:
+    if computes_in_parts:
+        use_positions(ctx, view.model, inner=models)
+    elif models and ctx.is_main_process:
         _log_others(view, models)
     return view.model
 
@@ -163,8 +173,7 @@ class _GivenParts:
             others = (*SAMPLES, "labels", *(["attention_mask"] if has_samples else []))
             known = {name: each for name, each in known.items() if name not in others}
         check_inputs(known, self.ctx.axis("cp").size, has_positions=False)
-        if self.padding is not None and isinstance(known.get("position_ids"), Tensor):
-            check_first(self.ctx, known["position_ids"], self.padding)
+        check_first(self.ctx, known.get("position_ids"), self.padding)
 
 
 CONTEXT = Spread(

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from accel.context import DistContext
 from accel.errors import ConfigError, MissingExtraError
-from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import forward_names, written_class
 from accel.parallel.axes.context._attention import context_attention, whole_positions
 from accel.parallel.axes.context._checks import (
@@ -25,13 +24,14 @@ from accel.parallel.axes.context._checks import (
     check_packed,
     check_pair_inputs,
     has_relative_bias,
+    is_attention,
     mask_refused,
     numbers_positions,
     stacks_of,
     text_decoder,
 )
 from accel.parallel.axes.context._kernels import Masks
-from accel.parallel.axes.context._split import kept_positions, own_positions, places
+from accel.parallel.axes.context._split import own_positions, places, position_axis
 from accel.topology import ContextMethod
 
 NAME = "accel_context"  # of the attention, and of the keyword that carries the context to it
@@ -81,9 +81,11 @@ def use_context_attention(ctx: DistContext, model: Any, method: ContextMethod) -
         if text is not None and images is not None:
             _ = text.register_forward_pre_hook(images, with_kwargs=True)
         has_positions = "position_ids" in forward_names(stack)
-        for module in [each for each in stack.modules() if _drops_keywords(each)]:
-            _carry_context(module)
         for module in stack.modules():
+            if _drops_keywords(module):
+                _ = module.register_forward_pre_hook(_keep_context, with_kwargs=True)
+                for child in filter(is_attention, module.children()):
+                    _ = child.register_forward_pre_hook(_take_context, with_kwargs=True)
             if not has_positions and numbers_positions(module):
                 _ = module.register_forward_pre_hook(partial(_numbered, ctx), with_kwargs=True)
             if has_relative_bias(module) and "position_bias" in forward_names(module):
@@ -92,7 +94,7 @@ def use_context_attention(ctx: DistContext, model: Any, method: ContextMethod) -
 
 def _drops_keywords(module: nn.Module) -> bool:
     """Return whether a block takes keywords that it does not pass to its attention, as StableLM's does."""
-    if not any("Attention" in type(child).__name__ for child in module.children()):
+    if not any(map(is_attention, module.children())):
         return False
     forward = inspect.unwrap(cast(Any, written_class(module)).forward)
     kinds = {each.kind: name for name, each in inspect.signature(forward).parameters.items()}
@@ -103,33 +105,17 @@ def _drops_keywords(module: nn.Module) -> bool:
         return False
 
 
-class _Carries(Mixin, nn.Module):
-    """Stands before the class of a block that does not pass keywords on: its attention finds the context."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block's own forward, while its modules of attention have the context of this call."""
-        children = [vars(child) for child in self.children()]
-        for each in children:
-            each[NAME] = kwargs.get(NAME)
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            for each in children:
-                del each[NAME]
-
-
-def _carry_context(block: nn.Module) -> None:
-    """Pass the context from a block's keywords to its attention. Mutates the block."""
-    add_mixin([block], _Carries)
-    for child in block.children():
-        if "Attention" in type(child).__name__:
-            _ = child.register_forward_pre_hook(_take_context, with_kwargs=True)
+def _keep_context(block: nn.Module, _inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+    """Keep the context among a block's keywords for its modules of attention, as its hook."""
+    for child in filter(is_attention, block.children()):
+        vars(child)[NAME] = keywords.get(NAME)
 
 
 def _take_context(
     module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    call = vars(module).get(NAME)
+    """Take the context that a block has kept, as a hook of a module of attention."""
+    call = vars(module).pop(NAME, None)
     return inputs, dict(keywords) if call is None else {**keywords, NAME: call}
 
 
@@ -151,13 +137,12 @@ class _HandOn:
         known = {**dict(zip(self.names, inputs, strict=False)), **keywords}
         has_positions = "position_ids" in self.names
         check_inputs(
-            known, self.ctx.axis("cp").size, has_positions=has_positions, takes_samples=self.images is not None
+            known, position_axis(self.ctx).size, has_positions=has_positions, takes_samples=self.images is not None
         )
         is_decoder = known.get("encoder_hidden_states") is not None
         _FORWARD.masks = Masks(set(), set(), known.get("attention_mask") is not None)
         call = ContextCall(self.ctx, self.method, _FORWARD.masks, is_decoder=is_decoder)
-        if has_positions and self.padding is not None:
-            check_first(self.ctx, known["position_ids"], self.padding)
+        check_first(self.ctx, known.get("position_ids"), self.padding)
         # as in transformers: an order and no mask of the user's, or positions that begin anew are no documents
         if has_positions and self.is_causal and known.get("attention_mask") is None:
             positions = known["position_ids"]
@@ -205,7 +190,7 @@ class _Images:
         self.positions = None
         if positions is None:
             return inputs, dict(keywords)
-        rank, size = self.ctx.axis("cp")
+        rank, size = position_axis(self.ctx)
         whole = positions.shape[1] * size
         tensors = {name: each for name, each in keywords.items() if isinstance(each, Tensor) and each.ndim > 1}
         others = [name for name, each in tensors.items() if each.shape[1] == whole and name != "inputs_embeds"]
@@ -222,12 +207,15 @@ class _Images:
 
 
 def kept_for_padding(stack: nn.Module) -> int | None:
-    """Return the last position that a model's table keeps for padding, as RoBERTa's does; None for none."""
+    """Return the last position that a model keeps for padding, in its table as RoBERTa does or by the first of its own
+    `position_ids` as YOSO does; None for none."""
     for module in stack.modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
             padding = getattr(module, "padding_idx", None)
             return padding if isinstance(padding, int) else None
-    return kept_positions(stack)
+    numbers = [getattr(module, "position_ids", None) for module in stack.modules()]
+    firsts = [int(each.min()) for each in numbers if isinstance(each, Tensor) and each.numel() and not each.is_meta]
+    return next((first - 1 for first in firsts if first > 0), None)
 
 
 def _numbered(
@@ -250,13 +238,13 @@ def _biased(
 
 
 def _own_places(ctx: DistContext, own: int) -> Tensor:
-    rank, size = ctx.axis("cp")
-    return torch.cat([torch.arange(run.start, run.stop) for run in places(own * size, rank, size)])
+    rank, size = position_axis(ctx)
+    return own_positions(torch.arange(own * size), rank, size, 0)
 
 
 def _relative_bias(ctx: DistContext, module: Any, own: int) -> Tensor:
     """Return the bias of an attention's table, [1, heads, own, length], by its own `compute_bias`."""
-    rank, size = ctx.axis("cp")
+    rank, size = position_axis(ctx)
     runs = places(own * size, rank, size)
     return torch.cat([module.compute_bias(len(run), own * size, past_seen_tokens=run.start) for run in runs], 2)
 
@@ -271,8 +259,11 @@ def _ignored(ctx: DistContext, mask: Tensor) -> tuple[Tensor | None, Tensor]:
     return ignored if bool(whole.any()) else None, places
 
 
-def check_first(ctx: DistContext, position_ids: Tensor, padding: int) -> None:
-    """Raise `ConfigError` for positions that a table keeps for padding. A collective, and it syncs."""
+def check_first(ctx: DistContext, position_ids: Any, padding: int | None) -> None:
+    """Raise `ConfigError` for positions that a model keeps for padding. A collective, and it syncs, for a model that
+    keeps some."""
+    if padding is None or not isinstance(position_ids, Tensor):
+        return
     first = int(whole_positions(ctx, position_ids)[:, 0].min())
     if first <= padding:
         raise ConfigError(
@@ -369,7 +360,7 @@ def _attention(
     mask_mod = getattr(attention_mask, "mask_mod", None)  # of a BlockMask
     if attention_mask is not None:
         attention_mask = _with_all_keys(call.ctx, attention_mask, query, key)
-        if attention_mask.shape[-1] != key.shape[2] * call.ctx.axis("cp").size:
+        if attention_mask.shape[-1] != key.shape[2] * position_axis(call.ctx).size:
             raise mask_refused(attention_mask)
         if mask_mod is None:
             bias = attention_mask if bias is None else _joined(bias, attention_mask)
@@ -423,7 +414,7 @@ def _documents_of(call: ContextCall, module: nn.Module) -> Tensor | None:
     if not kinds or layer is None or kinds[layer] != "chunked_attention" or call.positions is None:
         return call.documents
     chunks = call.positions // config.attention_chunk_size  # type: ignore[union-attr]
-    whole = call.positions.shape[1] * call.ctx.axis("cp").size
+    whole = call.positions.shape[1] * position_axis(call.ctx).size
     return chunks if call.documents is None else call.documents * whole + chunks
 
 
@@ -433,7 +424,7 @@ def _whole_bias(
     """Return a bias of own queries and all keys, for one that a layer made of what it holds."""
     if crosses and not getattr(module, "has_relative_attention_bias", True):
         return None  # zeros
-    if not crosses and bias.shape[-1] == own * ctx.axis("cp").size:
+    if not crosses and bias.shape[-1] == own * position_axis(ctx).size:
         return bias
     if not crosses and has_relative_bias(module):
         return _relative_bias(ctx, module, own)

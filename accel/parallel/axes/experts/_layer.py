@@ -17,9 +17,8 @@ from torch.autograd.function import once_differentiable
 from accel.comm import exchanged, gathered, own_part
 from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin
-from accel.parallel._private import is_view
 from accel.parallel.axes.experts._expert_plan import EP
-from accel.tensors import is_dtensor
+from accel.tensors import is_dtensor, is_view
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -21,9 +21,9 @@ from accel.devices import autocast_dtype
 from accel.errors import PrepareError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import named_modules, note_module, notes_of
-from accel.parallel._private import is_view
 from accel.parallel.axes.experts._expert_plan import EP, LISTED
 from accel.parallel.axes.experts._layer import DispatchedTokens, Run, bring_back, dispatch_tokens, in_parts
+from accel.tensors import is_view
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -25,7 +25,6 @@ from accel.parallel._private import (
     forward_hooks,
     hook_count,
     hooks_with_keywords,
-    is_view,
     sequence_number,
     unchanged_version,
 )
@@ -33,6 +32,7 @@ from accel.parallel._record import ForwardRecord, Label, Leaf, UnitCall, place_o
 from accel.parallel.axes.pipeline._cut import Cut, StageCut
 from accel.parallel.axes.pipeline._work import Boundary, Work, boundary_of, check_shape, detachable, explained
 from accel.random import Key, rng_scope, torch_rng_scope
+from accel.tensors import is_view
 from accel.tree._walk import Containers
 
 _LAST = Boundary("float32", ())  # of a loss

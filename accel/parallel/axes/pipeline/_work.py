@@ -14,7 +14,7 @@ import torch
 from accel.comm import peer_error
 from accel.errors import AccelError, PeerError, StageError
 from accel.parallel._micro_batches import MicroBatch
-from accel.parallel._private import is_view
+from accel.tensors import is_view
 from accel.tree._walk import Containers
 
 _FORWARD_LINE = "Call torch.autograd.set_detect_anomaly(True) first: torch then prints the line of the forward."

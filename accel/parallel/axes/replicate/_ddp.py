@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, PrepareError
 from accel.parallel._empty import allocate_empty, make_room, move_model
-from accel.parallel._labels import label_parameters, let_step_alone_
+from accel.parallel._labels import label_parameters, let_step_alone_, note_replicas
 from accel.parallel._modules import unwrap_model, wrapped_name
-from accel.parallel._private import exchange_in, rebuild_buckets
 from accel.parallel._refused import ModelRefusal, PrepareCall, RefusedFact, check_sparse, refused
 from accel.parallel._spread import (
     ModelView,
@@ -72,7 +71,8 @@ class Replica(DistributedDataParallel):
         self.uses_all = not find_unused_parameters and not static_graph
         self.bare = self.uses_all and not options.get("device_ids")
         if any(has_wide_gradient(parameter) for _, parameter in self.exchanged):
-            exchange_in(self, torch.float32)
+            # all gradients are taken and exchanged in this dtype, from the next arrangement of buckets on
+            cast(Any, self).reducer._set_mixed_precision_param_dtype(torch.float32)
         self._has_buffers = bool(view.buffers)
         self._pending = PendingForward()
 
@@ -91,9 +91,13 @@ class Replica(DistributedDataParallel):
         if not self.bare or self.require_backward_grad_sync or buffers_due or torch.compiler.is_compiling():
             return super().forward(*inputs, **kwargs)  # pyright: ignore - torch leaves its type open
         if torch.is_grad_enabled():
-            rebuild_buckets(self)  # raises if the exchange before did not end
+            self.rebuild_buckets()  # raises if the exchange before did not end
         with _Running(self):
             return cast(Any, self).module(*inputs, **kwargs)
+
+    def rebuild_buckets(self) -> None:
+        """Arrange buckets as at a forward; a `RuntimeError` counts gradients that are awaited, "for rank N: ..."."""
+        cast(Any, self).reducer._rebuild_buckets()
 
     def _inside_ddp_forward(self) -> Any:
         """Mark the forward for torch.compile, without torch's own generator, which takes twice as long."""
@@ -189,6 +193,7 @@ def _replicate(ctx: DistContext, view: ModelView, options: ReplicateOptions) -> 
         _fix_buckets(replica, view)
     if hook is not None and not is_early:
         register_hook(replica, ctx.comm.group, hook)
+    note_replicas(view.parameters)
     return replica
 
 

@@ -283,5 +283,7 @@ def _problem(parameter: nn.Parameter) -> tuple[str, str]:
     if not parameter.is_contiguous():
         return f"strides {parameter.stride()}", "Make it contiguous: parameter.data = parameter.data.contiguous()."
     if has_hooks(parameter):
-        return "one with hooks, which its shards would not have", "Register them after prepare_model."
+        return "one with hooks, which its shards would not have", (
+            "After prepare_model: parameter.register_post_accumulate_grad_hook(hook)."
+        )
     return "", ""

@@ -309,11 +309,11 @@ class _Unit:
 
     def in_layouts(self, candidates: Sequence[Candidate], whole: set[str], outside: set[str]) -> _Found:
         """Layouts of whole parameters; none of modules that others read `outside`."""
-        listed = self._lists()
+        styled = self._styled()
         problem = ""
         fitting: list[Layouts] = []
         for layouts in candidates:
-            own = {name: each for name, each in layouts.items() if name.rpartition(".")[0] not in listed}
+            own = {name: each for name, each in layouts.items() if name.rpartition(".")[0] not in styled}
             if whole.isdisjoint(own) or any(name.rpartition(".")[0] in outside for name in own):
                 continue
             problem = problem or _misfit(own)
@@ -335,14 +335,9 @@ class _Unit:
                 wrongs.update(each.items())
         return _Found({}, chosen, problem, frozenset(wrongs))
 
-    def _lists(self) -> set[str]:
-        """Paths of lists of parameters, which others read, and of modules that styles divide."""
-        listed = {
-            path for path, each in named_modules(self._module) if isinstance(each, nn.ParameterList | nn.ParameterDict)
-        }
-        return listed | {
-            path for path, style in self._styles.items() if style not in ("replicated_local", "copy_input")
-        }
+    def _styled(self) -> set[str]:
+        """Paths of modules that styles divide."""
+        return {path for path, style in self._styles.items() if style not in ("replicated_local", "copy_input")}
 
     def _with_equal(self, layouts: Candidate) -> Candidate:
         """The layouts, and the same layouts for equal modules that this forward did not call, such as experts that no

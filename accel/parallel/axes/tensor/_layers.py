@@ -25,6 +25,7 @@ from accel.mixins import Mixin
 from accel.parallel._labels import name_of
 from accel.parallel._local import local_of
 from accel.parallel._modules import RANKS, KeepsParameters, forget, note_module, notes_of
+from accel.parallel._private import runs_in_backward
 from accel.parallel.axes.tensor._heads import with_own_heads
 from accel.parallel.axes.tensor._overlap import (
     copied_product,
@@ -123,6 +124,20 @@ class LocalParameters(KeepsParameters):
         finally:
             own["_parameters"] = stored
 
+    def __getattr__(self, name: str) -> Any:
+        """Return a local part in the place of a parameter that is read outside of the forward."""
+        value = cast(Any, super().__getattr__(name))  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        if isinstance(value, nn.Parameter) and self.is_read_local(value):
+            return self.parameters_here({name: value})[name]
+        return value
+
+    def is_read_local(self, parameter: nn.Parameter) -> bool:
+        """Return whether who reads a parameter outside of the forward gets its local part.
+
+        A backward does, as a checkpoint runs a method of the module again. `fully_shard` asks for what it has sharded.
+        """
+        return _is_along_one_axis(parameter) and runs_in_backward()
+
     def parameters_here(self, stored: Mapping[str, nn.Parameter | None]) -> dict[str, torch.Tensor | None]:
         """Return the tensors that forward uses in place of the parameters."""
         rule = self.accel_layer.rule
@@ -132,12 +147,9 @@ class LocalParameters(KeepsParameters):
 class ReadParameters(LocalParameters):
     """A module with parameters that others read without calling it."""
 
-    def __getattr__(self, name: str) -> Any:
-        """Return a plain tensor in the place of a parameter, for whoever asks."""
-        value = cast(Any, super().__getattr__(name))  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
-        if not is_dtensor(value) or value.device_mesh.ndim > 1:  # `fully_shard` asks for what it has sharded
-            return value
-        return local(value, self.accel_layer.rule)
+    def is_read_local(self, parameter: nn.Parameter) -> bool:
+        """Return whether `fully_shard` has not sharded it."""
+        return _is_along_one_axis(parameter)
 
 
 class ReadList(ReadParameters):
@@ -342,6 +354,10 @@ def _ranks_of_tokens(module: Any) -> SequenceRanks | None:
     """The ranks that share the tokens around a layer, while the model runs; None where each has all of them."""
     ranks: SequenceRanks | None = getattr(module, RANKS) if module.accel_layer.rule.tokens else None
     return ranks if ranks is not None and ranks.runs else None
+
+
+def _is_along_one_axis(parameter: torch.Tensor) -> bool:
+    return is_dtensor(parameter) and parameter.device_mesh.ndim == 1
 
 
 def local(parameter: torch.Tensor, rule: Rule) -> torch.Tensor:

@@ -73,12 +73,9 @@ class PartParameters(LocalParameters):
 
     accel_ranks: LayerRanks
 
-    def __getattr__(self, name: str) -> Any:
-        """Return a part in the place of a parameter that another module reads, while a region runs."""
-        value = cast(Any, super().__getattr__(name))  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
-        if not isinstance(value, nn.Parameter) or not self.accel_ranks.depth:
-            return value
-        return self.parameters_here({name: value})[name]
+    def is_read_local(self, parameter: nn.Parameter) -> bool:
+        """Return whether a region runs, in which another module may read a parameter."""
+        return self.accel_ranks.runs
 
     def parameters_here(self, stored: Mapping[str, nn.Parameter | None]) -> dict[str, Tensor | None]:
         """Return parts, after an exchange of rows where this rank computes with others than it stores."""

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from accel.comm import gathered_summed, scattered
 from accel.errors import TreeError
-from accel.parallel._private import is_view, runs_in_backward, without_subclasses
+from accel.parallel._private import runs_in_backward, without_subclasses
 from accel.parallel.axes.tensor._part_layers import LayerRanks
 from accel.parallel.axes.tensor._styles import Rule
 from accel.parallel.axes.tensor._trace import outputs_in
@@ -26,6 +26,7 @@ from accel.parallel.parts import PartTensor, Ranks, RowLayout, leave, make, plai
 from accel.parallel.parts._elementwise import changes
 from accel.parallel.parts._layout import cut_of, no_rule
 from accel.parallel.parts._part import Args, Named, name_of, own_rows, tensors_of, whole_rows, whole_shape
+from accel.tensors import is_view
 from accel.tree import map_tensors
 
 

@@ -318,7 +318,10 @@ class _Recorder(TorchFunctionMode):
 
 
 def _memory_of(tensor: Tensor) -> int:
-    return cast(Any, tensor.untyped_storage())._cdata
+    try:
+        return cast(Any, tensor.untyped_storage())._cdata
+    except NotImplementedError:  # torch.vmap batches it
+        return id(tensor)
 
 
 def _kind_of(module: nn.Module) -> str | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in files as a `WeightSource`: bytes straight to a tensor's memory, or in chunks that torch copies."""
+"""Tensors in files of weights: the headers of each format, and reads straight to a tensor's memory or in chunks."""
 
 from __future__ import annotations
 
@@ -7,16 +7,124 @@ import math
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 
-from accel.bigmodel._arguments import copy_in_range, dtype_of
+from accel.bigmodel._arguments import copy_in_range, dtype_of, dtypes, name_of
 from accel.bigmodel._describe import StoredTensor
-from accel.checkpoint._boxes import Box
-from accel.checkpoint._recipes import Strided, StridedPart, cut, file_order, is_contiguous, runs
-from accel.errors import ConfigError
+from accel.checkpoint._boxes import Box, Strided, StridedPart, cut, file_order, in_file, is_contiguous, runs
+from accel.checkpoint._manifest import Manifest
+from accel.checkpoint._retention import all_tensors
+from accel.errors import CheckpointError, ConfigError
 from accel.errors._checks import did_you_mean
-from accel.storage import CHUNK, PAGE, ByteRanges, LocalRanges, Passed, Wanted
+from accel.storage import CHUNK, PAGE, ByteRanges, Header, LocalRanges, Passed, Wanted, fetch_header
+from accel.tensors import fake_mode
+
+
+def safetensors_in(ranges: ByteRanges, name: str, where: str) -> dict[str, Strided]:
+    """Return the tensors of a safetensors file, in the order of their bytes."""
+    header = _header(ranges, name, where)
+    known = dtypes()
+    found: dict[str, Strided] = {}
+    for key, entry in header.tensors.items():
+        if entry.dtype not in known:
+            problem = f"{key!r} has the dtype {entry.dtype}"
+            raise CheckpointError(problem, expected=", ".join(sorted(known)), where=where)
+        start = header.end + entry.data_offsets[0]
+        found[key] = in_file(entry.dtype, entry.shape, known[entry.dtype].itemsize, name, start)
+    return found
+
+
+def pickled_in(path: Path) -> dict[str, Strided]:
+    """Return the tensors of a file of torch.save, which is read as weights only: no code of it runs.
+
+    Raises `CheckpointError` for other content, and for the format before torch 1.6.
+    """
+    try:
+        with fake_mode():
+            loaded = torch.load(path, weights_only=True)
+    except Exception as error:  # whatever torch raises for other files
+        fix = "Load it where you trust it, and save its tensors as safetensors."
+        raise CheckpointError("cannot be read as weights", got=str(error), where=str(path), fix=fix) from error
+    if not isinstance(loaded, Mapping):
+        raise CheckpointError("no weights by name", got=type(loaded).__name__, where=str(path))
+    found: dict[str, Strided] = {}
+    for name, tensor in cast("Mapping[Any, Any]", loaded).items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            got = f"{type(tensor).__name__} under {name!r}"
+            fix = "Save only its state dict: torch.save(torch.load(path, weights_only=True)[name], path)."
+            fix = fix if isinstance(tensor, Mapping) else "Save only its tensors, by name."
+            raise CheckpointError(
+                "the value does not map names to weights", expected="a state dict", got=got, where=str(path), fix=fix
+            )
+        found[name] = _in_storage(name, tensor, path)
+    return found
+
+
+def checkpoint_tensors(ranges: ByteRanges, manifest: Manifest, where: str) -> dict[str, Strided]:
+    """Return the tensors of a checkpoint's item `model`, or of its only module, by their names in the module."""
+    headers = {name: _header(ranges, name, f"{where}/{name}") for name in manifest.files}
+    prefix = f"{_module_of(manifest, where)}."
+    found: dict[str, Strided] = {}
+    for name, entry in all_tensors(manifest).items():
+        if not name.startswith(prefix):
+            continue
+        dtype = getattr(torch, entry.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"tensor {name!r} has the unknown dtype {entry.dtype!r}", where=where)
+        stored = manifest.aliases.get(name, name)
+        parts: list[StridedPart] = []
+        for piece in entry.pieces:
+            header = headers[piece.file]
+            if stored not in header.tensors:
+                raise CheckpointError(f"{piece.file}: tensor {stored!r} is missing", where=where)
+            start, stop = header.tensors[stored].data_offsets
+            part = in_file("", piece.shape, dtype.itemsize, piece.file, header.end + start).parts[0]
+            if piece.box.size * dtype.itemsize != stop - start:
+                raise CheckpointError(f"{piece.file}: tensor {stored!r} is not what the manifest lists", where=where)
+            parts.append(StridedPart(part.file, part.start, Box(piece.offset, piece.shape), part.strides))
+        found[name.removeprefix(prefix)] = Strided(name_of(dtype), entry.shape, tuple(parts))
+    return found
+
+
+def _header(ranges: ByteRanges, name: str, where: str) -> Header:
+    return fetch_header(partial(ranges.read_bytes, name), ranges.sizes[name], where)
+
+
+def _in_storage(name: str, tensor: torch.Tensor, path: Path) -> Strided:
+    start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    if start is None:
+        raise CheckpointError(
+            "a file of torch.save as before torch 1.6",
+            where=str(path),
+            fix="Write it anew: torch.save(torch.load(path, weights_only=True), path).",
+        )
+    itemsize = tensor.element_size()
+    strides = tuple(stride * itemsize for stride in tensor.stride())
+    box = Box((0,) * tensor.dim(), tuple(tensor.shape))
+    part = StridedPart(path.name, start + tensor.storage_offset() * itemsize, box, strides)
+    try:
+        return Strided(name_of(tensor.dtype), tuple(tensor.shape), (part,) if tensor.numel() else ())
+    except ConfigError as error:
+        raise CheckpointError(f"{name!r}: {error.problem}", got=error.got, where=str(path)) from error
+
+
+def _module_of(manifest: Manifest, where: str) -> str:
+    modules: list[str] = [name for name, item in manifest.items.items() if item.kind == "module"]
+    if "model" in modules:
+        return "model"
+    if len(modules) != 1:
+        raise ConfigError(
+            "which module of the checkpoint is meant",
+            expected="an item `model`, or a single module",
+            got=", ".join(modules) or "no module",
+            where=where,
+            fix="Load the item by accel.load_state.",
+        )
+    return modules[0]
+
 
 _LARGE = 1 << 20  # from here on memory has separate pages
 _OWN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

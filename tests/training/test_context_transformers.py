@@ -705,15 +705,18 @@ SCORES = (last_position, each_position, mean_of_positions, last_added, convolved
 
 
 @pytest.mark.parametrize(
-    ("score", "strategy"),
+    ("score", "strategy", "mesh"),
     [
-        *((each, "ddp") for each in SCORES),
-        pytest.param(last_position, "fsdp", marks=pytest.mark.slow),
+        (last_position, "ddp", "cp=2"),
+        (each_position, "ddp", "cp=2"),
+        *(pytest.param(each, "ddp", "cp=2", marks=pytest.mark.slow) for each in SCORES[2:]),
+        pytest.param(last_position, "fsdp", "cp=2", marks=pytest.mark.slow),
+        *(pytest.param(each, "ddp", "cp=2,tp=2", marks=pytest.mark.slow) for each in SCORES),
     ],
     ids=lambda each: getattr(each, "__name__", each),
 )
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
-def test_a_head_of_the_users_own_sees_all_positions(ranks: Simulator, score: Any, strategy: Any) -> None:
+def test_a_head_of_the_users_own_sees_all_positions(ranks: Simulator, score: Any, strategy: Any, mesh: str) -> None:
     """Code that works on positions one by one gets own positions, plain, and other code gets parts."""
     ids, labels, at = IDS[0], IDS[0] % 3, torch.arange(LENGTH).expand(4, -1)
     alone = Scored(score)
@@ -721,7 +724,7 @@ def test_a_head_of_the_users_own_sees_all_positions(ranks: Simulator, score: Any
     expected.square().sum().backward()
 
     def rank(ctx: accel.DistContext) -> tuple[bool, float]:
-        ctx = accel.replace(ctx, mesh="cp=2", strategy=strategy)
+        ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
         model = accel.prepare_model(ctx, Scored(score))
         inner: Any = accel.unwrap_model(model)
         part = accel.parallel.split_sequence(ctx, {"ids": ids, "labels": labels}, shift=())
@@ -744,7 +747,7 @@ def test_a_head_of_the_users_own_sees_all_positions(ranks: Simulator, score: Any
             )
         return inner.gets_parts, max(off)
 
-    for gets_parts, off in ranks.run(rank, 2, default_group=True):
+    for gets_parts, off in ranks.run(rank, 4 if "tp" in mesh else 2, default_group=True):
         assert gets_parts == (score is not each_position)
         assert off < 1e-6  # norms and rotations are float32 inside
 
@@ -763,7 +766,7 @@ class Returned(nn.Module):
         return (out.loss, out.logits[:, -1]) if self.scores_last else out
 
 
-@pytest.mark.parametrize("scores_last", [False, True])
+@pytest.mark.parametrize("scores_last", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_loss_of_the_own_tokens_is_returned_as_it_is(ranks: Simulator, scores_last: bool) -> None:
     last = make_llama()(IDS[0]).logits[:, -1].detach()
 
@@ -784,18 +787,21 @@ def test_a_loss_of_the_own_tokens_is_returned_as_it_is(ranks: Simulator, scores_
     assert max(ranks.run(rank, 2, default_group=True)) < 1e-5
 
 
-def test_a_head_beside_tensor_parallelism_is_named_as_it_gets_own_positions(
+def test_a_head_on_scores_of_a_models_own_is_named_as_it_gets_own_positions(
     ranks: Simulator, caplog: pytest.LogCaptureFixture
 ) -> None:
+    config = transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=16, n_layer=1, n_head=2)
+    made = nn.ModuleDict({"body": transformers.BloomModel(config), "head": nn.Linear(16, 1)})
+
     def rank(ctx: accel.DistContext) -> None:
-        _ = accel.prepare_model(accel.replace(ctx, mesh="cp=2,tp=2"), Scored(last_position))
+        _ = accel.prepare_model(accel.replace(ctx, mesh="cp=2"), copy.deepcopy(made))
 
     with caplog.at_level("WARNING", "accel.parallel"):
-        ranks.run(rank, 4, default_group=True)
+        ranks.run(rank, 2, default_group=True)
     said = [each.getMessage() for each in caplog.records if "own positions" in each.getMessage()]
-    assert said == [
-        "Scored gets own positions of its model of transformers along cp: head may work on positions one by one alone"
-    ]
+    (line,) = said
+    assert line.startswith("ModuleDict gets own positions")
+    assert "head may work on positions one by one alone" in line
 
 
 def test_models_of_one_context_have_one_method(ranks: Simulator) -> None:

@@ -79,6 +79,8 @@ def rows_in(tree: Any) -> Any:
 class RowsTensor(Tensor):
     """A part of positions, or of this rank's rows of a nested part, which a rule takes for a plain tensor."""
 
+    takes_collectives = True
+
     rows: PartTensor
 
     @classmethod

@@ -8,7 +8,6 @@ from typing import Any
 
 from accel.parallel.parts import (
     _attention,
-    _collectives,
     _contractions,
     _convolutions,
     _elementwise,
@@ -25,7 +24,6 @@ RULES: Mapping[str, Rule] = {
     **_reductions.RULES,
     **_contractions.RULES,
     **_convolutions.RULES,
-    **_collectives.RULES,
     **_attention.RULES,
     **_indexing.RULES,
 }

@@ -51,10 +51,7 @@ def _is_done(ctx: DistContext, view: ModelView) -> bool:
 def _computes_in_parts(ctx: DistContext, view: ModelView, models: Sequence[nn.Module]) -> bool:
     """Return whether a user's module computes with parts of positions, around its models of transformers if it has
     some. Its first call is proved."""
-    if not models:
-        return ctx.axis("pp").size == 1
-    is_plain = ctx.axis("pp").size == ctx.axis("tp").size == 1
-    return is_plain and view.model not in models and not any(map(out_of_reach, models))
+    return ctx.axis("pp").size == 1 and view.model not in models and not any(map(out_of_reach, models))
 
 
 def _mixing(asked: PrepareCall) -> RefusedFact | None:

@@ -23,7 +23,7 @@ from accel.errors import PrepareError
 from accel.parallel.axes.context._positions import PositionRanks, whole_of
 from accel.parallel.axes.tensor._part_layers import NestedRanks
 from accel.parallel.axes.tensor._styles import Rule
-from accel.parallel.parts import PartTensor, RowLayout, make, rows_of
+from accel.parallel.parts import NoRuleError, PartTensor, RowLayout, make, rows_of
 from accel.parallel.parts._layout import RowCut, even
 from accel.parallel.parts._nested import NestedPart
 from accel.tensors import is_dtensor
@@ -116,6 +116,8 @@ def test_rules_of_both_axes_compose(ranks: Simulator, function: Callable[[Tensor
         assert isinstance(inside, NestedPart)
         assert inside.shape == (2, TOKENS, WIDTH)
         assert inside.rows.shape == (2, TOKENS, WIDTH // 2)
+        with pytest.raises(NoRuleError, match="tp divide too"):  # for a model in the forward that takes own positions
+            _ = along_cp.left(inside)
         found = functional.linear(inside, parts[1])
         assert type(found) is PartTensor
         assert found.ranks is along_cp

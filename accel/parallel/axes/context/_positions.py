@@ -224,7 +224,9 @@ class SelectedTensor(PartTensor):
     version: float  # of `base` when it was gathered
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: _Args = (), kwargs: _Named | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: _Args = (), kwargs: _Named | None = None, scope: object = None
+    ) -> Any:
         name = name_of(func)
         target = args[0] if args else None
         named_ones = dict(kwargs or {})

@@ -118,6 +118,8 @@ def test_rules_of_both_axes_compose(ranks: Simulator, function: Callable[[Tensor
         assert inside.rows.shape == (2, TOKENS, WIDTH // 2)
         with pytest.raises(NoRuleError, match="tp divide too"):  # for a model in the forward that takes own positions
             _ = along_cp.left(inside)
+        with pytest.raises(NoRuleError, match="two models"):
+            _ = inside + make(inside, inside.division, NestedRanks(cast(Any, layer)))
         found = functional.linear(inside, parts[1])
         assert type(found) is PartTensor
         assert found.ranks is along_cp

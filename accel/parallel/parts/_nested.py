@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from accel.parallel._private import without_subclasses
-from accel.parallel.parts._layout import RowLayout
+from accel.parallel.parts._layout import RowLayout, no_rule
 from accel.parallel.parts._part import Args, Named, PartTensor, Ranks
 
 
@@ -39,7 +39,9 @@ class NestedPart(PartTensor):
     def __torch_function__(  # pyright: ignore[reportImplicitOverride]
         cls, func: Any, types: Any, args: Args = (), kwargs: Named | None = None, scope: object = None
     ) -> Any:
-        ranks = next(each.ranks for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, NestedPart))
+        ranks, *others = [each.ranks for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, NestedPart)]
+        if any(each is not ranks for each in others):
+            raise no_rule("parts of two models")
         if ranks.in_rule:
             return _on_rows(func, args, kwargs or {})
         given, named = pytree.tree_map_only(PartTensor, _seen, (tuple(args), dict(kwargs or {})))

@@ -85,9 +85,41 @@ def with_dropout(x: Tensor, weight: Tensor) -> Tensor:
     return functional.gelu(first) * second
 
 
-@pytest.mark.parametrize(
-    "function", [by_hand, by_torch, by_einsum, in_place, over_positions, with_dropout], ids=lambda each: each.__name__
-)
+def over_features(x: Tensor, weight: Tensor) -> Tensor:
+    """Norms that sum over features of all ranks along tp."""
+    first, second, _ = functional.linear(x, weight).chunk(3, -1)
+    return functional.layer_norm(first, (WIDTH,)) + second * torch.rsqrt(second.square().mean(-1, keepdim=True) + 1e-5)
+
+
+def linear_attention(x: Tensor, weight: Tensor) -> Tensor:
+    q, k, v = heads_of(x, weight)
+    q, k = functional.elu(q) + 1, functional.elu(k) + 1
+    return merged(q @ (k.transpose(-1, -2) @ v) / (q @ k.sum(2, keepdim=True).transpose(-1, -2)))
+
+
+def written(x: Tensor, weight: Tensor) -> Tensor:
+    """Writes to some positions, and to some features of each head."""
+    first, second, _ = functional.linear(x, weight).chunk(3, -1)
+    first = first.clone()
+    first[:, 0] += second[:, 1]
+    first[:, 2:4] = 0.5
+    heads = first.view(2, x.shape[1], HEADS, -1)
+    heads[..., 0] *= 2
+    return first
+
+
+def reordered(x: Tensor, weight: Tensor) -> Tensor:
+    first, second, third = functional.linear(x, weight).chunk(3, -1)
+    at = torch.arange(x.shape[1]).flip(0)
+    index = at[None, :, None].expand(2, -1, WIDTH)
+    return first.gather(1, index) + second.index_select(1, at) * third[torch.arange(2)[:, None], at[None]]
+
+
+ATTENTIONS = (by_hand, by_torch, by_einsum, linear_attention)
+FUNCTIONS = (*ATTENTIONS, in_place, over_positions, with_dropout, over_features, written, reordered)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda each: each.__name__)
 def test_rules_of_both_axes_compose(ranks: Simulator, function: Callable[[Tensor, Tensor], Tensor]) -> None:
     draw = torch.Generator().manual_seed(0)
     x, weight, out = (

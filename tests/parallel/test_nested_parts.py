@@ -303,12 +303,16 @@ class Direct(nn.Module):
         return found
 
 
-def run_direct(ctx: accel.DistContext, mesh: str, method: Any, terms: str) -> tuple[dict[str, Tensor], float]:
+def run_direct(
+    ctx: accel.DistContext, mesh: str, method: Any, terms: str, *, compiles: bool = False
+) -> tuple[dict[str, Tensor], float]:
     ctx = accel.replace(ctx, mesh=mesh)
     with accel.seeding.seeded(ctx, 0):
         model: nn.Module = Direct(ctx, method, terms).double()
         x = torch.randn(2, TOKENS, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     model, optimizer = accel.prepare(ctx, model, adam_of(model), example=[x])
+    if compiles:
+        model = accel.compile_model(model, backend="aot_eager")
     run = ByState(ctx)
     run.begin()
     with run.accumulate(model):
@@ -328,6 +332,18 @@ def test_attention_across_ranks_takes_own_heads(ranks: Simulator, method: str, t
     for found, share in ranks.run(lambda ctx: run_direct(ctx, MESH, method, terms), 4, default_group=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
         assert share > 0.9
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_with_attention_across_ranks_is_compiled_around_it(ranks: Simulator) -> None:
+    """Its tensors are parts of heads alone, as without cp."""
+    expected = run_direct(accel.single(), "", "ring", "documents")[0]
+
+    def rank(ctx: accel.DistContext) -> dict[str, Tensor]:
+        return run_direct(ctx, MESH, "ring", "documents", compiles=True)[0]
+
+    for found in ranks.run(rank, 4, default_group=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 class Reads(nn.Module):

@@ -23,6 +23,7 @@ from accel.parallel.parts._part import (
     make,
     named,
     own_rows,
+    plain_of,
     ranks_of,
     whole_shape,
 )
@@ -62,10 +63,11 @@ def across_positions(func: Any, args: Args, kwargs: Named) -> Any:
     if layout is not None and layout.dim != 1:
         raise no_rule("of a dimension other than heads")
     if len(own) > 3:
-        given["attn_mask"] = own.pop()
+        given["attn_mask"] = plain_of(own.pop())
     if (sinks := given["sinks"]) is not None:
-        given["sinks"] = entered(sinks, ranks) if layout is None else own_rows(sinks, 0, layout.cut, ranks)
-    return make(func(ctx, *own, **given), layout, ranks)
+        rows = entered(sinks, ranks) if layout is None else own_rows(sinks, 0, layout.cut, ranks)
+        given["sinks"] = plain_of(rows)
+    return make(func(ctx, *map(plain_of, own), **given), layout, ranks)
 
 
 def _by_heads(tensors: list[Tensor], ranks: Ranks, *, is_grouped: bool) -> tuple[list[Tensor], RowLayout | None]:

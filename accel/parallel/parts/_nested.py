@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from accel.parallel._modules import RANKS
 from accel.parallel._private import without_subclasses
 from accel.parallel.parts._layout import RowLayout, no_rule
 from accel.parallel.parts._part import Args, Named, PartTensor, Ranks
@@ -66,6 +67,14 @@ def nested(rows: Tensor, layout: RowLayout | None, ranks: Ranks) -> NestedPart:
     part.division = layout
     part.ranks = ranks
     return part
+
+
+def hold_plain_rows(model: nn.Module) -> None:
+    """Let parts in a model's forward have plain rows, as no tensor there is a part of positions. Mutates its ranks."""
+    for each in model.modules():
+        ranks: Ranks | None = vars(each).get(RANKS)
+        if ranks is not None and ranks.nests:
+            ranks.nests = False
 
 
 def entered_rows(tensor: Tensor, enter: Callable[[Tensor], Tensor]) -> Tensor:

@@ -36,6 +36,7 @@ from accel.parallel.axes.context._split import (
     own_positions,
 )
 from accel.parallel.parts import NoRuleError, PartTensor, plain_of, rows_of
+from accel.parallel.parts._nested import hold_plain_rows
 from accel.parallel.parts._part import tensors_of
 from accel.random import isolated_rng
 from accel.tensors import is_dtensor
@@ -111,7 +112,6 @@ class _Positions:
         is_proved: whether a call was compared with one of all positions.
         crosses: whether the model calls `context_attention` itself, and gets own positions as they are.
         is_running: whether a forward of the model runs.
-        is_compiled: whether torch compiles a part of the model, which runs as it is.
         guards: hooks that refuse separate calls of parts of the model.
     """
 
@@ -126,7 +126,6 @@ class _Positions:
         self.is_proved = False
         self.crosses = False
         self.is_running = False
-        self.is_compiled = False
         self.guards: list[RemovableHandle] = []
 
     @untraced
@@ -142,6 +141,7 @@ class _Positions:
             if not self.is_proved:
                 self._prove(module, forward, given, is_traced=is_traced)
             if self.crosses:
+                hold_plain_rows(module)
                 return forward(*given.inputs, **given.keywords)
             inputs, keywords = self._parts_of(given, self.dim)
             run_eagerly(module)  # and in a backward that computes blocks again
@@ -231,9 +231,9 @@ class _Positions:
                 self.guard([] if self.crosses else [each for each in self.ranks.across if each is not module])
                 if not self.crosses:
                     note_attention(self.ctx)  # or no position needs another
-                    self.is_compiled = any(is_compiled(each) for each in module.modules())
+                    compiled = any(is_compiled(each) for each in module.modules())
                     if self.ctx.is_main_process:
-                        self._log(module, is_compiled=self.is_compiled or is_traced)
+                        self._log(module, is_compiled=compiled or is_traced)
                 self.is_proved = True
                 self.dim = dim
                 return

@@ -49,11 +49,14 @@ class LayerRanks(Ranks):
 
 
 class NestedRanks(LayerRanks):
-    """The ranks of a layer's group on a mesh with cp, where tensors may be parts of positions too."""
+    """The ranks of a layer's group on a mesh with cp, where tensors may be parts of positions too, unless
+    `hold_plain_rows` says that none is."""
 
-    __slots__ = ()
+    __slots__ = ("nests",)
 
-    nests = True
+    def __init__(self, layer: Layer) -> None:
+        super().__init__(layer)
+        self.nests = True
 
     def nested(self, rows: Tensor, layout: RowLayout | None) -> PartTensor:
         """Return this rank's rows of a tensor, plain or a part of positions, as a part."""
@@ -65,6 +68,8 @@ class NestedRanks(LayerRanks):
 
     def returned(self, rule: Rule, output: Any) -> Any:
         """Return what a module of a rule gives back: tensors that ranks along tp do not divide."""
+        if not self.nests:
+            return super().returned(rule, output)
         return rows_in(pytree.tree_map_only(NestedPart, leave, output))
 
 

@@ -265,7 +265,8 @@ def _spread(ctx: DistContext, view: ModelView, options: TensorOptions, *, is_emp
             module.register_parameter(name, made[id(whole)])
     for root in (inner, *_stage_views(inner)):
         own = {path: rule for path, rule in rules.items() if root is inner or _is_copied(root, inner, path)}
-        install(root, own, lambda rule: Layer(rule, mesh), nests=ctx.axis("cp").size > 1)
+        nests = ctx.axis("cp").size > 1 == ctx.axis("pp").size  # stages compute with plain positions
+        install(root, own, lambda rule: Layer(rule, mesh), nests=nests)
     use_rank_streams(inner, rules, Streams(mesh.get_local_rank(), ctx.device))
     guard_pairs(inner, pairs, patterns_of(pairs, styles))
     for module in view.inner.modules.values():

@@ -787,19 +787,61 @@ def test_a_loss_of_the_own_tokens_is_returned_as_it_is(ranks: Simulator, scores_
     assert max(ranks.run(rank, 2, default_group=True)) < 1e-5
 
 
-def test_a_head_on_scores_of_a_models_own_is_named_as_it_gets_own_positions(
+class OnBloom(nn.Module):
+    """A head on a model that computes its own scores."""
+
+    def __init__(self, *, reads_last: bool) -> None:
+        super().__init__()
+        self.reads_last = reads_last
+        config = transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=16, n_layer=1, n_head=2)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.body = transformers.BloomModel(config).double()
+            self.head = nn.Linear(16, 3).double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.body(ids).last_hidden_state
+        return self.head(hidden[:, -1] if self.reads_last else hidden)
+
+
+@pytest.mark.parametrize("reads_last", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_head_on_scores_of_a_models_own_sees_all_positions(ranks: Simulator, reads_last: bool) -> None:
+    alone = OnBloom(reads_last=reads_last)
+    expected = alone(IDS[0])
+    expected.square().sum().backward()
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        part = accel.parallel.split_sequence(ctx, {"ids": IDS[0]})
+        inner: Any = accel.unwrap_model(accel.prepare_model(ctx, OnBloom(reads_last=reads_last)))
+        assert inner.body(part["ids"]).last_hidden_state.shape == (4, LENGTH // 2, 16)  # may be called alone
+        out = inner(part["ids"])
+        wanted = expected.detach()
+        if not reads_last:
+            wanted = accel.parallel.split_sequence(ctx, {"out": wanted}, shift=())["out"]
+        (out.square().sum() / (2 if reads_last else 1)).backward()
+        off = [float((out.detach() - wanted).abs().max())]
+        for mine, whole in zip(inner.parameters(), alone.parameters(), strict=True):
+            assert whole.grad is not None
+            off.append(float((accel.reduce(ctx, mine.grad) - whole.grad).abs().max()))
+        return max(off)
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-9
+
+
+def test_a_head_on_a_model_of_images_is_named_as_it_gets_what_this_returns(
     ranks: Simulator, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=16, n_layer=1, n_head=2)
-    made = nn.ModuleDict({"body": transformers.BloomModel(config), "head": nn.Linear(16, 1)})
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    body = transformers.ViTModel(transformers.ViTConfig(image_size=8, patch_size=4, **sizes))
+    made = nn.ModuleDict({"body": body, "head": nn.Linear(16, 1)})
 
     def rank(ctx: accel.DistContext) -> None:
         _ = accel.prepare_model(accel.replace(ctx, mesh="cp=2"), copy.deepcopy(made))
 
     with caplog.at_level("WARNING", "accel.parallel"):
         ranks.run(rank, 2, default_group=True)
-    said = [each.getMessage() for each in caplog.records if "own positions" in each.getMessage()]
-    (line,) = said
+    (line,) = [each.getMessage() for each in caplog.records if "own positions" in each.getMessage()]
     assert line.startswith("ModuleDict gets own positions")
     assert "head may work on positions one by one alone" in line
 

@@ -160,6 +160,8 @@ def passage(func: Any, args: Args, kwargs: Named) -> Any:
     """A collective of ranks along another axis, which exchanges no rows of the divided dimension."""
     part, by, group = part_of(func, args), args[1], args[2]
     layout = part.division
+    if group is part.ranks.group:
+        raise no_rule("of the ranks that hold the parts")
     exchanges = by.kind not in ("copied", "summed")
     if layout is not None and exchanges and by.dim % part.dim() == layout.dim:
         raise no_rule(f"{by.kind} along the divided dimension")

@@ -19,9 +19,8 @@ from accel.devices import wide_dtype
 from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._copies import WideMode, gradients_of
-from accel.parallel._modules import note_module, notes_of, written_class
+from accel.parallel._modules import note_module, notes_of, sharded_roots, written_class
 from accel.parallel._private import called_eagerly, is_compiled, is_of_inputs, run_eagerly, runs_in_backward, untraced
-from accel.parallel._sharded import sharded_roots
 from accel.parallel.axes.context._attention import whole_positions
 from accel.parallel.axes.context._checks import refuse_reentrant
 from accel.parallel.axes.context._inner import InnerModels, listed

@@ -22,9 +22,7 @@ from accel.context import group_of
 from accel.errors import PrepareError
 from accel.parallel.axes.context._positions import PositionRanks, whole_of
 from accel.parallel.axes.tensor._part_layers import NestedRanks
-from accel.parallel.axes.tensor._styles import Rule
-from accel.parallel.parts import NoRuleError, PartTensor, RowLayout, make, rows_of
-from accel.parallel.parts._layout import RowCut, even
+from accel.parallel.parts import NoRuleError, PartTensor, RowCut, RowLayout, make, rows_of
 from accel.parallel.parts._nested import NestedPart
 from accel.tensors import is_dtensor
 from accel.testing import Simulator
@@ -134,9 +132,9 @@ def test_rules_of_both_axes_compose(ranks: Simulator, function: Callable[[Tensor
         ctx = accel.replace(ctx, mesh=MESH)
         _ = accel.parallel.split_sequence(ctx, {"x": x})
         along_cp = PositionRanks(ctx)
-        layer = SimpleNamespace(group=group_of(ctx, "tp"), rule=Rule(style="replicated"))
+        layer = SimpleNamespace(group=group_of(ctx, "tp"))
         along_tp = NestedRanks(cast(Any, layer))
-        layouts = [RowLayout(0, PACKED), RowLayout(1, even(WIDTH, 2))]
+        layouts = [RowLayout(0, PACKED), RowLayout(1, RowCut(1, ((WIDTH, 2),)))]
         own = [
             each.index_select(layout.dim, torch.tensor(rows_of(layout.cut, along_tp.rank, 2))).requires_grad_()
             for each, layout in zip((weight, out), layouts, strict=True)

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
+from accel.errors import AccelError
+
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
     from torch.distributed.device_mesh import DeviceMesh
@@ -139,6 +141,26 @@ def called_eagerly(module: nn.Module) -> Generator[None]:
             attributes[REGION] = region
         for each, call in zip(compiled, calls, strict=True):
             each._compiled_call_impl = call
+
+
+def run_eagerly(module: nn.Module) -> None:
+    """Let a module and all in it run as they are from now on, if torch compiles some. Mutates them."""
+    if contains_compiled(module):
+        for each in module.modules():
+            if is_compiled(each):
+                cast(Any, each)._compiled_call_impl = None
+            _ = vars(each).pop(REGION, None)
+
+
+def mixes_dtensors(error: Exception) -> bool:
+    """Return whether an error is torch's of a function with a plain tensor and a DTensor."""
+    return isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error)
+
+
+def is_of_inputs(error: Exception) -> bool:
+    """Return whether a function may have raised an error for the shapes or the kind of its tensors, except DTensors."""
+    is_known = isinstance(error, RuntimeError | ValueError | TypeError | IndexError)
+    return is_known and not isinstance(error, AccelError) and not mixes_dtensors(error)
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ they are not compared; a model that a checkpoint was loaded into compares its ne
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import struct
@@ -25,6 +26,7 @@ from accel.devices import wide_dtype
 from accel.errors import DataError, PrepareError, TreeError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import is_pipelined, note_prepared, prepared_of
+from accel.parallel._private import mixes_dtensors
 from accel.parallel._spread import ModelView
 from accel.tensors import mesh_of, split_dims
 from accel.topology import Dimension, dimension_of
@@ -126,15 +128,15 @@ class _Compared(Mixin, nn.Module):
         try:
             return super().__call__(*args, **kwargs)
         except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" in str(error):
+            if mixes_dtensors(error):
                 raise _read_without_call(error) from error
             raise
 
 
 def _read_without_call(error: Exception) -> PrepareError:
     """The error of a forward that reads parameters of modules on a mesh with tp, with its line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    others = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    frames = traceback.extract_tb((error.__cause__ or error).__traceback__)  # a cause that ranks have shared
+    others = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__)
     own = [each for each in frames if not each.filename.startswith(others)]
     line = f"line {own[-1].lineno} of {own[-1].filename}, {own[-1].line}" if own else str(error)
     return PrepareError(

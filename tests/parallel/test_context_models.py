@@ -261,6 +261,24 @@ def test_a_compiled_model_computes_uncompiled_and_says_so(
     ]
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_blocks_are_computed_again_uncompiled(ranks: Simulator) -> None:
+    (entry,) = [each for each in MODELS if each.name == "nano_gpt"]
+    ids = entry.batch(5, 3, LENGTH).inputs
+    plain = entry.make()
+    called(plain, ids).square().sum().backward()
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.checkpoint_activations(accel.prepare_model(ctx, entry.make()))
+        model = accel.compile_model(model, "repeated", backend="aot_eager")
+        called(model, cut(ctx, ids)).square().sum().backward()
+        pairs = zip(accel.unwrap_model(model).parameters(), plain.parameters(), strict=True)
+        return max(float((accel.reduce(ctx, mine.grad) - want.grad).abs().max()) for mine, want in pairs)
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-10
+
+
 class Failing(nn.Module):
     """Fails on one rank, in the way and at the place of the test's case."""
 

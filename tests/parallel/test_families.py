@@ -50,6 +50,9 @@ import accel
         pytest.param("Switch Transformers", "cp=2", marks=pytest.mark.slow),  # masks of keys alone, experts left out
         pytest.param("T5Gemma", "cp=2", marks=pytest.mark.slow),  # positions of two sequences, windows around each
         pytest.param("nn.Transformer", "cp=2", marks=pytest.mark.slow),  # torch's attention
+        pytest.param("T5", "tp=2,cp=2", marks=pytest.mark.slow),  # relative positions of own heads, at own positions
+        pytest.param("CodeGen", "tp=2,cp=2", marks=pytest.mark.slow),  # scores of its own, of groups of packs
+        pytest.param("LLaVA", "tp=2,cp=2", marks=pytest.mark.slow),  # images among tokens
     ],
 )
 def test_a_family_trains_as_in_a_plain_loop(ranks: Any, name: str, mesh: str) -> None:

@@ -23,6 +23,7 @@ from accel.parallel.parts._part import (
     make,
     named,
     own_rows,
+    plain_of,
     ranks_of,
     whole_shape,
 )
@@ -37,18 +38,7 @@ def scaled_dot_product(func: Any, args: Args, kwargs: Named) -> Any:
     tensors: list[Tensor] = [given.pop(name) for name in ("query", "key", "value")]
     if (mask := given.pop("attn_mask", None)) is not None:
         tensors.append(mask)
-    rank = tensors[0].dim()
-    layouts = layouts_of(tensors[:3])
-    if any(each.dim >= rank - 2 for each in layouts):
-        raise no_rule("over a divided dimension")
-    grouped = given.get("enable_gqa") and any(each.dim == rank - 3 for each in layouts)
-    if grouped and _share_groups(tensors[0], tensors[1], ranks):
-        own, layout = _grouped(tensors, ranks)
-    else:
-        if grouped:
-            tensors[1:3] = [_of_queries(each, whole_shape(tensors[0])[-3]) for each in tensors[1:3]]
-        own, alignment = aligned(tensors, ranks)
-        layout = alignment.layout(rank)
+    own, layout = _by_heads(tensors, ranks, is_grouped=bool(given.get("enable_gqa")))
     if len(own) > 3:
         given["attn_mask"] = own.pop()
     if not given.get("dropout_p") or layout is None:
@@ -57,6 +47,43 @@ def scaled_dot_product(func: Any, args: Args, kwargs: Named) -> Any:
     seed = int(torch.randint(2**62, (), device="cpu"))
     with torch_rng_scope(Key(seed).fold_in("tp", ranks.rank), own[0].device):
         return make(func(*own, **given), layout, ranks)
+
+
+def across_positions(func: Any, args: Args, kwargs: Named) -> Any:
+    """context_attention: each rank along tp computes some heads of its positions."""
+    ctx, *tensors = args
+    given = dict(kwargs)
+    if given["score_mod"] is not None or given["mask_mod"] is not None:
+        raise no_rule("with functions of heads")
+    ranks = ranks_of(args)
+    query, key, _ = tensors
+    if (mask := given["attn_mask"]) is not None:
+        tensors.append(mask)
+    own, layout = _by_heads(tensors, ranks, is_grouped=whole_shape(query)[1] != whole_shape(key)[1])
+    if layout is not None and layout.dim != 1:
+        raise no_rule("of a dimension other than heads")
+    if len(own) > 3:
+        given["attn_mask"] = plain_of(own.pop())
+    if (sinks := given["sinks"]) is not None:
+        rows = entered(sinks, ranks) if layout is None else own_rows(sinks, 0, layout.cut, ranks)
+        given["sinks"] = plain_of(rows)
+    return make(func(ctx, *map(plain_of, own), **given), layout, ranks)
+
+
+def _by_heads(tensors: list[Tensor], ranks: Ranks, *, is_grouped: bool) -> tuple[list[Tensor], RowLayout | None]:
+    """The own heads of queries, keys, values and a mask, and their layout."""
+    rank = tensors[0].dim()
+    layouts = layouts_of(tensors[:3])
+    if any(each.dim >= rank - 2 for each in layouts):
+        raise no_rule("over a divided dimension")
+    is_grouped = is_grouped and any(each.dim == rank - 3 for each in layouts)
+    if is_grouped and _share_groups(tensors[0], tensors[1], ranks):
+        return _grouped(tensors, ranks)
+    if is_grouped:
+        repeated = [_of_queries(each, whole_shape(tensors[0])[-3]) for each in tensors[1:3]]
+        tensors = [tensors[0], *repeated, *tensors[3:]]
+    own, alignment = aligned(tensors, ranks)
+    return own, alignment.layout(rank)
 
 
 def _share_groups(query: Tensor, key: Tensor, ranks: Ranks) -> bool:
@@ -195,5 +222,6 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 RULES = {
     "scaled_dot_product_attention": scaled_dot_product,
+    "context_attention": across_positions,
     "multi_head_attention_forward": multi_head,
 }

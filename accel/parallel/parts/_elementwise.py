@@ -218,4 +218,5 @@ RULES = {
     "dropout": dropped,
     **dict.fromkeys(("rand_like", "randn_like"), drawn_like),
     "passed": passage,
+    "weighted": same,
 }

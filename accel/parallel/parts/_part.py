@@ -9,6 +9,7 @@ gradient is a summand.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 from torch.utils import _pytree as pytree
 
 from accel.comm import ThreadGroup, copied, gathered, summed
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 Args = Sequence[Any]
 Named = Mapping[str, Any]
 Rule = Callable[[Any, Args, Named], Any]
+_Scope = Callable[[], contextlib.AbstractContextManager[object]]
 # A tensor, what its users take, and the number of changes in place before it entered; by its `id`, which belongs to it
 # while it is kept, and by its number in a trace.
 Entered = dict[int, tuple[Tensor, Tensor, int]]
@@ -52,14 +54,19 @@ class Ranks:
         group: of these ranks.
         rank: this rank in the group.
         size: of the group.
+        in_rule: whether a rule of nested parts runs.
+        nests: whether rows may be parts along another axis.
     """
 
-    __slots__ = ("_entered", "group", "rank", "size")
+    nests = False
+
+    __slots__ = ("_entered", "group", "in_rule", "rank", "size")
 
     def __init__(self, group: dist.ProcessGroup | ThreadGroup) -> None:
         self.group: Any = group
         self.rank = group.rank()
         self.size = group.size()
+        self.in_rule = False
         self._entered: Entered = {}
 
     def enter(self, tensor: Tensor) -> Tensor:
@@ -95,6 +102,10 @@ class Ranks:
     def joined(self, rows: Tensor, dim: int) -> Tensor:
         """Concatenate the rows of all ranks, a plain tensor. A collective."""
         return gathered(rows, dim, self.group)
+
+    def nested(self, rows: Tensor, layout: RowLayout | None) -> PartTensor:
+        """Return this rank's rows of a tensor, which may be parts along another axis, as a part."""
+        raise NotImplementedError
 
     def without_rule(self, func: Any, args: Args, kwargs: Named, problem: str) -> Any:
         """Compute a function that has no rule for its arguments; raise `NoRuleError` where these ranks cannot."""
@@ -144,6 +155,13 @@ class PartTensor(Tensor):
         with without_subclasses():
             return whole_shape(self) if is_on else self.size()
 
+    def plain_rows(self) -> Tensor:
+        """Return this rank's rows as a plain tensor."""
+        with without_subclasses():
+            if is_dynamo_compiling():  # it knows no way from a subclass to Tensor
+                return alias(self)
+            return self.as_subclass(Tensor)
+
     split = _method("split")
     unflatten = _method("unflatten")
 
@@ -151,7 +169,9 @@ class PartTensor(Tensor):
         return f"Part({list(whole_shape(self))}, {self.division}, rank {self.ranks.rank} of {self.ranks.size})"
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Named | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Args = (), kwargs: Named | None = None, scope: _Scope = without_subclasses
+    ) -> Any:
         from accel.parallel.parts._rules import rule_of  # which imports this file
 
         given = {_NAMES.get(name, name): value for name, value in kwargs.items()} if kwargs else {}
@@ -161,7 +181,7 @@ class PartTensor(Tensor):
                 raise no_rule("with out=")
             if getattr(rule, "composed", False):  # of functions that have rules
                 return rule(func, args, given)
-            with without_subclasses():
+            with scope():
                 return rule(func, args, given)
         except NoRuleError as error:
             problem = error.got
@@ -183,6 +203,8 @@ class PartsInTuples(TorchFunctionMode):
 def make(rows: Tensor, layout: RowLayout | None, ranks: Ranks) -> PartTensor:
     """Return this rank's rows of a tensor as a part. A fresh result of torch changes its class, without a node of its
     own in the graph of gradients."""
+    if ranks.nests:
+        return ranks.nested(rows, layout)
     if is_dynamo_compiling():
         part = rows.as_subclass(PartTensor)
     elif type(rows) is Tensor and rows.grad_fn is not None and torch.is_grad_enabled():
@@ -197,12 +219,7 @@ def make(rows: Tensor, layout: RowLayout | None, ranks: Ranks) -> PartTensor:
 
 def plain_of(part: Tensor) -> Tensor:
     """Return this rank's rows as a plain tensor."""
-    if not isinstance(part, PartTensor):
-        return part
-    with without_subclasses():
-        if is_dynamo_compiling():  # it knows no way from a subclass to Tensor
-            return alias(part)
-        return part.as_subclass(Tensor)
+    return part.plain_rows() if isinstance(part, PartTensor) else part
 
 
 class _Weighted(torch.autograd.Function):
@@ -229,7 +246,14 @@ def leave(part: Tensor) -> Tensor:
     if part.division is not None:
         return whole_rows(part, part.ranks.joined)
     own = plain_of(part)
-    return cast(Any, _Weighted).apply(own, 1 / part.ranks.size) if own.requires_grad else own
+    return weighted(own, 1 / part.ranks.size) if own.requires_grad else own
+
+
+def weighted(x: Tensor, factor: float) -> Tensor:
+    """Return a tensor unchanged; its gradient is multiplied by a factor."""
+    if has_torch_function((x,)):
+        return handle_torch_function(weighted, (x,), x, factor)
+    return cast(Any, _Weighted).apply(x, factor)
 
 
 def whole_rows(part: PartTensor, join: Callable[[Tensor, int], Tensor]) -> Tensor:

@@ -257,6 +257,12 @@ def context_attention(
         >>> accel.parallel.context_attention(ctx, q, k, v).shape
         torch.Size([1, 4, 6, 8])
     """
+    if torch.overrides.has_torch_function((q, k, v)):
+        of_all = {"causal": causal, "documents": documents, "scale": scale, "method": method, "window": window}
+        of_keys = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "mask_mod": mask_mod}
+        of_scores = {"softcap": softcap, "sinks": sinks, "score_mod": score_mod}
+        others: dict[str, Any] = {**of_all, **of_keys, **of_scores}
+        return torch.overrides.handle_torch_function(context_attention, (q, k, v), ctx, q, k, v, **others)
     q, k, v = _as_autocast(q, k, v)
     size = position_axis(ctx).size
     whole = k.shape[2] * size

@@ -16,11 +16,11 @@ from torch.utils.hooks import RemovableHandle
 from accel.comm import Call, exchange_values, shared_failure
 from accel.context import DistContext
 from accel.devices import wide_dtype
-from accel.errors import AccelError, ConfigError, PrepareError
+from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._copies import WideMode, gradients_of
 from accel.parallel._modules import note_module, notes_of, sharded_roots, written_class
-from accel.parallel._private import called_eagerly, is_compiled, runs_in_backward, untraced
+from accel.parallel._private import called_eagerly, is_compiled, is_of_inputs, run_eagerly, runs_in_backward, untraced
 from accel.parallel.axes.context._attention import whole_positions
 from accel.parallel.axes.context._checks import refuse_reentrant
 from accel.parallel.axes.context._inner import InnerModels, listed
@@ -35,6 +35,7 @@ from accel.parallel.axes.context._split import (
     own_positions,
 )
 from accel.parallel.parts import NoRuleError, PartTensor, plain_of, rows_of
+from accel.parallel.parts._nested import hold_plain_rows
 from accel.parallel.parts._part import tensors_of
 from accel.random import isolated_rng
 from accel.tensors import is_dtensor
@@ -110,7 +111,6 @@ class _Positions:
         is_proved: whether a call was compared with one of all positions.
         crosses: whether the model calls `context_attention` itself, and gets own positions as they are.
         is_running: whether a forward of the model runs.
-        is_compiled: whether torch compiles a part of the model, which runs as it is.
         guards: hooks that refuse separate calls of parts of the model.
     """
 
@@ -125,7 +125,6 @@ class _Positions:
         self.is_proved = False
         self.crosses = False
         self.is_running = False
-        self.is_compiled = False
         self.guards: list[RemovableHandle] = []
 
     @untraced
@@ -141,10 +140,11 @@ class _Positions:
             if not self.is_proved:
                 self._prove(module, forward, given, is_traced=is_traced)
             if self.crosses:
+                hold_plain_rows(module)
                 return forward(*given.inputs, **given.keywords)
             inputs, keywords = self._parts_of(given, self.dim)
-            with called_eagerly(module) if self.is_compiled else contextlib.nullcontext():
-                output = forward(*inputs, **keywords)
+            run_eagerly(module)  # and in a backward that computes blocks again
+            output = forward(*inputs, **keywords)
         finally:
             self.is_running = False
         return map_tensors(self.ranks.left, output)
@@ -231,9 +231,9 @@ class _Positions:
                 self.guard([] if self.crosses else [each for each in self.ranks.across if each is not module])
                 if not self.crosses:
                     note_attention(self.ctx)  # or no position needs another
-                    self.is_compiled = any(is_compiled(each) for each in module.modules())
+                    compiled = any(is_compiled(each) for each in module.modules())
                     if self.ctx.is_main_process:
-                        self._log(module, is_compiled=self.is_compiled or is_traced)
+                        self._log(module, is_compiled=compiled or is_traced)
                 self.is_proved = True
                 self.dim = dim
                 return
@@ -481,7 +481,7 @@ def _problem_of(error: Exception) -> str:
     """Return a line on an error of a call with parts; raise those that are not of parts."""
     if isinstance(error, PrepareError) and (isinstance(error, NoRuleError) or not error.problem):
         return str(error.got)
-    if not isinstance(error, AccelError) and isinstance(error, RuntimeError | ValueError | TypeError | IndexError):
+    if is_of_inputs(error):
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     raise error
 

@@ -27,7 +27,7 @@ from accel.parallel.axes.context._split import note_attention, sorted_positions
 from accel.parallel.parts import NoRuleError, PartTensor, Ranks, RowLayout, leave, make, plain_of
 from accel.parallel.parts._contractions import terms_of
 from accel.parallel.parts._elementwise import ELEMENTWISE, changes, elementwise
-from accel.parallel.parts._layout import RowCut, balanced
+from accel.parallel.parts._layout import RowCut, balanced, no_rule
 from accel.parallel.parts._part import layouts_of, name_of, named, own_rows, ranks_of, tensors_of, whole_shape
 
 _Args = Sequence[Any]
@@ -224,7 +224,9 @@ class SelectedTensor(PartTensor):
     version: float  # of `base` when it was gathered
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: _Args = (), kwargs: _Named | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: _Args = (), kwargs: _Named | None = None, scope: object = None
+    ) -> Any:
         name = name_of(func)
         target = args[0] if args else None
         named_ones = dict(kwargs or {})
@@ -305,6 +307,8 @@ def whole_of(tensor: Any) -> Any:
     """Return all positions of a part, plain, in their order; others as they are. A collective, as its backward."""
     if not isinstance(tensor, PartTensor):
         return tensor
+    if tensor.ranks.nests:
+        raise no_rule("all positions of a tensor that ranks along tp divide too")
     layout = tensor.division
     if layout is None:
         return tensor.current if isinstance(tensor, SelectedTensor) else plain_of(tensor)

@@ -30,6 +30,7 @@ from accel.parallel.axes.context._checks import (
 from accel.parallel.axes.context._forward import use_positions
 from accel.parallel.axes.context._split import plan_method, planned_method
 from accel.parallel.axes.context._transformers import check_first, kept_for_padding, use_context_attention
+from accel.parallel.parts._nested import hold_plain_rows
 from accel.topology import ContextMethod
 
 _PREPARE = "prepare_model, on a mesh with cp"
@@ -129,6 +130,8 @@ def _spread(ctx: DistContext, view: ModelView, options: ContextOptions, *, is_em
             use_context_attention(ctx, each, options.context)
         else:
             _use_parts(ctx, each)
+    if not computes_in_parts and attending == models:
+        hold_plain_rows(view.model)
     if computes_in_parts:
         use_positions(ctx, view.model, inner=attending if models else None)
     elif models and ctx.is_main_process:

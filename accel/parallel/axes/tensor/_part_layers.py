@@ -18,6 +18,7 @@ from accel.parallel.axes.tensor._layers import Layer, LocalParameters, needed_ro
 from accel.parallel.axes.tensor._styles import RowExchange, Rule, row_exchange
 from accel.parallel.parts import PartsInTuples, PartTensor, Ranks, RowLayout, leave, make, rows_of
 from accel.parallel.parts._layout import even, no_rule
+from accel.parallel.parts._nested import NestedPart, entered_rows, nested, rows_in
 
 
 class LayerRanks(Ranks):
@@ -45,6 +46,31 @@ class LayerRanks(Ranks):
     def runs(self) -> bool:
         """Whether a region runs, or runs again in a backward."""
         return self.depth > 0 or runs_in_backward()
+
+
+class NestedRanks(LayerRanks):
+    """The ranks of a layer's group on a mesh with cp, where tensors may be parts of positions too, unless
+    `hold_plain_rows` says that none is."""
+
+    __slots__ = ("nests",)
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__(layer)
+        self.nests = True
+
+    def nested(self, rows: Tensor, layout: RowLayout | None) -> PartTensor:
+        """Return this rank's rows of a tensor, plain or a part of positions, as a part."""
+        return nested(rows, layout, self)
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """Return a plain tensor, or a part of positions, for use inside."""
+        return entered_rows(tensor, super().enter)
+
+    def returned(self, rule: Rule, output: Any) -> Any:
+        """Return what a module of a rule gives back: tensors that ranks along tp do not divide."""
+        if not self.nests:
+            return super().returned(rule, output)
+        return rows_in(pytree.tree_map_only(NestedPart, leave, output))
 
 
 class PartParameters(LocalParameters):
@@ -104,7 +130,8 @@ class RegionEnd(Mixin):
         ranks.depth += 1
         sees_around = ranks.sees_tuples
         if ranks.depth == 1:  # regions in others have modules of theirs
-            ranks.sees_tuples = is_dynamo_compiling() or contains_compiled(cast(Any, self))
+            # torch compiles nothing where tensors are parts along two axes
+            ranks.sees_tuples = not ranks.nests and (is_dynamo_compiling() or contains_compiled(cast(Any, self)))
         try:
             if ranks.sees_tuples:
                 with PartsInTuples():

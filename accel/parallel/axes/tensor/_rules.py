@@ -19,7 +19,7 @@ from accel.parallel.axes.tensor._attention import Attention, Recurrent
 from accel.parallel.axes.tensor._dependence import pattern_of
 from accel.parallel.axes.tensor._heads import heads_of, holder_of, shares_of
 from accel.parallel.axes.tensor._layers import Layer, ReadList, mixin_for
-from accel.parallel.axes.tensor._part_layers import LayerRanks, PartParameters, RegionEnd, exchanges_of
+from accel.parallel.axes.tensor._part_layers import LayerRanks, NestedRanks, PartParameters, RegionEnd, exchanges_of
 from accel.parallel.axes.tensor._styles import (
     ADAPTER,
     COLWISE,
@@ -313,9 +313,11 @@ def log_share(model: nn.Module, rules: Mapping[str, Rule], size: int, way: str, 
     logging.getLogger("accel.parallel").warning(text, name, 100 * share_of(model, rules), size, way, whole)
 
 
-def install(model: nn.Module, rules: Mapping[str, Rule], layer_of: Callable[[Rule], Layer]) -> None:
+def install(
+    model: nn.Module, rules: Mapping[str, Rule], layer_of: Callable[[Rule], Layer], *, nests: bool = False
+) -> None:
     """Let modules compute by their rules, each with a separate `Layer`. Modules of one class keep one class, so that
-    torch.compile compiles once."""
+    torch.compile compiles once. `nests`: tensors may be parts of positions too."""
     modules: dict[type[Mixin], list[nn.Module]] = {}
     for path, rule in rules.items():
         module = model.get_submodule(path)
@@ -330,7 +332,8 @@ def install(model: nn.Module, rules: Mapping[str, Rule], layer_of: Callable[[Rul
             mixin = PartParameters
         modules.setdefault(mixin, []).append(module)
     within = [model.get_submodule(path) for path, rule in rules.items() if rule.layouts or rule.ends or rule.tokens]
-    kind = SequenceRanks if any(rule.tokens for rule in rules.values()) else LayerRanks
+    kind = NestedRanks if nests else LayerRanks
+    kind = SequenceRanks if any(rule.tokens for rule in rules.values()) else kind
     ranks = kind(cast(Any, within[0]).accel_layer) if within else None
     for module in within:
         setattr(module, RANKS, ranks)

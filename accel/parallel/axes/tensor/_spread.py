@@ -215,9 +215,8 @@ def _inputs(options: TensorOptions) -> Any:
 def _found(ctx: DistContext, model: nn.Module, options: TensorOptions) -> _SentPlan:
     inputs = None if finds(model) else _inputs(options)
     size = _size(ctx)
-    # the search does not know which experts ep spreads, nor attention along cp of parts
-    with_regions = ctx.axis("ep").size == ctx.axis("cp").size == 1
-    if options.sequence and (options.overlap or _compiled(ctx, model)):
+    with_regions = ctx.axis("ep").size == 1  # the search does not know which experts ep spreads
+    if options.sequence and (options.overlap or _compiled(ctx, model) or ctx.axis("cp").size > 1):
         with_regions = False  # styles share tokens there
     is_staged = ctx.axis("pp").size > 1
     plan = found_styles(model, size, inputs, sequence=options.sequence, with_regions=with_regions, is_staged=is_staged)
@@ -266,7 +265,8 @@ def _spread(ctx: DistContext, view: ModelView, options: TensorOptions, *, is_emp
             module.register_parameter(name, made[id(whole)])
     for root in (inner, *_stage_views(inner)):
         own = {path: rule for path, rule in rules.items() if root is inner or _is_copied(root, inner, path)}
-        install(root, own, lambda rule: Layer(rule, mesh))
+        nests = ctx.axis("cp").size > 1 == ctx.axis("pp").size  # stages compute with plain positions
+        install(root, own, lambda rule: Layer(rule, mesh), nests=nests)
     use_rank_streams(inner, rules, Streams(mesh.get_local_rank(), ctx.device))
     guard_pairs(inner, pairs, patterns_of(pairs, styles))
     for module in view.inner.modules.values():

@@ -18,7 +18,7 @@ from accel.comm import Call, Comm, adopt, all_reduce_flat, alone, broadcast_flat
 from accel.context import DistContext, group_of
 from accel.errors import AccelError, ConfigError
 from accel.parallel._blocks import ModelBlock, blocks_of
-from accel.parallel._modules import is_pipelined, is_unit, named_modules, unwrap_model
+from accel.parallel._modules import named_modules, sharded_roots, unwrap_model
 from accel.tensors import Packed, is_dtensor, packed_weights
 from accel.topology import Dimension, Plan, dimension_of
 
@@ -223,10 +223,7 @@ class ModelView:
     @cached_property
     def is_sharded(self) -> bool:
         """Whether somebody has spread the parameters over ranks."""
-        if any(map(is_dtensor, self.parameters.values())):
-            return True
-        # a model of stages has the functions of a unit too
-        return any(is_unit(each) and not is_pipelined(each) for each in self.modules.values())
+        return any(map(is_dtensor, self.parameters.values())) or bool(sharded_roots(self.model))
 
     @cached_property
     def holds_dtensors(self) -> bool:

@@ -73,7 +73,8 @@ def with_sequence(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[s
             " norm after them",
             got="; ".join(problems),
             where="tensor_plan, sequence=True",
-            fix="Leave sequence out, or write the styles: accel.parallel.Plan(tensor={...}).",
+            fix="Let accel.prepare(ctx, model, optimizer, example=batch) find a plan; leave sequence out; or write the "
+            "styles: accel.parallel.Plan(tensor={...}).",
         )
     return found
 

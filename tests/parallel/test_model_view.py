@@ -164,6 +164,17 @@ def test_prepare_describes_a_model_once(
     assert [sum(each is model for each in described) for model in models] == [1, 1]
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_stages_are_shared_by_the_ranks_of_other_samples(ranks: Simulator, strategy: Any) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+        model = accel.prepare_model(accel.replace(ctx, mesh="pp=2,dp=2", strategy=strategy), net)
+        held = [type(each).__name__ for each in model.parameters()]
+        assert held == ["DTensor"] * len(held) != []
+
+    ranks.run(rank, 4, default_group=True)
+
+
 class WithMethods(nn.Linear):
     """Has the methods of `fully_shard`."""
 
@@ -176,14 +187,3 @@ def test_a_pipeline_is_sharded_just_if_its_stages_are() -> None:
         assert ModelView(model).is_sharded
         note_prepared(model, stages=(stage,))
         assert ModelView(model).is_sharded is is_sharded
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_stages_are_shared_by_the_ranks_of_other_samples(ranks: Simulator, strategy: Any) -> None:
-    def rank(ctx: accel.DistContext) -> None:
-        net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
-        model = accel.prepare_model(accel.replace(ctx, mesh="pp=2,dp=2", strategy=strategy), net)
-        held = [type(each).__name__ for each in model.parameters()]
-        assert held == ["DTensor"] * len(held) != []
-
-    ranks.run(rank, 4, default_group=True)

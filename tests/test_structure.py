@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -25,6 +26,10 @@ MOST_FILES = {
 }
 MOST_OF_A_LAUNCH = 26  # two of them the doors to files of others and to signals and helper programs
 MOST_OF_A_DISPATCH = 22
+
+
+MOST_WALKS = {"ddp": 3, "fsdp": 17}  # functions that walk over a model in prepare_model
+MOST_RETURNS = {"ddp": 12, "fsdp": 12}  # of a model, to a room that it has left
 
 
 def benchmark() -> ModuleType:
@@ -53,6 +58,17 @@ def test_a_model_that_streams_enters_few_files(tmp_path: Path) -> None:
     files = simulate(lambda ctx: structure.dispatched(ctx, str(tmp_path)), 1)[0].files()
     assert "bigmodel/run/_stream.py" in files
     assert len(files) <= MOST_OF_A_DISPATCH, f"a dispatch enters {len(files)} files: {', '.join(files)}"
+
+
+@pytest.mark.parametrize("strategy", MOST_WALKS)
+def test_few_places_inspect_a_model(strategy: str) -> None:
+    structure = benchmark()
+    run = partial(structure.visited, strategy=strategy)
+    _ = simulate(run, 2, default_group=True)  # looks names up
+    visits = simulate(run, 2, default_group=True)[0]
+    walks = sorted(visits.walks)
+    assert 0 < len(walks) <= MOST_WALKS[strategy], f"{len(walks)} functions walk over a model: {', '.join(walks)}"
+    assert visits.returns <= MOST_RETURNS[strategy], f"{visits.returns} returns: {', '.join(visits.rooms)}"
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from accel.devices import free_memory
 from accel.errors import ConfigError, DeviceError
@@ -89,19 +88,6 @@ def device_of(device: int | str | torch.device, *, where: str) -> torch.device:
     if found.type == "meta":
         raise DeviceError("a device without memory", expected="one that holds values", got=repr(device), where=where)
     return found
-
-
-def check_model(model: object, *, where: str) -> None:
-    """Refuse other things than models, such as its class or the function that builds it, by a `ConfigError`."""
-    if isinstance(model, nn.Module):
-        return
-    raise ConfigError(
-        "the model is not a module",
-        expected="a torch.nn.Module",
-        got=getattr(model, "__name__", type(model).__name__),
-        where=where,
-        fix="Build it first: accel.init_empty_weights(make) takes the function." if callable(model) else "",
-    )
 
 
 _ONLY_READ = {"F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"}

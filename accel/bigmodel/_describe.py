@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from accel.bigmodel._arguments import check_dtype, check_model, dtypes, name_of
+from accel.bigmodel._arguments import check_dtype, dtypes, name_of
 from accel.bigmodel.plan import Segment, Skeleton, Weight
 from accel.errors import ConfigError
 from accel.errors._checks import did_you_mean
 from accel.parallel._blocks import Select, blocks_of, is_container, selected
-from accel.parallel._modules import named_modules
+from accel.parallel._modules import check_module, named_modules
 from accel.tensors import local_part, packed
 
 M = TypeVar("M", bound=nn.Module)
@@ -107,7 +107,7 @@ def describe(
         ConfigError: no model, `blocks` chooses nothing, a weight has no shape yet, a dtype that cannot be stored, or a
             pattern of `storage_skip` that matches nothing, or means nothing without a storage dtype.
     """
-    check_model(model, where="describe")
+    check_module(model, where="describe")
     check_dtype(dtype, where="describe(dtype=)")
     parts = _parts(model, _blocks(model, blocks))
     found = [each for part in parts for each in _found_in(part)]

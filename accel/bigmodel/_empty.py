@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel.bigmodel._arguments import check_model
 from accel.checkpoint._live_tensors import held_box
 from accel.comm import all_reduce_flat
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, DeviceError, PrepareError
 from accel.parallel._empty import is_unknown
-from accel.parallel._modules import unwrap_model, written_class
+from accel.parallel._modules import check_module, unwrap_model, written_class
 from accel.parallel.axes.pipeline import is_tied_copy, pipeline_of
 from accel.random import Key
 from accel.seeding import seeded
@@ -55,7 +54,7 @@ def init_empty_weights(make: Callable[[], M]) -> M:
     tape = _Tape()
     with tape:
         model = make()
-    check_model(model, where="init_empty_weights, what make() returns")
+    check_module(model, where="init_empty_weights, what make() returns")
     found: dict[int, torch.Tensor] = {}  # what is one tensor stays one
     for module, name, tensor in list(_without_weights(model)):
         if tensor.is_meta and tape.knows(tensor):
@@ -87,7 +86,7 @@ def init_on_device(make: Callable[[], M], device: str | torch.device) -> M:
         raise DeviceError("no such device", got=repr(device), where="init_on_device", fix=fix) from error
     with place:
         model = make()
-    check_model(model, where="init_on_device, what make() returns")
+    check_module(model, where="init_on_device, what make() returns")
     return model
 
 

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, overrides
 
 from accel.comm._torch import ALL_GATHER, REDUCE_SCATTER
 
 _dist = cast(Any, dist)
+_overrides = cast(Any, overrides)
 _gather_into = getattr(_dist, ALL_GATHER)
 _scatter_into = getattr(_dist, REDUCE_SCATTER)
 
@@ -57,7 +58,12 @@ def records(x: Tensor) -> bool:
 
 
 def passed(x: Tensor, by: Passage, group: dist.ProcessGroup) -> Tensor:
-    """Return the result of a collective on a tensor; gradients flow back. A collective, or its backward is one."""
+    """Return the result of a collective on a tensor; gradients flow back. A collective, or its backward is one.
+
+    A class of tensors with `takes_collectives` computes it by its `__torch_function__`.
+    """
+    if getattr(type(x), "takes_collectives", False) and _overrides.has_torch_function_unary(x):
+        return _overrides.handle_torch_function(passed, (x,), x, by, group)
     if records(x):
         size = group.size()
         return _through(x, lambda own: _without_values(own, by, size), lambda grad: grad)

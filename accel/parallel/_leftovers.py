@@ -14,7 +14,15 @@ from torch import nn
 from accel.comm import all_reduce_flat
 from accel.context import DistContext
 from accel.errors import StepError
-from accel.parallel._modules import forget, held_by, is_pipelined, note_tensor, stage_modules, tensor_notes
+from accel.parallel._modules import (
+    check_module,
+    forget,
+    held_by,
+    is_pipelined,
+    note_tensor,
+    stage_modules,
+    tensor_notes,
+)
 from accel.parallel._spread import stage_comm
 from accel.parallel._torch_fsdp import drop_unsharded, shards_of
 from accel.tensors import integers, local_part, mesh_of
@@ -34,8 +42,12 @@ def clear_gradients(*models: nn.Module) -> None:
 
     Args:
         models: plain or from `prepare_model`. The `.grad` of their parameters becomes None.
+
+    Raises:
+        ConfigError: an argument is no module.
     """
     for each in models:
+        check_module(each)
         if (held := held_by(each)) is not None:
             held.clear()
     parameters, sharded = _tables(models)

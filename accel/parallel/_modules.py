@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accel.context import DistContext
+from accel.errors import ConfigError
 from accel.mixins import Mixin
 
 
@@ -281,14 +283,32 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     Args:
         model: from `prepare_model`, or compiled, or plain.
 
+    Raises:
+        ConfigError: the argument is no module.
+
     Examples:
         >>> model = accel.prepare_model(ctx, net)
         >>> accel.unwrap_model(model) is net
         True
     """
+    check_module(model)
     while (name := wrapped_name(model)) is not None:
         model = getattr(model, name)
     return model
+
+
+def check_module(model: object, *, where: str = "") -> None:
+    """Raise `ConfigError` for other things than a module, such as its class, a function that makes it, or a context."""
+    if isinstance(model, nn.Module):
+        return
+    fix = "Build it first: accel.init_empty_weights(make) takes the function." if callable(model) else ""
+    raise ConfigError(
+        "the model is not a module",
+        expected="a torch.nn.Module",
+        got=getattr(model, "__name__", type(model).__name__),
+        where=where,
+        fix="Pass the model first: this function takes no context." if isinstance(model, DistContext) else fix,
+    )
 
 
 def wrapped_name(module: nn.Module) -> str | None:
@@ -318,10 +338,31 @@ def name_and_owner(module: nn.Module, raw: str) -> tuple[str, nn.Module]:
     return ".".join(kept), node
 
 
+class Sharded(Protocol):
+    """Methods that `fully_shard` adds to a module."""
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, /) -> None:
+        """Set whether the next backward exchanges the gradients of this module and of those below it."""
+        ...
+
+    def reshard(self) -> None:
+        """Shard this module's parameters again, if they are whole after a forward."""
+        ...
+
+
 def is_unit(module: nn.Module) -> bool:
-    """Return whether `fully_shard` was called on a module."""
+    """Return whether a module has the methods of `fully_shard`: one that it was called on, or a pipeline of such."""
     kind = type(module)  # a protocol's isinstance takes 10 us for a module that does not fit
     return hasattr(kind, "reshard") and hasattr(kind, "set_requires_gradient_sync")
+
+
+def sharded_roots(model: nn.Module) -> Sequence[Sharded]:
+    """Return the outermost modules that `fully_shard` was called on; none if there is only tensor parallelism."""
+    if is_pipelined(model):
+        return [root for stage in stage_modules(model) for root in sharded_roots(stage)]
+    if is_unit(model):
+        return [cast(Sharded, model)]
+    return [root for child in model.children() for root in sharded_roots(child)]
 
 
 def reshard(model: nn.Module) -> None:

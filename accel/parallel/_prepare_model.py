@@ -230,7 +230,7 @@ def _spread_alike(
     elif ctx.world_size == 1:
         move_model(view, ctx.streams)
         label_parameters(view.parameters)
-    is_empty = _is_empty(ctx, view)
+    is_empty = _is_empty(ctx, view, [each.dimension for each, _ in waiting])
     if ctx.world_size > 1:
         prepared = _spread(ctx, view, options, plan, is_empty=is_empty)
     if is_empty and allocate:
@@ -322,15 +322,15 @@ def _axes_within_forward(ctx: DistContext) -> list[str]:
     return [name for name, axis in axes if axis.size > 1 and dimension_of(name) in ("pipeline", "context", "sequence")]
 
 
-def _is_empty(ctx: DistContext, view: ModelView) -> bool:
-    """Return whether no rank has values of a model that is not spread yet. A collective on several ranks."""
+def _is_empty(ctx: DistContext, view: ModelView, waiting: Sequence[Dimension]) -> bool:
+    """Return whether no rank has values of a model that is to be spread along dimensions. A collective on several
+    ranks."""
     if ctx.world_size == 1:
         return ctx.device.type != "meta" and any(each.is_meta for each in view.parameters.values())
-    waiting = unspread(ctx, view)
     if not waiting:
         return False
-    cuts = any(each.dimension == "pipeline" for each in waiting)  # stages have the values of one model
-    return stays_empty(ctx.comm if cuts else stage_comm(ctx), view)
+    # stages have the values of one model
+    return stays_empty(ctx.comm if "pipeline" in waiting else stage_comm(ctx), view)
 
 
 def check_model(

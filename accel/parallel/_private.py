@@ -59,6 +59,7 @@ PRIVATE = {
         "DynamicOutputShapeException",
     ),
     "torch._C": (
+        "_are_functorch_transforms_active",
         "_current_autograd_node",
         "_current_graph_task_id",
         "_is_torch_function_enabled",
@@ -247,6 +248,11 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh that a mesh is a part of; itself if it is no part, or if this torch does not know."""
     find = getattr(mesh, "_get_root_mesh", None)
     return mesh if find is None else find()
+
+
+def in_function_transform() -> bool:
+    """Return whether a transform of `torch.func`, such as `vjp`, runs the function around."""
+    return cast(Any, torch)._C._are_functorch_transforms_active()
 
 
 def runs_in_backward() -> bool:

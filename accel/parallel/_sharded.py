@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.comm import ranks_of_group
 from accel.context import DistContext
 from accel.errors import PrepareError
-from accel.parallel._modules import is_pipelined, is_unit, stage_modules
+from accel.parallel._modules import is_unit, sharded_roots
 from accel.parallel._torch_fsdp import is_kept, shards_of
 from accel.tensors import is_dtensor, mesh_of
 from accel.topology import Dimension, dimension_of
@@ -27,18 +27,6 @@ MODEL_DIMENSIONS: tuple[Dimension, ...] = ("pipeline", "tensor")
 _MOST_LISTED = 8
 
 
-class Sharded(Protocol):
-    """Methods that `fully_shard` adds to a module."""
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, /) -> None:
-        """Set whether the next backward exchanges the gradients of this module and of those below it."""
-        ...
-
-    def reshard(self) -> None:
-        """Shard this module's parameters again, if they are whole after a forward."""
-        ...
-
-
 def is_sharded(model: nn.Module) -> bool:
     """Return whether somebody has spread the model's parameters over ranks."""
     return any(map(is_dtensor, model.parameters())) or bool(sharded_roots(model))
@@ -47,15 +35,6 @@ def is_sharded(model: nn.Module) -> bool:
 def holds_dtensors(model: nn.Module) -> bool:
     """Return whether a parameter or a buffer of a model is a DTensor."""
     return any(map(is_dtensor, chain(model.parameters(), model.buffers())))
-
-
-def sharded_roots(model: nn.Module) -> Sequence[Sharded]:
-    """Return the outermost modules that `fully_shard` was called on; none if there is only tensor parallelism."""
-    if is_pipelined(model):
-        return [root for stage in stage_modules(model) for root in sharded_roots(stage)]
-    if is_unit(model):
-        return [cast(Sharded, model)]
-    return [root for child in model.children() for root in sharded_roots(child)]
 
 
 def spans_all(ctx: DistContext, named: Mapping[str, nn.Parameter]) -> bool:
@@ -77,7 +56,7 @@ def check_sharded(ctx: DistContext, model: nn.Module) -> None:
         if is_kept(module):
             kept |= {id(each.whole): cast(nn.Parameter, each.parameter) for each in shards_of(module)}
         else:
-            cast(Sharded, module).reshard()
+            cast(Any, module).reshard()
     named = {name: kept.get(id(each), each) for name, each in model.named_parameters()}
     if (found := _left_out(ctx, named, with_fsdp=with_fsdp)) is not None:
         name, ranks = found

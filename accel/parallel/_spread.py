@@ -18,7 +18,7 @@ from accel.comm import Call, Comm, adopt, all_reduce_flat, alone, broadcast_flat
 from accel.context import DistContext, group_of
 from accel.errors import AccelError, ConfigError
 from accel.parallel._blocks import ModelBlock, blocks_of
-from accel.parallel._modules import is_unit, named_modules, unwrap_model
+from accel.parallel._modules import named_modules, sharded_roots, unwrap_model
 from accel.tensors import Packed, is_dtensor, packed_weights
 from accel.topology import Dimension, Plan, dimension_of
 
@@ -223,7 +223,7 @@ class ModelView:
     @cached_property
     def is_sharded(self) -> bool:
         """Whether somebody has spread the parameters over ranks."""
-        return any(map(is_dtensor, self.parameters.values())) or any(map(is_unit, self.modules.values()))
+        return any(map(is_dtensor, self.parameters.values())) or bool(sharded_roots(self.model))
 
     @cached_property
     def holds_dtensors(self) -> bool:

@@ -19,8 +19,8 @@ from accel.context import DistContext, context_first
 from accel.errors import PrepareError
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import is_local, unused_parameters
-from accel.parallel._modules import is_pipelined
-from accel.parallel._sharded import Sharded, check_replicated, check_sharded, is_sharded, sharded_roots, stage_size
+from accel.parallel._modules import Sharded, is_pipelined, sharded_roots
+from accel.parallel._sharded import check_replicated, check_sharded, is_sharded, stage_size
 from accel.parallel.axes.replicate._ddp import Replica, replica_of
 
 Exchanger = DistributedDataParallel | Sharded

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much a reader of `accel` has to open: files and functions that each verb enters, and statements of each room.
+"""How much a reader of `accel` has to open: files and functions that each verb enters, places that inspect a model,
+and statements of each room.
 
     python tests/benchmarks/structure.py [--files]
 
@@ -29,6 +30,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import accel
 from accel.bigmodel import DeviceMap, describe
 from accel.comm import start
+from accel.formats import StrategyName
+from accel.parallel._spread import ModelView
 from accel.testing import simulate
 
 ROOT = Path(accel.__file__).parent
@@ -68,6 +71,56 @@ def traced(run: Callable[[], object]) -> Seen:
     finally:
         sys.setprofile(None)
     return seen
+
+
+class Visits:
+    """Functions that walk over a model's modules or tensors, and the rooms that a model enters.
+
+    A room is entered by the first call of each function that gets a module, a tensor or a view of a model. Another one
+    in between makes it a return.
+    """
+
+    def __init__(self) -> None:
+        self.walks: set[str] = set()
+        self.rooms: list[str] = []
+        self._seen: set[CodeType] = set()
+
+    @property
+    def returns(self) -> int:
+        """The number of entries into rooms that were entered before."""
+        return len(self.rooms) - len(set(self.rooms))
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        code, caller = frame.f_code, frame.f_back
+        if event != "call":
+            return
+        if code.co_name in _WALKS and code.co_filename == nn.modules.module.__file__:
+            if caller is not None and caller.f_code.co_filename.startswith(f"{ROOT}/"):
+                where, name = Path(caller.f_code.co_filename), caller.f_code.co_qualname
+                self.walks.add(f"{where.relative_to(ROOT)}: {name.partition('.<locals>.<')[0]}")
+        elif code.co_filename.startswith(f"{ROOT}/") and code not in self._seen and not code.co_name.startswith("<"):
+            room = Path(code.co_filename).relative_to(ROOT).parts[0]
+            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            if room != "testing" and any(isinstance(frame.f_locals.get(name), _MODELS) for name in names):
+                self._seen.add(code)
+                self.rooms += [room] if self.rooms[-1:] != [room] else []
+
+
+_NAMES = ("modules", "children", "parameters", "buffers")
+_WALKS = (*_NAMES, *(f"named_{each}" for each in _NAMES))
+_MODELS = (nn.Module, torch.Tensor, ModelView)
+
+
+def visited(ctx: accel.DistContext, strategy: StrategyName) -> Visits:
+    """Return what inspects a model of two blocks in `prepare_model`, on this rank."""
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)))
+    visits = Visits()
+    sys.setprofile(visits)
+    try:
+        accel.prepare_model(accel.replace(ctx, strategy=strategy), net)
+    finally:
+        sys.setprofile(None)
+    return visits
 
 
 def verbs(ctx: accel.DistContext, folder: str) -> dict[str, Seen]:
@@ -160,6 +213,10 @@ def main() -> None:
         found = simulate(lambda ctx: verbs(ctx, folder), 2)[0]
         found["dispatch"] = simulate(lambda ctx: dispatched(ctx, folder), 1)[0]
     found["launch"] = launched()
+    strategies: tuple[StrategyName, ...] = ("ddp", "fsdp")
+    for strategy in strategies:
+        visits = simulate(partial(visited, strategy=strategy), 2, default_group=True)[0]
+        print(f"prepare_model, {strategy}: {len(visits.walks)} functions walk over the model, {visits.returns} returns")
     print(f"{'verb':<16}{'files':>8}{'functions':>11}{'changes':>9}{'collectives':>13}")
     for verb, seen in found.items():
         print(f"{verb:<16}{len(seen.files()):>8}{len(seen.codes):>11}{seen.changes:>9}{seen.collectives:>13}")

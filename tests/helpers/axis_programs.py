@@ -265,7 +265,7 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
         "accel.replace(ctx, mesh=ctx.mesh)",
         "ctx = {line}; accel.prepare_model(ctx, model)",
         ranks=4,
-        mesh="cp=2,tp=2",
+        mesh="pp=2,cp=2",
         needs="transformers",
     ),
     Program(

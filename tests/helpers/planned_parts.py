@@ -17,6 +17,7 @@ from accel.parallel._modules import (
     matching as matching,
     named_modules as named_modules,
     note_module as note_module,
+    note_prepared as note_prepared,
     notes_of as notes_of,
     stage_modules as stage_modules,
 )

@@ -286,3 +286,20 @@ def test_a_real_backend_trains() -> None:
 def test_what_cannot_be_compiled_is_refused(call: Callable[[nn.Module], object], fields: dict[str, str]) -> None:
     with assert_raises(ConfigError, **fields):
         call(Stack(2))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda ctx, model: accel.compile_model(ctx, model),
+        lambda ctx, model: accel.checkpoint_activations(ctx, model),
+        lambda ctx, model: accel.offload_activations(ctx, model),
+        lambda ctx, model: accel.defer_logits(ctx, model),
+        lambda ctx, model: accel.chunk_sequence(ctx, model, parts=2),
+        lambda ctx, model: accel.training.clear_gradients(ctx, model),
+        lambda ctx, model: accel.unwrap_model(ctx),
+    ],
+)
+def test_functions_of_a_model_alone_take_no_context(call):
+    with assert_raises(ConfigError, problem="not a module", got="DistContext", fix="this function takes no context"):
+        call(accel.single(), nn.Linear(2, 1))

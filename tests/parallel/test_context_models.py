@@ -14,6 +14,7 @@ import torch
 from catching import assert_raises
 from handwritten import MODELS, Handwritten, tensors_of
 from handwritten_runs import called
+from steps import begin_batch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -122,6 +123,48 @@ def test_a_hand_written_model_computes_as_in_one_process(ranks: Simulator, entry
 @pytest.mark.parametrize("entry", SEQUENCES, ids=lambda each: each.name)
 def test_a_hand_written_model_computes_as_in_one_process_on_four_ranks(ranks: Simulator, entry: Handwritten) -> None:
     assert off(ranks, entry, 4) < 1e-10
+
+
+NO_PLAN = ("lstm", "gru", "hooked_features", "called_by_parts", "odd_ties", "spectral_hooked")  # refused along tp
+TOGETHER = ("nano_gpt", "moe", "t5", "in_place")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param(each, marks=pytest.mark.slow if each.name in TOGETHER else pytest.mark.nightly)
+        for each in SEQUENCES
+        if each.name not in NO_PLAN
+    ],
+    ids=lambda each: each.name,
+)
+def test_a_hand_written_model_trains_along_cp_and_tp(ranks: Simulator, entry: Handwritten) -> None:
+    batch = entry.batch(5, 3, LENGTH).inputs
+    model = entry.make().eval()
+    whole = floats(called(model, batch))
+    draws = [torch.randn(each.shape, generator=torch.Generator().manual_seed(1)).to(each) for each in whole]
+    weighted(whole, draws).backward()
+    expected = {name: each if each.grad is None else each - each.grad for name, each in model.named_parameters()}
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2,tp=2")
+        made: Any = entry.make().eval()
+        optimizer: Any = torch.optim.SGD([each for each in made.parameters() if each.requires_grad], lr=1.0)
+        spread, optimizer = accel.prepare(ctx, made, optimizer, example=batch)
+        state = begin_batch(ctx)
+        own = floats(called(spread, cut(ctx, batch)))
+        shares = [
+            own_of(ctx, draw, mine) / (1 if mine.shape != draw.shape else 2)
+            for draw, mine in zip(draws, own, strict=True)
+        ]
+        state = accel.backward(ctx, 2 * weighted(own, shares), state, weight=1)
+        _ = accel.optimizer_step(ctx, optimizer, state)
+        after = accel.get_state_dict(ctx, spread, dst=None)
+        sizes = {name: max(1.0, float(want.detach().abs().max())) for name, want in expected.items()}
+        return max(float((after[name] - want.detach()).abs().max()) / sizes[name] for name, want in expected.items())
+
+    assert max(ranks.run(rank, 4, default_group=True)) < 1e-10
 
 
 class Attention(nn.Module):

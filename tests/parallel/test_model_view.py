@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from planned_parts import ModelView, blocks_of, named_modules, note_module
+from planned_parts import ModelView, blocks_of, named_modules, note_module, note_prepared
 from torch import nn
 
 import accel
@@ -162,3 +162,17 @@ def test_prepare_describes_a_model_once(
     monkeypatch.setattr(_spread, "named_modules", counted)
     models = ranks.run(rank, 2, default_group=True)
     assert [sum(each is model for each in described) for model in models] == [1, 1]
+
+
+class WithMethods(nn.Linear):
+    """Has the methods of `fully_shard`."""
+
+    set_requires_gradient_sync = reshard = nn.Linear.extra_repr
+
+
+def test_a_pipeline_is_sharded_just_if_its_stages_are() -> None:
+    for stage, is_sharded in ((nn.Linear(2, 2), False), (nn.Sequential(WithMethods(2, 2)), True)):
+        model = WithMethods(2, 2)
+        assert ModelView(model).is_sharded
+        note_prepared(model, stages=(stage,))
+        assert ModelView(model).is_sharded is is_sharded

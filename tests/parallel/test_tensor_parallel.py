@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -330,6 +331,38 @@ def test_a_recomputed_method_reads_parameters_of_its_module(ranks, plan):
         ctx = accel.replace(ctx, mesh="tp=2")
         model = accel.prepare_model(ctx, entry.make(), plan=accel.parallel.Plan(tensor=plan), example=(ids,))
         _ = accel.backward(ctx, entry.loss(model(ids), targets), begin_batch(ctx), weight=1)
+        grads = {name: each.grad for name, each in model.named_parameters()}
+        return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
+
+    for grads in ranks.run(rank, 2, default_group=True):
+        for name, each in plain.named_parameters():
+            torch.testing.assert_close(grads[name], each.grad, rtol=0, atol=1e-12)
+
+
+class Differentiated(nn.Module):
+    """Adds what its layers send back for ones: a transform of torch.func in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH), nn.Linear(WIDTH, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, back = torch.func.vjp(lambda given: self.down(torch.tanh(self.up(given))), x)
+        return self.head(x + y + back(torch.ones_like(y))[0])
+
+
+def test_replicated_layers_run_in_transforms_of_functions(ranks):
+    x = torch.randn(3, WIDTH, dtype=torch.float64)
+    torch.manual_seed(3)
+    plain = Differentiated().double()
+    plain(x).square().sum().backward()
+
+    def rank(ctx):
+        ctx = accel.replace(ctx, mesh="tp=2")
+        plan = accel.parallel.Plan(tensor={"head": "colwise_gather_output"})
+        model = accel.prepare_model(ctx, copy.deepcopy(plain), plan=plan)
+        model.zero_grad()
+        _ = accel.backward(ctx, model(x).square().sum(), begin_batch(ctx), weight=1)
         grads = {name: each.grad for name, each in model.named_parameters()}
         return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
 

@@ -705,15 +705,18 @@ SCORES = (last_position, each_position, mean_of_positions, last_added, convolved
 
 
 @pytest.mark.parametrize(
-    ("score", "strategy"),
+    ("score", "strategy", "mesh"),
     [
-        *((each, "ddp") for each in SCORES),
-        pytest.param(last_position, "fsdp", marks=pytest.mark.slow),
+        (last_position, "ddp", "cp=2"),
+        (each_position, "ddp", "cp=2"),
+        *(pytest.param(each, "ddp", "cp=2", marks=pytest.mark.slow) for each in SCORES[2:]),
+        pytest.param(last_position, "fsdp", "cp=2", marks=pytest.mark.slow),
+        *(pytest.param(each, "ddp", "cp=2,tp=2", marks=pytest.mark.slow) for each in SCORES),
     ],
     ids=lambda each: getattr(each, "__name__", each),
 )
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
-def test_a_head_of_the_users_own_sees_all_positions(ranks: Simulator, score: Any, strategy: Any) -> None:
+def test_a_head_of_the_users_own_sees_all_positions(ranks: Simulator, score: Any, strategy: Any, mesh: str) -> None:
     """Code that works on positions one by one gets own positions, plain, and other code gets parts."""
     ids, labels, at = IDS[0], IDS[0] % 3, torch.arange(LENGTH).expand(4, -1)
     alone = Scored(score)
@@ -721,7 +724,7 @@ def test_a_head_of_the_users_own_sees_all_positions(ranks: Simulator, score: Any
     expected.square().sum().backward()
 
     def rank(ctx: accel.DistContext) -> tuple[bool, float]:
-        ctx = accel.replace(ctx, mesh="cp=2", strategy=strategy)
+        ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
         model = accel.prepare_model(ctx, Scored(score))
         inner: Any = accel.unwrap_model(model)
         part = accel.parallel.split_sequence(ctx, {"ids": ids, "labels": labels}, shift=())
@@ -744,7 +747,7 @@ def test_a_head_of_the_users_own_sees_all_positions(ranks: Simulator, score: Any
             )
         return inner.gets_parts, max(off)
 
-    for gets_parts, off in ranks.run(rank, 2, default_group=True):
+    for gets_parts, off in ranks.run(rank, 4 if "tp" in mesh else 2, default_group=True):
         assert gets_parts == (score is not each_position)
         assert off < 1e-6  # norms and rotations are float32 inside
 
@@ -763,7 +766,7 @@ class Returned(nn.Module):
         return (out.loss, out.logits[:, -1]) if self.scores_last else out
 
 
-@pytest.mark.parametrize("scores_last", [False, True])
+@pytest.mark.parametrize("scores_last", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_loss_of_the_own_tokens_is_returned_as_it_is(ranks: Simulator, scores_last: bool) -> None:
     last = make_llama()(IDS[0]).logits[:, -1].detach()
 
@@ -784,18 +787,63 @@ def test_a_loss_of_the_own_tokens_is_returned_as_it_is(ranks: Simulator, scores_
     assert max(ranks.run(rank, 2, default_group=True)) < 1e-5
 
 
-def test_a_head_beside_tensor_parallelism_is_named_as_it_gets_own_positions(
+class OnBloom(nn.Module):
+    """A head on a model that computes its own scores."""
+
+    def __init__(self, *, reads_last: bool) -> None:
+        super().__init__()
+        self.reads_last = reads_last
+        config = transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=16, n_layer=1, n_head=2)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.body = transformers.BloomModel(config).double()
+            self.head = nn.Linear(16, 3).double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.body(ids).last_hidden_state
+        return self.head(hidden[:, -1] if self.reads_last else hidden)
+
+
+@pytest.mark.parametrize("reads_last", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_head_on_scores_of_a_models_own_sees_all_positions(ranks: Simulator, reads_last: bool) -> None:
+    alone = OnBloom(reads_last=reads_last)
+    expected = alone(IDS[0])
+    expected.square().sum().backward()
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        part = accel.parallel.split_sequence(ctx, {"ids": IDS[0]})
+        inner: Any = accel.unwrap_model(accel.prepare_model(ctx, OnBloom(reads_last=reads_last)))
+        assert inner.body(part["ids"]).last_hidden_state.shape == (4, LENGTH // 2, 16)  # may be called alone
+        out = inner(part["ids"])
+        wanted = expected.detach()
+        if not reads_last:
+            wanted = accel.parallel.split_sequence(ctx, {"out": wanted}, shift=())["out"]
+        (out.square().sum() / (2 if reads_last else 1)).backward()
+        off = [float((out.detach() - wanted).abs().max())]
+        for mine, whole in zip(inner.parameters(), alone.parameters(), strict=True):
+            assert whole.grad is not None
+            off.append(float((accel.reduce(ctx, mine.grad) - whole.grad).abs().max()))
+        return max(off)
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-9
+
+
+def test_a_head_on_a_model_of_images_is_named_as_it_gets_what_this_returns(
     ranks: Simulator, caplog: pytest.LogCaptureFixture
 ) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    body = transformers.ViTModel(transformers.ViTConfig(image_size=8, patch_size=4, **sizes))
+    made = nn.ModuleDict({"body": body, "head": nn.Linear(16, 1)})
+
     def rank(ctx: accel.DistContext) -> None:
-        _ = accel.prepare_model(accel.replace(ctx, mesh="cp=2,tp=2"), Scored(last_position))
+        _ = accel.prepare_model(accel.replace(ctx, mesh="cp=2"), copy.deepcopy(made))
 
     with caplog.at_level("WARNING", "accel.parallel"):
-        ranks.run(rank, 4, default_group=True)
-    said = [each.getMessage() for each in caplog.records if "own positions" in each.getMessage()]
-    assert said == [
-        "Scored gets own positions of its model of transformers along cp: head may work on positions one by one alone"
-    ]
+        ranks.run(rank, 2, default_group=True)
+    (line,) = [each.getMessage() for each in caplog.records if "own positions" in each.getMessage()]
+    assert line.startswith("ModuleDict gets own positions")
+    assert "head may work on positions one by one alone" in line
 
 
 def test_models_of_one_context_have_one_method(ranks: Simulator) -> None:

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from accel.bigmodel._arguments import check_dtype, check_model, device_of, dtype_of
+from accel.bigmodel._arguments import check_dtype, device_of, dtype_of
 from accel.bigmodel.plan import STORES, DeviceMap, check_map
 from accel.checkpoint import Recipe
 from accel.checkpoint._boxes import Box, whole
 from accel.checkpoint._live_tensors import held_box
 from accel.errors import CheckpointError, ConfigError, StreamError
 from accel.parallel._empty import is_unknown
-from accel.parallel._modules import clean_name, is_pipelined, reshard, unwrap_model
+from accel.parallel._modules import check_module, clean_name, is_pipelined, reshard, unwrap_model
 from accel.parallel.axes.pipeline import pipeline_of
 from accel.tensors import become, is_absent, is_dtensor, local_part, packed_weights, split_dims
 
@@ -127,7 +127,7 @@ def find_targets(
 
     `default` is the device of empty tensors without a map; a dtype of None keeps the dtype of each tensor.
     """
-    check_model(model, where="load_checkpoint_in_model")
+    check_module(model, where="load_checkpoint_in_model")
     check_dtype(dtype, where="dtype=")
     destination_of = find_destinations(device_map, default)
     reshard(model)

@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, Literal, TypeVar, cast
 import torch
 from torch import nn
 
-from accel.bigmodel._arguments import check_model, device_of, dtype_of
+from accel.bigmodel._arguments import device_of, dtype_of
 from accel.bigmodel._describe import WeightSource, describe
 from accel.bigmodel.load import Patterns, Rename, load_checkpoint_in_model, open_weights
 from accel.bigmodel.plan import STORES, DeviceMap, Skeleton, check_map
@@ -40,6 +40,7 @@ from accel.comm._streams import DeviceStreams, streams_of
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError
 from accel.errors._checks import check_kind
+from accel.parallel._modules import check_module
 from accel.storage import RemotePath
 from accel.tensors import is_absent, is_dtensor, state_tensors, stored_values
 
@@ -195,7 +196,7 @@ def _dispatch_by(
     prefetch: bool,
 ) -> Dispatched[M]:
     """Dispatch a model; `door` gives the streams of a device."""
-    check_model(model, where="dispatch_model")
+    check_module(model, where="dispatch_model")
     check_undispatched(model)
     has_files = source is not None or scratch is not None
     if device_map == "auto":
@@ -390,7 +391,7 @@ def _map(ctx: DistContext, model: nn.Module, device_map: AutoMap, site: str) -> 
         return device_map
     is_alone = ctx.local_world_size == 1 and ctx.device.type != "cpu"
     with agreed(ctx.comm, Call(f"{where}: device_map='auto'", site=site)):
-        check_model(model, where=where)
+        check_module(model, where=where)
         device = None if is_alone else ctx.device
         return auto_map(model, has_files=True, device=device, ranks=ctx.local_world_size, shows=ctx.is_main_process)
 

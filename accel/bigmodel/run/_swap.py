@@ -12,10 +12,11 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from accel.bigmodel._arguments import check_model, device_of
+from accel.bigmodel._arguments import device_of
 from accel.bigmodel.run._places import has_values, set_memory
 from accel.bigmodel.run._stream import running_modules
 from accel.errors import ConfigError, StreamError
+from accel.parallel._modules import check_module
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -196,7 +197,7 @@ def swap_models(device: int | str | torch.device, *models: nn.Module) -> Swap:
     if len(models) < 2:
         raise ConfigError("models take turns", expected="two or more", got=str(len(models)), where="swap_models")
     for model in models:
-        check_model(model, where="swap_models")
+        check_module(model, where="swap_models")
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if not has_values(tensor):
                 raise ConfigError(

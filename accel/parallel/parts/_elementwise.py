@@ -164,6 +164,18 @@ def drawn_like(func: Any, args: Args, kwargs: Named) -> Any:
     return make(own, part.division, part.ranks)
 
 
+def passage(func: Any, args: Args, kwargs: Named) -> Any:
+    """A collective of ranks along another axis, which exchanges no rows of the divided dimension."""
+    part, by, group = part_of(func, args), args[1], args[2]
+    layout = part.division
+    if group is part.ranks.group:
+        raise no_rule("of the ranks that hold the parts")
+    exchanges = by.kind not in ("copied", "summed")
+    if layout is not None and exchanges and by.dim % part.dim() == layout.dim:
+        raise no_rule(f"{by.kind} along the divided dimension")
+    return make(func(plain_of(part), by, group), layout, part.ranks)
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
@@ -214,4 +226,5 @@ RULES = {
     **dict.fromkeys(("item", "tolist", "__bool__", "__float__", "__int__", "__index__"), alike),
     "dropout": dropped,
     **dict.fromkeys(("rand_like", "randn_like"), drawn_like),
+    "passed": passage,
 }

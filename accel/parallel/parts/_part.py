@@ -135,6 +135,8 @@ def _named_problem(func: Any, problem: str) -> str:
 class PartTensor(Tensor):
     """A rank's rows of a tensor. Inside of rules, where subclasses are off, it is a tensor of these rows."""
 
+    takes_collectives = True  # of ranks along other axes, which share the rows of a rank
+
     # Layout of the rows; None for a tensor that all ranks hold, with a gradient that is a summand on each.
     division: RowLayout | None
     ranks: Ranks  # that hold the parts

@@ -32,6 +32,7 @@ from accel.parallel.axes.context._split import (
     seen_keys,
     sorted_positions,
 )
+from accel.parallel.parts import PartTensor, leave
 from accel.topology import ContextMethod
 
 _TILE = 256  # queries at least of a run under a window
@@ -134,8 +135,8 @@ def _of_all(own: Tensor | None, group: dist.ProcessGroup) -> Tensor | None:
 
 def whole_positions(ctx: DistContext, own: Tensor, dim: int = 1) -> Tensor:
     """Return the positions of all ranks along cp in their order. A collective, as its backward."""
-    if has_all_positions(ctx):
-        return own
+    if has_all_positions(ctx) or isinstance(own, PartTensor):
+        return leave(own)
     group = group_of(ctx, "cp")
     assert group is not None
     return sorted_positions(gathered_summed(own.contiguous(), dim, group), dim, group.size())
@@ -270,7 +271,7 @@ def context_attention(
     if size == 1:
         pair = None if documents is None else (documents, documents)
         return attend(q, k, v, terms, Seen(pair, key_padding_mask, mask))
-    chosen = planned_method(ctx) if method is None else method
+    chosen = method or planned_method(ctx) or "gather"
     check_method(q, terms, chosen, size)
     function = near_attention if chosen == "ring" and near is not None else _METHODS[chosen]
     return _across(ctx, function, q, k, v, terms)

@@ -19,9 +19,8 @@ from accel.devices import wide_dtype
 from accel.errors import AccelError, ConfigError, PrepareError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._copies import WideMode, gradients_of
-from accel.parallel._modules import note_module, notes_of, written_class
+from accel.parallel._modules import note_module, notes_of, sharded_roots, written_class
 from accel.parallel._private import called_eagerly, is_compiled, runs_in_backward, untraced
-from accel.parallel._sharded import sharded_roots
 from accel.parallel.axes.context._attention import whole_positions
 from accel.parallel.axes.context._checks import refuse_reentrant
 from accel.parallel.axes.context._inner import InnerModels, listed
@@ -55,15 +54,15 @@ def use_positions(
     within: Sequence[nn.Module] | None = None,
     *,
     is_cut: bool = True,
-    inner: Sequence[nn.Module] = (),
+    inner: Sequence[nn.Module] | None = None,
 ) -> None:
     """Let a model's forward compute with parts of positions. Mutates it, by a class and hooks.
 
     `within`: first blocks of stacks. All ranks hold their full inputs, and they get this rank's positions of them. None
     for a model that may call `context_attention` itself. `is_cut`: whether the model's inputs are cut. `inner`: models
-    inside of it that attend across ranks, with own positions.
+    inside of it that attend across ranks with own positions; others there take parts. None for no model inside.
     """
-    positions = _Positions(ctx, is_cut=is_cut, may_cross=within is None and not inner, inner=inner)
+    positions = _Positions(ctx, is_cut=is_cut, may_cross=within is None and inner is None, inner=inner or ())
     for block in within or ():
         _ = block.register_forward_pre_hook(positions.divide, with_kwargs=True)
     for module in model.modules():
@@ -72,7 +71,7 @@ def use_positions(
     note_module(model, positions=positions)
     add_mixin([model], _ByPositions)
     # until the first call is proved, of all that can have an attention
-    if not inner:
+    if inner is None:
         others = [each for each in model.modules() if each is not model]
         positions.guard(each for each in others if any(each.children()) or isinstance(each, nn.MultiheadAttention))
 
@@ -191,8 +190,9 @@ class _Positions:
             )
 
     def _has_own(self, given: _Inputs) -> bool:
-        plain = [each for each in listed(tuple(given)) if not isinstance(each, PartTensor)]
-        return any(self._cut_dim(each, 1) is not None for each in plain)
+        tensors = listed(tuple(given))
+        is_within = any(isinstance(each, PartTensor) for each in tensors)  # a forward that computes with parts
+        return not is_within and any(self._cut_dim(each, 1) is not None for each in tensors)
 
     def _cut_dim(self, each: Tensor, dim: int | None) -> int | None:
         """The dimension of a tensor's positions; None where it has none. `dim`: where several could be; None if the
@@ -464,20 +464,16 @@ def _evaluated(module: nn.Module, device: torch.device) -> Generator[None]:
 
     Modules and names of modes that a model replaces by the length of its inputs are put back.
     """
-
-    def texts(each: nn.Module) -> dict[str, str]:
-        return {name: value for name, value in vars(each).items() if isinstance(value, str)}
-
-    before = [(each, each.training, dict(each.named_children()), texts(each)) for each in module.modules()]
+    before = [(each, each.training, dict(each.named_children()), dict(vars(each))) for each in module.modules()]
     try:
         _ = module.eval()
         with isolated_rng(device), torch.no_grad():
             yield
     finally:
-        for each, training, children, names in before:
+        for each, training, children, own in before:
             for name in [name for name, child in children.items() if getattr(each, name) is not child]:
                 setattr(each, name, children[name])
-            vars(each).update(names)
+            vars(each).update({name: value for name, value in own.items() if isinstance(value, str)})
             each.training = training
 
 

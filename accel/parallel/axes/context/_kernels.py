@@ -334,14 +334,11 @@ class Masks(NamedTuple):
 
     def note(self, part: Any) -> None:
         """Note the functions that transformers joined for a mask."""
-        if isinstance(part, tuple):
-            for each in cast("tuple[Any, ...]", part):
-                self.note(each)
-            return
-        if getattr(part, "__name__", "") in _ORDERS:
-            self.orders.add(_ORDERS[part.__name__])
-        closure = getattr(part, "__closure__", None) or ()
+        name = getattr(part, "__name__", "")
+        closure = [cell.cell_contents for cell in getattr(part, "__closure__", None) or ()]
+        if name in _ORDERS:
+            self.orders.add(_ORDERS[name])
         if getattr(part, "__qualname__", "").startswith(_AROUND):
-            self.distances.update(cell.cell_contents for cell in closure)
-        for cell in closure:
-            self.note(cell.cell_contents)
+            self.distances.update(closure)
+        for each in cast("tuple[Any, ...]", part) if isinstance(part, tuple) else closure:
+            self.note(each)

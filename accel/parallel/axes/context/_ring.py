@@ -38,14 +38,6 @@ class _Ring(NamedTuple):
     ignored: Tensor | None  # the same of the keys that no query sees, [batch, keys]; None without
 
 
-class _Block(NamedTuple):
-    """Rows of the own queries, rows of the keys of another rank, and the block's mask."""
-
-    rows: slice
-    columns: slice
-    masked: Masked
-
-
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, terms: Terms) -> Tensor:
     """Return the attention of this rank's queries to all keys, as `attend`. A collective, as its backward.
 
@@ -208,8 +200,8 @@ def _unflattened(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(each.shape) for part, each in zip(parts, like, strict=True)]
 
 
-def _block(ring: _Ring, source: int, queries: int, keys: int) -> _Block:
-    """Return the block of this rank's queries and the keys of another."""
+def _block(ring: _Ring, source: int, queries: int, keys: int) -> tuple[slice, slice, Masked]:
+    """Return the block of this rank's queries and the keys of another: rows of both, and its mask."""
     rank = ring.group.rank()
     block = ring_block(rank, source, ring.group.size(), causal=ring.terms.causal)
     rows = slice(*(at * queries // 2 for at in block.queries))
@@ -223,4 +215,4 @@ def _block(ring: _Ring, source: int, queries: int, keys: int) -> _Block:
     masks = packed_masks(pair, ignored)
     if masks and block.causal:
         masks.append(near_mask(queries, keys, 0, None, causal=True, device=masks[0].device))
-    return _Block(rows, columns, Masked(block.causal and not masks, all_of(masks), ring.terms.softcap))
+    return rows, columns, Masked(block.causal and not masks, all_of(masks), ring.terms.softcap)

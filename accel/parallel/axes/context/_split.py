@@ -44,8 +44,7 @@ def places(length: int, rank: int, size: int) -> tuple[range, range]:
 
 def natural_order(size: int) -> Sequence[int]:
     """Return the order that sorts the halves of all ranks, listed by rank, by their places in the sequence."""
-    listed = [piece for rank in range(size) for piece in pieces(rank, size)]
-    return sorted(range(2 * size), key=listed.__getitem__)
+    return sorted(range(2 * size), key=rank_order(size).__getitem__)
 
 
 def rank_order(size: int) -> Sequence[int]:
@@ -101,14 +100,9 @@ def plan_method(ctx: DistContext, method: ContextMethod) -> None:
     ctx.comm.notes[_METHOD] = method
 
 
-def planned_method(ctx: DistContext) -> ContextMethod:
-    """Return the method of the plan of a prepared model; "gather" without one."""
-    return cast(ContextMethod, ctx.comm.notes.get(_METHOD, "gather"))
-
-
-def has_plan(ctx: DistContext) -> bool:
-    """Return whether a model was prepared with a method."""
-    return _METHOD in ctx.comm.notes
+def planned_method(ctx: DistContext) -> ContextMethod | None:
+    """Return the method of the plan of a prepared model; None without one."""
+    return cast("ContextMethod | None", ctx.comm.notes.get(_METHOD))
 
 
 def note_attention(ctx: DistContext) -> None:

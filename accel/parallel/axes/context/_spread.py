@@ -28,7 +28,7 @@ from accel.parallel.axes.context._checks import (
     transformers_models,
 )
 from accel.parallel.axes.context._forward import use_positions
-from accel.parallel.axes.context._split import has_plan, plan_method, planned_method
+from accel.parallel.axes.context._split import plan_method, planned_method
 from accel.parallel.axes.context._transformers import check_first, kept_for_padding, use_context_attention
 from accel.topology import ContextMethod
 
@@ -51,10 +51,10 @@ def _is_done(ctx: DistContext, view: ModelView) -> bool:
 def _computes_in_parts(ctx: DistContext, view: ModelView, models: Sequence[nn.Module]) -> bool:
     """Return whether a user's module computes with parts of positions, around its models of transformers if it has
     some. Its first call is proved."""
-    if not models:
-        return ctx.axis("pp").size == 1
-    is_plain = ctx.axis("pp").size == ctx.axis("tp").size == 1
-    return is_plain and view.model not in models and not any(map(out_of_reach, models))
+    crossing = [each for each in models if out_of_reach(each)]
+    takes_parts = all(takes_cut_tokens(each) and not first_blocks(each) for each in crossing)
+    are_alike = not crossing or (takes_parts and len(crossing) == len(models))
+    return ctx.axis("pp").size == 1 and view.model not in models and are_alike
 
 
 def _mixing(asked: PrepareCall) -> RefusedFact | None:
@@ -95,10 +95,9 @@ _REFUSED = (
 
 
 def _planned_before(asked: PrepareCall) -> RefusedFact | None:
-    ctx, wanted = asked.ctx, asked.options.context
-    if not has_plan(ctx) or planned_method(ctx) == wanted:
-        return None
-    return RefusedFact(f"{wanted!r}, and {planned_method(ctx)!r} of a model before", "plan.context")
+    wanted = asked.options.context
+    before = planned_method(asked.ctx) or wanted
+    return None if before == wanted else RefusedFact(f"{wanted!r}, and {before!r} of a model before", "plan.context")
 
 
 _METHODS = ModelRefusal(
@@ -124,13 +123,14 @@ def _spread(ctx: DistContext, view: ModelView, options: ContextOptions, *, is_em
     note_prepared(view.model, context=options.context)
     models = [each for _, each in transformers_models(view.modules)]
     computes_in_parts = _computes_in_parts(ctx, view, models)
+    attending = [each for each in models if not out_of_reach(each)]
     for each in models:
-        if out_of_reach(each):
-            _use_parts(ctx, each)
-        else:
+        if each in attending:
             use_context_attention(ctx, each, options.context)
+        else:
+            _use_parts(ctx, each)
     if computes_in_parts:
-        use_positions(ctx, view.model, inner=models)
+        use_positions(ctx, view.model, inner=attending if models else None)
     elif models and ctx.is_main_process:
         _log_others(view, models)
     return view.model

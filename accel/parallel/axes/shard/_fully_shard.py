@@ -20,9 +20,9 @@ from accel.parallel._empty import allocate_empty, make_room, move_model
 from accel.parallel._entries import refuse_parts, refuse_parts_of_units
 from accel.parallel._labels import label_parameters, replace_parameter
 from accel.parallel._leftovers import watch_used
-from accel.parallel._modules import is_pipelined, layerdrops, note_tensor, stage_modules, written_class
+from accel.parallel._modules import is_pipelined, layerdrops, note_tensor, sharded_roots, stage_modules, written_class
 from accel.parallel._refused import PrepareCall, quantized_divided, raised, refused
-from accel.parallel._sharded import sharded_roots, spans_all
+from accel.parallel._sharded import spans_all
 from accel.parallel._spread import (
     ModelView,
     PendingForward,

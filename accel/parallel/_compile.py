@@ -101,10 +101,14 @@ class _Inside:
 
     Args:
         settings: options of torch.compile.
+
+    Attributes:
+        fullgraph: whether a graph break is an error.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = settings
+        self.fullgraph: bool = settings["fullgraph"]
         self._compiled: dict[type, Callable[..., Any]] = {}
         self._has_noted = False
 
@@ -319,31 +323,14 @@ def _whole(model: nn.Module) -> list[nn.Module]:
     return [stage.module.get_submodule(path) for stage in stages for path in stage.own]
 
 
-_EAGER = {
-    "overlap": (
-        "torch does not compile layers that overlap messages with matmuls",
-        "Leave overlap out: plan=accel.parallel.Plan(overlap=False).",
-    ),
-    "sequence": (
-        "torch does not compile modules between which ranks hold parts of the tokens",
-        (
-            "Leave sequence out, or divide by styles: plan=accel.parallel.Plan("
-            "tensor=accel.parallel.tensor_plan(model, sequence=True, example=batch))."
-        ),
-    ),
-}
-
-
 def _check_eager(model: nn.Module, regions: Iterable[nn.Module]) -> None:
     """Raise `ConfigError` for regions with layers that only run eagerly."""
-    found = {id(each): notes_of(each).get("eager") for region in regions for each in region.modules()}
-    inside = {key: option for key, option in found.items() if option is not None}
-    for option in sorted(set(inside.values())):
-        problem, fix = _EAGER[option]
+    inside = {id(each) for region in regions for each in region.modules() if notes_of(each).get("overlaps")}
+    if inside:
         raise ConfigError(
-            problem,
-            expected=f"a plan without {option}, or regions without layers that ranks along tp divide",
+            "torch does not compile layers that overlap messages with matmuls",
+            expected="a plan without overlap, or regions without layers that ranks along tp divide",
             got=", ".join([path or "the model" for path, each in named_modules(model) if id(each) in inside][:5]),
             where="compile_model",
-            fix=fix,
+            fix="Leave overlap out: plan=accel.parallel.Plan(overlap=False).",
         )

@@ -182,7 +182,6 @@ class ModuleNotes(TypedDict, total=False):
     chunks: Any  # parts of the sequence on which it runs. By chunk_sequence; read by its forwards
     compute: Any  # function that a head runs instead of its forward. By a loss without logits, for one call
     early: Any  # matmul result of a column-wise layer, computed before its call. For one call of the module around it
-    eager: str  # option by which torch cannot compile it. By prepare_model, along tp; read by compile_model
     elsewhere: bool  # another stage holds it. By prepare_model, along pp; read wherever modules are chosen
     emptied: str  # engine that empties its parameters between passes. By DeepSpeed's engine; read by losses
     exchanges: Mapping[str, Any]  # rows of its parameters that ranks exchange, by name. By prepare_model, along tp
@@ -193,6 +192,7 @@ class ModuleNotes(TypedDict, total=False):
     kept_gathered: bool  # an FSDP unit that is not resharded after a forward. By its first such forward
     moved: int  # id of the module with a bias that an `ExpertLoad` moves. Until the `ExpertLoad` is closed
     offload: Any  # place of a block in `offload_activations`. Read in its forwards
+    overlaps: bool  # messages with matmuls: not compiled. By prepare_model, along tp; read by compile_model
     pairs: Any  # guard of pairs of linear layers. By prepare_model, along tp
     path: str  # its path in the model, of a layer of a pair. By prepare_model, along tp
     plain: Any  # replicated parameters that its forward sees as plain tensors. By prepare_model, fsdp

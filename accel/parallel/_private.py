@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import sys
 from collections import OrderedDict
@@ -49,6 +50,8 @@ PRIVATE = {
         "_backward_hooks",
         "_backward_pre_hooks",
     ),
+    "torch._dynamo": ("error_on_graph_break",),
+    "torch._dynamo.exc": ("Unsupported",),  # what torch.compile raises at a graph break
     "torch._dynamo.convert_frame": ("FRAME_COUNTER",),  # functions that torch has compiled; reset with the compiler
     "torch.nn.RNNBase": ("_flat_weights", "_flat_weights_names", "_flat_weight_refs"),
     "torch._subclasses.fake_tensor": (
@@ -71,6 +74,7 @@ PRIVATE = {
     "torch.distributed.device_mesh.DeviceMesh": ("_get_root_mesh",),
     "torch.distributed.pipelining.PipelineStage": ("_post_metadata_inference_cleanup",),  # overridden to do nothing
     "torch.ops.aten": (
+        "_unsafe_view",
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward",
         "_scaled_dot_product_flash_attention",
@@ -88,6 +92,9 @@ SET_DATA = cast(Any, torch.Tensor.data).__set__
 without_subclasses: type[contextlib.AbstractContextManager[None]] = cast(Any, torch)._C.DisableTorchFunctionSubclass
 subclasses_are_on: Callable[[], bool] = cast(Any, torch)._C._is_torch_function_enabled
 alias: Callable[[torch.Tensor], torch.Tensor] = cast(Any, torch).ops.aten.alias.default
+Operator = cast(type, type(alias))  # of those, as modes of dispatch see them
+# A tensor of the same memory that is no view.
+alike: Callable[[torch.Tensor, Sequence[int]], torch.Tensor] = cast(Any, torch).ops.aten._unsafe_view.default
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
@@ -122,6 +129,17 @@ def contains_compiled(module: nn.Module) -> bool:
             return True
         todo += [each for each in attributes["_modules"].values() if each is not None]
     return False
+
+
+def call_in_one_graph(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> tuple[R | None, str]:
+    """Call what torch compiles; return its result, or None and the reason if it is not one graph."""
+    dynamo: Any = importlib.import_module("torch._dynamo")
+    graph_break: type[Exception] = dynamo.exc.Unsupported
+    try:
+        with dynamo.error_on_graph_break(True):
+            return call(*args, **kwargs), ""
+    except graph_break as error:
+        return None, str(error).partition("\n")[0] or type(error).__name__
 
 
 @contextlib.contextmanager

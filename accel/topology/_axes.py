@@ -195,7 +195,6 @@ TensorStyle = Literal[
     "packed_colwise_3",
     "rowwise",
     "rowwise_split_input",
-    "rowwise_sequence",
     "embedding_rowwise",
     "embedding_colwise",
     "multihead_attention",
@@ -203,11 +202,6 @@ TensorStyle = Literal[
     "replicated_with_grad_allreduce",
     "replicated_local",
     "copy_input",
-    "split_sequence",
-    "gather_sequence",
-    "whole_sequence",
-    "sequence_parallel",
-    "sequence_parallel_gather_output",
 ]
 HeadStyle = Literal["colwise", "colwise_gather_output"]
 Logits = Literal["full", "deferred"]
@@ -235,8 +229,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             each returns the logits of its words, for `vocab_cross_entropy`. A model of transformers computes the loss
             of its `labels=` by it.
         logits: "deferred" lets losses be computed without logits, by `defer_logits`; "full" makes them.
-        sequence: whether ranks along tp share the tokens between the layers that they share (sequence parallelism);
-            with `tensor="model"`; custom styles include it.
+        sequence: whether ranks along tp share the tokens between the layers that they divide (sequence parallelism).
         overlap: whether layers that ranks along tp divide send the messages of their inputs and outputs in chunks, each
             during the matmul of the next chunk.
         context: method by which ranks along cp see each other's keys and values: "gather" all at once, "ring" one

@@ -101,13 +101,11 @@ def by_torch(ctx: accel.DistContext, width: int, x: torch.Tensor) -> Pass:
 def by_accel(
     ctx: accel.DistContext, width: int, x: torch.Tensor, *, sequence: bool = False, overlap: bool = False
 ) -> Pass:
-    """As `tensor_plan` has it for a Llama; the output stays divided where ranks share the tokens."""
+    """As `tensor_plan` has it for a Llama."""
     styles: dict[str, Any] = {f"*.{name}": "colwise" for name in COLWISE}
-    styles |= {f"*.{name}": "rowwise_sequence" if sequence else "rowwise" for name in ROWWISE}
-    styles |= {f"*.{name}": "gather_sequence" if sequence else "copy_input" for name in ("attention", "mlp")}
-    if sequence:
-        styles |= {"0": "split_sequence", "*.first": "sequence_parallel", "*.second": "sequence_parallel"}
-    plan = accel.parallel.Plan(tensor=styles, overlap=overlap)
+    styles |= {f"*.{name}": "rowwise" for name in ROWWISE}
+    styles |= {f"*.{name}": "copy_input" for name in ("attention", "mlp")}
+    plan = accel.parallel.Plan(tensor=styles, sequence=sequence, overlap=overlap)
     return timed_passes(ctx, accel.prepare_model(ctx, blocks(width), plan=plan), x)
 
 

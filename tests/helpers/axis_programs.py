@@ -145,17 +145,6 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
         needs="transformers",
     ),
     Program(
-        "parallel/axes/tensor/_spread.py",
-        "sequence has no effect with your own styles",
-        LLAMA,
-        "accel.prepare_model(ctx, model, plan=accel.parallel.Plan(tensor={'lm_head': 'colwise'}, sequence=True))",
-        "accel.parallel.tensor_plan(model, sequence=True)",
-        "accel.prepare_model(ctx, model, plan=accel.parallel.Plan(tensor={line}))(ids)",
-        ranks=2,
-        mesh="tp=2",
-        needs="transformers",
-    ),
-    Program(
         "parallel/axes/tensor/_tensor_plan.py",
         "the head of the model is not known",
         STYLED,
@@ -163,16 +152,6 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
         "accel.parallel.Plan(tensor={**styles, \"head\": 'colwise'})",
         "plan = eval({line!r}.replace('\"head\"', repr('2')).replace('colwise', 'rowwise'))\n"
         "accel.prepare_model(ctx, model, plan=plan)(x)",
-        ranks=2,
-        mesh="tp=2",
-    ),
-    Program(
-        "parallel/axes/tensor/_tensor_plan.py",
-        "the tokens of this model cannot be shared",
-        STYLED,
-        "accel.parallel.tensor_plan(model, sequence=True)",
-        "accel.parallel.Plan(tensor={...})",
-        "plan = eval({line!r}.replace('{...}', 'styles')); accel.prepare_model(ctx, model, plan=plan)(x)",
         ranks=2,
         mesh="tp=2",
     ),
@@ -641,14 +620,10 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
     Program(
         "parallel/axes/tensor/_prove.py",
         "the tokens of this model cannot be shared between its layers",
-        "class Block(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        "        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)\n"
-        "    def forward(self, x): return x + x.mean(1, keepdim=True) + self.down(torch.relu(self.up(self.norm(x))))\n"
-        "model = nn.Sequential(Block(), Block(), nn.LayerNorm(4)); x = torch.ones(2, 6, 4)\n"
-        "styles = {'*.up': 'colwise', '*.down': 'rowwise'}\n",
-        "accel.parallel.tensor_plan(model, sequence=True, example=[x])",
-        "accel.parallel.Plan(tensor={...})",
-        "plan = eval({line!r}.replace('{...}', 'styles')); accel.prepare_model(ctx, model, plan=plan)(x)",
+        "model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)); x = torch.ones(6, 4)\n",
+        "accel.prepare_model(ctx, model, plan=accel.parallel.Plan(sequence=True), example=[x])",
+        "plan=accel.parallel.Plan(sequence=False)",
+        "accel.prepare_model(ctx, model, {line}, example=[x])(x)",
         ranks=2,
         mesh="tp=2",
     ),

@@ -17,14 +17,10 @@ from accel.topology import TensorStyle
 
 CLASSES, WIDTH, HEADS, TOKENS = 12, 16, 4, 8
 IGNORED = -100
-# of blocks that are a norm and an MLP, whose ranks share the tokens between them
-NORM_AND_MLP: dict[str, Any] = {
-    "blocks.0": "split_sequence",
-    "blocks.*.norm": "sequence_parallel",
-    "blocks.*.mlp": "gather_sequence",
+NORM_AND_MLP: dict[str, Any] = {  # of blocks that are a norm and an MLP
+    "blocks.*.mlp": "copy_input",
     "blocks.*.mlp.up": "colwise",
-    "blocks.*.mlp.down": "rowwise_sequence",
-    "norm": "sequence_parallel_gather_output",
+    "blocks.*.mlp.down": "rowwise",
 }
 
 
@@ -112,16 +108,6 @@ def made(seed: int = 1, *, frozen: bool = False, **options: Any) -> Model:
 BLOCK: dict[str, TensorStyle] = {"blocks.*.attention.o": "rowwise", "blocks.*.mlp.down": "rowwise"}
 UP: dict[str, TensorStyle] = {"blocks.*.mlp.gate": "colwise", "blocks.*.mlp.up": "colwise"}
 ENDS: dict[str, TensorStyle] = {"embedding": "embedding_rowwise", "head": "colwise"}
-SEQUENCE: dict[str, TensorStyle] = {
-    "blocks.0": "split_sequence",
-    "blocks.*.first": "sequence_parallel",
-    "blocks.*.second": "sequence_parallel",
-    "blocks.*.attention": "gather_sequence",
-    "blocks.*.mlp": "gather_sequence",
-    "blocks.*.attention.o": "rowwise_sequence",
-    "blocks.*.mlp.down": "rowwise_sequence",
-    "norm": "sequence_parallel_gather_output",
-}
 COPIES: dict[str, TensorStyle] = {"blocks.*.attention": "copy_input", "blocks.*.mlp": "copy_input"}
 GATHERED: dict[str, TensorStyle] = {
     "blocks.*.mlp.gate": "colwise_gather_output",
@@ -144,10 +130,16 @@ def plans(*, fused: bool) -> dict[str, dict[str, TensorStyle]]:
         "copies": layers | COPIES,
         "ends": layers | COPIES | ENDS,
         "gathered": layers | GATHERED | {"embedding": "embedding_rowwise", "head": "colwise_gather_output"},
-        "sequence": layers | SEQUENCE,
-        "sequence, ends": layers | SEQUENCE | ENDS,
+        "sequence": layers | COPIES,
+        "sequence, ends": layers | COPIES | ENDS,
+        "sequence, layers": layers,
         "nothing": {},
     }
+
+
+def shares_tokens(name: str) -> bool:
+    """Whether ranks share the tokens between layers, in a plan of this name."""
+    return name.startswith("sequence")
 
 
 def loader(samples: int, batch: int) -> DataLoader[Any]:

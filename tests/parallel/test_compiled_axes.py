@@ -60,13 +60,6 @@ class Net(nn.Module):
         return self.norm(x)
 
 
-LAYERS: dict[str, Any] = {
-    "blocks.*.mlp": "copy_input",
-    "blocks.*.mlp.up": "colwise",
-    "blocks.*.mlp.down": "rowwise",
-}
-
-
 class Case(NamedTuple):
     """A mesh, what is compiled, and the number of regions of all ranks."""
 
@@ -74,17 +67,17 @@ class Case(NamedTuple):
     strategy: Any
     regions: Any
     count: int
-    styles: Any = LAYERS
+    sequence: bool = False
 
 
 CASES = {
     "ddp, whole": Case("dp=2", "ddp", None, 2),
     "fsdp": Case("dp=2", "fsdp", "repeated", 4),
     "tp": Case("tp=2", "ddp", "repeated", 4),
-    "tp, shared tokens": Case("tp=2", "ddp", "repeated", 4, NORM_AND_MLP),
+    "tp, shared tokens": Case("tp=2", "ddp", "repeated", 4, sequence=True),
     "pp": Case("pp=2", "ddp", "repeated", 2),
     "pp, whole stages": Case("pp=2", "ddp", None, 4),
-    "fsdp x tp, shared tokens": Case("dp=2,tp=2", "fsdp", "repeated", 8, NORM_AND_MLP),
+    "fsdp x tp, shared tokens": Case("dp=2,tp=2", "fsdp", "repeated", 8, sequence=True),
     "pp x tp": Case("pp=2,tp=2", "ddp", None, 8),
 }
 QUICK = ("tp", "pp")  # compiled replicas and shards have tests beside their own laws
@@ -102,7 +95,8 @@ def trained(ctx: accel.DistContext, case: Case, backend: str | None) -> tuple[li
     """Gradients of three passes, the number of compiled modules, and that of graphs after each pass."""
     ctx = accel.replace(ctx, mesh=case.mesh, strategy=case.strategy)
     torch.manual_seed(0)
-    model = accel.prepare_model(ctx, Net().double(), plan=Plan(tensor=case.styles, micro_batches=2))
+    plan = Plan(tensor=NORM_AND_MLP, sequence=case.sequence, micro_batches=2)
+    model = accel.prepare_model(ctx, Net().double(), plan=plan)
     if backend is not None:
         accel.compile_model(model, case.regions, backend=backend, fullgraph=True)  # raises where a graph breaks
     compiled = sum(map(is_compiled, accel.unwrap_model(model).modules()))
@@ -175,7 +169,7 @@ def test_the_first_block_that_shares_tokens_is_one_of_the_repeated(ranks):
 
     def rank(ctx: accel.DistContext) -> list[bool]:
         ctx = accel.replace(ctx, mesh="dp=2,tp=2", strategy="fsdp")
-        model = accel.prepare_model(ctx, Net(), plan=Plan(tensor=NORM_AND_MLP))
+        model = accel.prepare_model(ctx, Net(), plan=Plan(tensor=NORM_AND_MLP, sequence=True))
         recomputed = accel.checkpoint_activations(model).blocks
         return [isinstance(each, FSDPModule) and isinstance(each, Recomputed) for each in recomputed]
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import accel
-from accel.errors import ConfigError, PrepareError
+from accel.errors import PrepareError
 from accel.parallel import Plan
 from accel.parallel.axes.tensor import _found_plan
 from accel.parallel.parts import NoRuleError
@@ -263,13 +263,26 @@ def test_deferred_logits_and_those_that_stay_split_take_all_tokens(ranks: Simula
             torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
 
 
-def test_regions_of_parts_of_tokens_are_not_compiled(ranks: Simulator) -> None:
-    def rank(ctx: accel.DistContext) -> None:
-        model = prepared(ctx, Stacked())
-        with assert_raises(ConfigError, problem="parts of the tokens", fix=r"tensor_plan\(model, sequence=True"):
-            accel.compile_model(model, "repeated")
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, of a trace
+@pytest.mark.parametrize("kind", [Block, Mixed])
+def test_compiled_blocks_share_tokens_without_a_graph_break(ranks: Simulator, kind: type[nn.Module]) -> None:
+    def rank(ctx: accel.DistContext, *, compiles: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = prepared(ctx, Stacked(kind))
+        if compiles:
+            accel.compile_model(model, "repeated", backend="aot_eager", fullgraph=True)
+        for tokens in (8, 8, 9):
+            model(torch.arange(2 * tokens).view(2, tokens)).square().sum().backward()
+        return [full_tensor(each.grad) for each in model.parameters()]
 
-    _ = ranks.run(rank, 2, default_group=True)
+    torch.compiler.reset()
+    eager, compiled = (
+        ranks.run(lambda ctx, on=on: rank(ctx, compiles=on), 2, default_group=True, timeout_s=300)
+        for on in (False, True)
+    )
+    torch.compiler.reset()
+    torch.testing.assert_close(compiled, eager, rtol=0, atol=1e-10)
 
 
 def test_functions_of_all_tokens_gather_them_and_are_logged(ranks: Simulator, caplog: pytest.LogCaptureFixture) -> None:

@@ -114,7 +114,7 @@ def test_a_gpt2_drops_apart_what_ranks_share(ranks: Simulator, sequence: bool) -
     behind = {"transformer.h.0.attn.resid_dropout", "transformer.h.0.mlp.dropout"}
     ids = torch.arange(16).view(2, 8)
     found = _alike(ranks, make, accel.parallel.Plan(sequence=sequence), ids)
-    assert found == {"transformer.drop"} | (set() if sequence else behind)
+    assert found == {"transformer.drop"} | behind
 
 
 @pytest.mark.filterwarnings("ignore")

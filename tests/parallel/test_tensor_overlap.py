@@ -8,11 +8,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from profiles import share
-from tensor_models import ENDS, loader, made, plans, train, whole
+from tensor_models import ENDS, loader, made, plans, shares_tokens, train, whole
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,13 +35,13 @@ def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(
-    ctx: accel.DistContext, styles: Any, model: dict[str, Any], steps: int, samples: int, *, divided: bool
+    ctx: accel.DistContext, plan: Any, model: dict[str, Any], steps: int, samples: int, *, divided: bool
 ) -> tuple[list[float], torch.Tensor, dict[str, torch.Tensor]]:
     """Norms, the sum of the losses of all ranks along dp, and parameters."""
     net = made(seed=1 + ctx.rank, **model)  # all begin with rank 0's
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
     data = loader(samples, 4 // ctx.data_parallel[1])
-    net, optimizer, data = accel.prepare(ctx, net, optimizer, data, plan=Plan(tensor=styles, overlap=True))
+    net, optimizer, data = accel.prepare(ctx, net, optimizer, data, plan=plan)
     losses = list[torch.Tensor]()
     norms = train(ctx, net, optimizer, data, steps, divided=divided, losses=losses)
     return norms, accel.reduce(ctx, torch.stack(losses).sum(), "sum") / ctx.axis("tp").size, whole(net)
@@ -54,10 +55,11 @@ def assert_trains_as_one_process(
         styles = styles | ENDS
     strategy = options.pop("strategy", "ddp")
     divided = styles.get("head") == "colwise"
-    expected = trained(accel.single(), styles, model, divided=False, **options)
+    plan = Plan(tensor=styles, sequence=shares_tokens(name), overlap=True)
+    expected = trained(accel.single(), plan, model, divided=False, **options)
 
     def rank(ctx: accel.DistContext) -> Any:
-        return trained(accel.replace(ctx, mesh=mesh, strategy=strategy), styles, model, divided=divided, **options)
+        return trained(accel.replace(ctx, mesh=mesh, strategy=strategy), plan, model, divided=divided, **options)
 
     for got in ranks.run(rank, size, default_group=True):
         torch.testing.assert_close(got, expected, **TOLERANCE)
@@ -77,7 +79,7 @@ MODELS = st.fixed_dictionaries(
 @given(
     size=st.sampled_from([2, 4]),
     model=MODELS,
-    name=st.sampled_from(["layers", "copies", "ends", "gathered", "sequence", "sequence, ends"]),
+    name=st.sampled_from(["layers", "copies", "ends", "gathered", "sequence", "sequence, ends", "sequence, layers"]),
     samples=st.integers(5, 9),
     steps=st.sampled_from([1, 3]),
     least=st.sampled_from([1, 3, 5, 128]),
@@ -135,7 +137,7 @@ def encoder() -> tuple[nn.Module, torch.Tensor, Plan]:
 
 
 def block() -> tuple[nn.Module, torch.Tensor, Plan]:
-    return made(), torch.arange(32).view(4, 8) % 7, Plan(tensor=plans(fused=False)["sequence"])
+    return made(), torch.arange(32).view(4, 8) % 7, Plan(tensor=plans(fused=False)["sequence"], sequence=True)
 
 
 @pytest.mark.parametrize("make", [layers, encoder, block])
@@ -146,7 +148,7 @@ def test_gradients_are_those_of_the_whole_module(ranks, make, keep):
     def gradients(ctx: accel.DistContext, overlap: bool) -> Any:
         torch.manual_seed(0)
         model, inputs, plan = make()
-        model = accel.prepare_model(ctx, model.double(), plan=Plan(tensor=plan.tensor, overlap=overlap))
+        model = accel.prepare_model(ctx, model.double(), plan=msgspec.structs.replace(plan, overlap=overlap))
         if keep is not None:
             accel.checkpoint_activations(model, type(model), keep=keep)
         inputs = inputs.double().requires_grad_() if inputs.is_floating_point() else inputs
@@ -184,14 +186,7 @@ class Block(nn.Module):
 
 
 STYLES: dict[str, Any] = {"0.mlp.up": "colwise", "0.mlp.down": "rowwise"}
-SEQUENCE: dict[str, Any] = {
-    "0": "split_sequence",
-    "0.norm": "sequence_parallel",
-    "0.mlp": "gather_sequence",
-    "0.mlp.up": "colwise",
-    "0.mlp.down": "rowwise_sequence",
-    "1": "sequence_parallel_gather_output",
-}
+COPIED: dict[str, Any] = {"*.mlp": "copy_input", "*.mlp.up": "colwise", "*.mlp.down": "rowwise"}
 
 
 class Events(TorchDispatchMode):
@@ -226,13 +221,15 @@ class Events(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def events(ranks: Simulator, mesh: str, styles: Any, *, overlap: bool) -> list[str]:
-    """Products and messages of a block's forward and backward on rank 0."""
+def events(ranks: Simulator, mesh: str, *, sequence: bool, overlap: bool) -> list[str]:
+    """Products and messages of a forward and backward on rank 0: of one block, or of two that share tokens."""
+    blocks = 1 + sequence
+    plan = Plan(tensor=COPIED if sequence else STYLES, sequence=sequence, overlap=overlap, units=("0", "1")[:blocks])
 
     def rank(ctx: accel.DistContext) -> list[str]:
         ctx = accel.replace(ctx, mesh=mesh, strategy="fsdp" if "dp" in mesh else "ddp")
-        model = nn.Sequential(Block(), nn.LayerNorm(8))
-        model = accel.prepare_model(ctx, model, plan=Plan(tensor=styles, overlap=overlap, units=("0",)))
+        model = nn.Sequential(*(Block() for _ in range(blocks)), nn.LayerNorm(8))
+        model = accel.prepare_model(ctx, model, plan=plan)
         x = torch.ones(2, 14, 8)  # tokens that chunks do not divide
         model(x).sum().backward()  # the first pass has messages of its own
         accel.wait_for_everyone(ctx)
@@ -252,10 +249,10 @@ def on_record(ranks: Simulator) -> str:
     """The text of the file: a section for each mesh and plan, equal lines together."""
     sections = list[str]()
     for mesh in ("tp=2", "dp=2,tp=2"):
-        for styles, sequence in ((STYLES, ""), (SEQUENCE, ", sequence")):
+        for sequence in (False, True):
             for overlap in (False, True):
-                lines = [f"# {mesh}{sequence}{', overlap' if overlap else ''}"]
-                for line, same in itertools.groupby(events(ranks, mesh, styles, overlap=overlap)):
+                lines = [f"# {mesh}{', sequence' if sequence else ''}{', overlap' if overlap else ''}"]
+                for line, same in itertools.groupby(events(ranks, mesh, sequence=sequence, overlap=overlap)):
                     count = len(list(same))
                     lines.append(line if count == 1 else f"{line} ({count} times)")
                 sections.append("\n".join(lines))
@@ -334,13 +331,13 @@ def test_compiled_regions_of_a_script_send_as_without_overlap(ranks):
     torch.testing.assert_close(got, expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("styles", [STYLES, {"0.mlp": "copy_input", **STYLES}, SEQUENCE])
-def test_under_autocast_products_and_sums_are_those_without_overlap(ranks, styles):
+@pytest.mark.parametrize(("styles", "sequence"), [(STYLES, False), (COPIED, False), (STYLES, True), (COPIED, True)])
+def test_under_autocast_products_and_sums_are_those_without_overlap(ranks, styles, sequence):
     def run(ctx: accel.DistContext, *, overlap: bool) -> Any:
         torch.manual_seed(0)
         ctx = accel.replace(ctx, mesh="tp=2", precision="bf16")
         net = nn.Sequential(Block(), nn.LayerNorm(8))
-        net = accel.prepare_model(ctx, net, plan=Plan(tensor=styles, overlap=overlap))
+        net = accel.prepare_model(ctx, net, plan=Plan(tensor=styles, sequence=sequence, overlap=overlap))
         x = torch.randn(2, 6, 8, requires_grad=True)
         with accel.autocast(ctx):
             output = net(x)

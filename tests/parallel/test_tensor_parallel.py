@@ -15,7 +15,7 @@ from handwritten import named
 from hypothesis import given, settings, strategies as st
 from profiles import share
 from steps import begin_batch
-from tensor_models import ENDS, TOKENS, WIDTH, loader, made, plans, total_loss, train, whole
+from tensor_models import ENDS, TOKENS, WIDTH, loader, made, plans, shares_tokens, total_loss, train, whole
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -89,14 +89,14 @@ def test_every_plan_trains_as_one_process(ranks, size, model, name, samples, ste
     if model["tied"] and "head" not in styles:
         styles = styles | ENDS
     divided = styles.get("head") == "colwise"
-    plan = accel.parallel.Plan(tensor=styles)
+    plan = accel.parallel.Plan(tensor=styles, sequence=shares_tokens(name))
     assert_trains_as_one_process(ranks, f"tp={size}", size, plan, model, divided=divided, samples=samples, steps=steps)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_data_parallelism_on_top_trains_as_one_process(ranks, strategy):
     model = {"heads_of_keys": 1, "tied": True, **UNEVEN}
-    plan = accel.parallel.Plan(tensor=plans(fused=False)["sequence, ends"])
+    plan = accel.parallel.Plan(tensor=plans(fused=False)["sequence, ends"], sequence=True)
     assert_trains_as_one_process(ranks, "dp=2,tp=2", 4, plan, model, divided=True, strategy=strategy)
 
 
@@ -141,9 +141,8 @@ def test_every_mesh_trains_as_one_process(ranks, mesh, strategy, model, name, st
         styles = styles | {"embedding": "embedding_rowwise", "head": "colwise_gather_output"}
     size = int(torch.tensor(sizes).prod())
     strategy = "fsdp" if "dp_shard" in mesh else strategy
-    assert_trains_as_one_process(
-        ranks, mesh, size, accel.parallel.Plan(tensor=styles), model, steps=steps, strategy=strategy, samples=9
-    )
+    plan = accel.parallel.Plan(tensor=styles, sequence=shares_tokens(name))
+    assert_trains_as_one_process(ranks, mesh, size, plan, model, steps=steps, strategy=strategy, samples=9)
 
 
 @pytest.mark.parametrize(("name", "count"), [("layers", 3 + 1 + 2 + 1), ("copies", 4)])
@@ -244,19 +243,20 @@ def test_targets_that_are_no_class_make_the_loss_nan_and_shapes_must_fit(ranks):
     assert ranks.run(rank, 2, default_group=True) == [True, True]
 
 
-def test_evaluation_and_a_length_that_ranks_cannot_share(ranks):
+def test_ranks_share_any_number_of_tokens_in_evaluation(ranks):
     ids = torch.arange(8)[None] % 7
+    lengths = (8, 6, 3)  # of four ranks
+
+    def logits(net: Any) -> list[torch.Tensor]:
+        with torch.inference_mode():
+            return [net(ids[:, :length]).clone() for length in lengths]
 
     def rank(ctx):
         ctx = accel.replace(ctx, mesh="tp=4")
-        net = accel.prepare(ctx, made(), plan=accel.parallel.Plan(tensor=plans(fused=False)["sequence"]))
-        with torch.inference_mode():
-            logits = net(ids).clone()
-        with assert_raises(accel.errors.ConfigError, expected="a multiple of 4 tokens", got=r"shape \[1, 6, 16\]"):
-            net(ids[:, :6])
-        return total_loss(ctx, logits, ids, divided=False)
+        styles = plans(fused=False)["sequence"]
+        return logits(accel.prepare(ctx, made(), plan=accel.parallel.Plan(tensor=styles, sequence=True)))
 
-    expected = total_loss(accel.single(), made()(ids).detach(), ids, divided=False)
+    expected = logits(made())
     for got in ranks.run(rank, 4, default_group=True):
         torch.testing.assert_close(got, expected, **NORMS)
 

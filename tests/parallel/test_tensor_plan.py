@@ -362,8 +362,6 @@ def test_nothing_has_changed_when_a_plan_is_refused(ranks: Any) -> None:
             with pytest.raises(PrepareError) as caught:
                 accel.prepare(ctx, model, torch.optim.SGD(model.parameters(), 0.1), plan=plan)
             told.append(str(caught.value))
-        with assert_raises(ConfigError, where=r"plan\.sequence"):
-            accel.prepare(ctx, model, plan=accel.parallel.Plan(tensor={"head": "colwise"}, sequence=True))
         with assert_raises(ConfigError, where=r"plan\.head"):
             accel.prepare(ctx, model, plan=accel.parallel.Plan(tensor={"head": "colwise"}, head="colwise"))
         assert not any(hasattr(each, "device_mesh") for each in model.parameters())
@@ -379,12 +377,6 @@ def test_nothing_has_changed_when_a_plan_is_refused(ranks: Any) -> None:
 def test_a_plan_says_nothing_of_an_axis_of_one_rank() -> None:
     model = accel.prepare(accel.single(), made(), plan=accel.parallel.Plan(tensor={"nowhere": "colwise"}))
     assert type(model.get_submodule("head")) is nn.Linear
-
-
-def test_sequences_of_models_of_another_form_are_refused() -> None:
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 2, enable_nested_tensor=False)
-    with assert_raises(PrepareError, problem="the tokens of this model cannot be shared"):
-        accel.parallel.tensor_plan(model, sequence=True)
 
 
 def test_every_style_has_a_page() -> None:

@@ -18,7 +18,7 @@ import sys
 sys.path.insert(0, {folder!r})
 
 import torch
-from tensor_models import loader, made, plans, train
+from tensor_models import loader, made, plans, shares_tokens, train
 
 import accel
 from accel.parallel.axes.tensor import _overlap
@@ -27,7 +27,7 @@ from accel.parallel.axes.tensor import _overlap
 def run(ctx, name, out, overlap=False):
     model = made(fused=True, tied=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    plan = accel.parallel.Plan(tensor=plans(fused=True)[name], overlap=overlap)
+    plan = accel.parallel.Plan(tensor=plans(fused=True)[name], sequence=shares_tokens(name), overlap=overlap)
     model, optimizer, data = accel.prepare(ctx, model, optimizer, loader(7, 4), plan=plan)
     norms = train(ctx, model, optimizer, data, 2, divided=True)
     accel.save_state(ctx, out, {{"model": model, "optimizer": optimizer}}, step=1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pipelines import batch_of, by_hand, differences, train
-from tensor_models import NORM_AND_MLP, made, plans
+from tensor_models import NORM_AND_MLP, made, plans, shares_tokens
 from torch import nn
 
 import accel
@@ -48,7 +48,10 @@ def assert_trains_as_one_process(
 ) -> None:  # fmt: skip
     monkeypatch.setattr("pipelines.batch_of", _even)
     tensor = plans(fused=False)[name] | ENDS
-    plan = accel.parallel.Plan(tensor=tensor, schedule=schedule, stages_per_rank=per, micro_batches=4, overlap=overlap)
+    sequence = shares_tokens(name)
+    plan = accel.parallel.Plan(
+        tensor=tensor, sequence=sequence, schedule=schedule, stages_per_rank=per, micro_batches=4, overlap=overlap
+    )
 
     def rank(ctx: accel.DistContext) -> Any:
         ctx = accel.replace(ctx, strategy=strategy)
@@ -131,7 +134,7 @@ class Positions(nn.Module):
 @pytest.mark.slow
 def test_a_table_of_shared_tokens_is_that_of_the_whole_sequence(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipelines.batch_of", _even)
-    plan = accel.parallel.Plan(tensor=NORM_AND_MLP, micro_batches=2)
+    plan = accel.parallel.Plan(tensor=NORM_AND_MLP, sequence=True, micro_batches=2)
     work = partial(train, make=Positions, mesh="pp=2,tp=2", rows=(4, 3))
     found = ranks.run(partial(work, plan=plan, example=_even(0, 4)[0]), 4, default_group=True)
     parameters, figures = differences(found, by_hand(Positions, rows=(4, 3)))

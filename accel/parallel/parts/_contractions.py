@@ -45,9 +45,11 @@ def linear(func: Any, args: Args, kwargs: Named) -> Any:
     """linear."""
     given = named("input weight bias", args, kwargs)
     x, weight, bias = given["input"], given["weight"], given.get("bias")
-    ranks = ranks_of(args, kwargs)
-    own = layout_of(x)
     other = layout_of(weight)
+    if other is not None and isinstance(x, PartTensor):
+        x = x.ranks.input_of_layer(x)
+    ranks = ranks_of(x, weight, bias)
+    own = layout_of(x)
     last = x.dim() - 1
     over = [each.cut for each, dim in ((own, last), (other, 1)) if each is not None and each.dim == dim]
     if over:

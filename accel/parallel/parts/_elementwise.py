@@ -118,7 +118,15 @@ def converted(func: Any, args: Args, kwargs: Named) -> Any:
 
 def facts(func: Any, args: Args, kwargs: Named) -> Any:
     """A question about dtypes, devices or strides; or a new plain tensor of a size that the model names."""
+    if is_dynamo_compiling():  # which asks subclasses for attributes again
+        args = [plain_of(each) for each in args]
     return func(*args, **kwargs)
+
+
+def _no_gradient(func: Any, args: Args, kwargs: Named) -> Any:
+    """The gradient of a tensor that the model has computed."""
+    if func(*args, **kwargs) is not None:
+        raise no_rule("of a part")
 
 
 def alike(func: Any, args: Args, kwargs: Named) -> Any:
@@ -214,6 +222,7 @@ RULES = {
     **dict.fromkeys(_SAME, same),
     **dict.fromkeys(("to", "type_as"), converted),
     **dict.fromkeys(_FACTS, facts),
+    "grad": _no_gradient,
     **dict.fromkeys(("item", "tolist", "__bool__", "__float__", "__int__", "__index__"), alike),
     "dropout": dropped,
     **dict.fromkeys(("rand_like", "randn_like"), drawn_like),

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from torch.utils import _pytree as pytree
 
 from accel.comm import ThreadGroup, copied, gathered, summed
-from accel.parallel._private import alias, subclasses_are_on, without_subclasses
+from accel.parallel._private import Operator, alias, runs_in_backward, subclasses_are_on, without_subclasses
 from accel.parallel.parts._layout import (
     NoRuleError,
     Places,
@@ -98,6 +98,10 @@ class Ranks:
     def ended(self, summand: Tensor) -> Tensor:
         """Return the sum of the summands of a matmul over the divided dimension. A collective."""
         return self.total(summand)
+
+    def input_of_layer(self, part: PartTensor) -> PartTensor:
+        """Return the input of a layer with a weight that ranks divide."""
+        return part
 
     def joined(self, rows: Tensor, dim: int) -> Tensor:
         """Concatenate the rows of all ranks, a plain tensor. A collective."""
@@ -185,6 +189,9 @@ class PartTensor(Tensor):
                 return rule(func, args, given)
         except NoRuleError as error:
             problem = error.got
+        if isinstance(func, Operator) and runs_in_backward():  # of a gradient, by a mode such as a counter of FLOPs
+            with without_subclasses():
+                return func(*args, **(kwargs or {}))
         return ranks_of(args, kwargs).without_rule(func, args, kwargs or {}, problem)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.utils import _pytree as pytree
 
 from accel.parallel.parts._elementwise import elementwise
@@ -23,6 +24,7 @@ from accel.parallel.parts._part import (
     named,
     own_rows,
     part_of,
+    plain_of,
     ranks_of,
 )
 
@@ -117,6 +119,8 @@ def normed(func: Any, args: Args, kwargs: Named) -> Any:
         if layout_of(given.get(name)) is not None:
             raise no_rule(f"with a divided {name} and another input")
     inside = {name: entered(each, ranks) for name, each in given.items()}
+    if is_dynamo_compiling():  # it calls the rule of a subclass again, as torch writes rms_norm in Python
+        inside = {name: plain_of(each) for name, each in inside.items()}
     return make(func(**inside), layout, ranks)
 
 

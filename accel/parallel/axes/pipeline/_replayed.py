@@ -31,6 +31,7 @@ from accel.parallel._private import (
 from accel.parallel._record import ForwardRecord, Label, Leaf, UnitCall, place_of
 from accel.parallel.axes.pipeline._cut import Cut, StageCut
 from accel.parallel.axes.pipeline._work import Boundary, Work, boundary_of, check_shape, detachable, explained
+from accel.parallel.parts import leave
 from accel.random import Key, rng_scope, torch_rng_scope
 from accel.tensors import is_view
 from accel.tree._walk import Containers
@@ -225,6 +226,7 @@ class StageRun:
         if self.seen is not None:
             self.seen[label] = boundary_of(tensor)
         if label in self._gives:
+            tensor = leave(tensor)  # of a part, which ranks along tp share
             # code behind may change it in place, before it is sent
             is_changed = label.kind == "output" and self._replay.record.leaf(label).changed
             self.given[label] = tensor.clone() if is_changed else tensor

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from accel.comm import copied, gathered, own_part, summed
 from accel.parallel.axes.tensor._dropout import Streams
-from accel.parallel.axes.tensor._layers import LocalParameters, needed_rows
-from accel.parallel.axes.tensor._overlap import copied_product, is_beside
+from accel.parallel.axes.tensor._layers import LocalParameters, entered, entered_product, needed_rows
+from accel.parallel.axes.tensor._overlap import is_beside
 
 
 class Recurrent(LocalParameters):
@@ -80,9 +80,9 @@ class Attention(LocalParameters):
             if id(each) in copies:
                 output = functional.linear(copies[id(each)], weight, bias)
             elif is_beside(layer.rule):
-                output, copies[id(each)] = copied_product(_batch_first(each, own), weight, bias, layer.group)
+                output, copies[id(each)] = entered_product(self, _batch_first(each, own), weight, bias)
             else:
-                copies[id(each)] = _batch_first(copied(each, layer.group), own)
+                copies[id(each)] = _batch_first(entered(self, each), own)
                 output = functional.linear(copies[id(each)], weight, bias)
             found.append(output)
         return found

@@ -21,7 +21,7 @@ from accel.parallel._modules import named_modules
 from accel.parallel.axes.tensor._styles import COLWISE, Rule, is_adapted
 from accel.random import Key, torch_rng_scope
 
-Mark = Literal["holder", "divides", "joins", "divided"]
+Mark = Literal["holder", "divides", "joins"]
 _DROPOUTS = (
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
 )  # fmt: skip
@@ -30,14 +30,10 @@ _DROPOUTS = (
 def dropout_marks(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Mark]:
     """Return the modules at which ranks begin and end to draw different random numbers, by path. Pure.
 
-    A "holder" has layers that divide the features and ones that join them, a "divided" module a part of the tokens.
+    A "holder" has layers that divide the features and ones that join them.
     """
     modules = dict(named_modules(model))
     found: dict[str, Mark] = {}
-    for path, rule in rules.items():
-        block = path.rpartition(".")[0]
-        if rule.style == "gather_sequence" and draws(modules[block]):
-            found[block] = "divided"
     columns = {
         _whole_layer(modules, path) for path, rule in rules.items() if rule.style in COLWISE - {"colwise_gather_output"}
     }
@@ -166,16 +162,8 @@ class _Joins(_Marked):
         return output
 
 
-class _Divided(_Marked):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.training:
-            return super().forward(*args, **kwargs)
-        with self.accel_streams.divided():
-            return super().forward(*args, **kwargs)
-
-
 _MIXINS: Mapping[Mark, type[_Marked]] = {
-    "holder": _Holder, "divides": _Divides, "joins": _Joins, "divided": _Divided,
+    "holder": _Holder, "divides": _Divides, "joins": _Joins,
 }  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 from accel.parallel._blocks import block_groups, outermost_groups
 from accel.parallel._modules import example_of, named_modules, without_cache
 from accel.parallel.axes.tensor._found import LARGEST, PlanSearch, Styles
-from accel.parallel.axes.tensor._prove import Verdict, prove, proved_in_parts, short, tokens_refused
+from accel.parallel.axes.tensor._prove import Verdict, prove, short, tokens_refused
 from accel.parallel.axes.tensor._rules import is_in
 from accel.parallel.axes.tensor._styles import Regions, is_adapted, is_linear, output_dim, problems_of
 from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, ReplacedModulesError, settings_of, trace
@@ -36,7 +36,6 @@ def found_plan(
     model: nn.Module,
     size: int,
     example: Mapping[str, Any] | Sequence[Any] | None = None,
-    in_parts: Callable[[Styles], Styles] | None = None,
     within: Sequence[str] = ("",),
     *,
     regions_in: Sequence[str] = (),
@@ -46,19 +45,18 @@ def found_plan(
     streams are unchanged.
 
     `example` are arguments of the model's forward; None for small ones by the config of a model of transformers.
-    `in_parts` returns styles by which blocks work on parts of the tokens; `PrepareError` where these are not proved.
     `within` are paths of the modules to look in; without, all blocks and ends of the model. In modules of the
-    paths `regions_in`, what styles leave whole is divided by layouts of parameters. With `shares_tokens`, layouts alone
-    are looked for, and proved with ranks that share the tokens; `PrepareError` where they cannot.
+    paths `regions_in`, what styles leave whole is divided by layouts of parameters. With `shares_tokens` the plan is
+    proved with ranks that share the tokens, by layouts alone where it may have some; `PrepareError` where they cannot.
     """
     try:
-        recorded = _recorded(model, size if in_parts or shares_tokens else 1, example)
+        recorded = _recorded(model, size if shares_tokens else 1, example)
     except Exception as error:  # whatever a forward raises without values
         return FoundPlan({}, {"": f"its forward, run without values, failed: {short(error)}"}, is_seen=False)
     if recorded is None:
         return FoundPlan({}, {"": "no example of its inputs"}, is_seen=False)
     search = PlanSearch(model, recorded, size)
-    if not shares_tokens:
+    if not (shares_tokens and regions_in):
         search.look(within, in_words=True)
     proofs = _Proofs(model, recorded, size)
     ends = proofs.ends(search.styles) if "" in within else {}
@@ -68,8 +66,6 @@ def found_plan(
     divides = bool(search.regions) or any(style != "replicated_local" for style in search.styles.values())
     if not divides:
         return FoundPlan({}, search.left)
-    if in_parts is not None:
-        return FoundPlan(proved_in_parts(recorded, in_parts(search.styles), proofs.verdict), search.left)
     plan = FoundPlan(search.styles, search.left, regions=search.regions)
     return proofs.with_tokens(plan) if shares_tokens else plan
 

@@ -4,23 +4,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from accel.comm import (
     ThreadGroup,
     copied,
     exchanged,
     gathered,
-    gathered_summed,
     own_part,
-    scattered,
     summed,
 )
 from accel.devices import autocast_dtype
-from accel.errors import ConfigError, PrepareError
+from accel.errors import PrepareError
 from accel.mixins import Mixin
 from accel.parallel._labels import name_of
 from accel.parallel._local import local_of
@@ -44,6 +44,8 @@ from accel.parallel.axes.tensor._styles import (
     part_length,
     row_exchange,
 )
+from accel.parallel.parts import PartTensor, leave, make, plain_of
+from accel.parallel.parts._layout import no_rule
 from accel.tensors import is_dtensor, local_part
 
 if TYPE_CHECKING:
@@ -51,8 +53,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from accel.parallel.axes.tensor._tokens import SequenceRanks
-
-SEQUENCE_DIM = 1  # of activations, [batch, sequence, features]
 
 
 class EarlyProduct(NamedTuple):
@@ -114,8 +114,11 @@ class LocalParameters(KeepsParameters):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
-        if self.accel_layer.rule.shares:
-            args, kwargs = with_own_heads(self.accel_layer.rule, self.accel_layer.group, args, kwargs)
+        rule = self.accel_layer.rule
+        if rule.shares:
+            args, kwargs = with_own_heads(rule, self.accel_layer.group, args, kwargs)
+        if rule.summands:
+            args = tuple(map(_divided, args))
         own = cast(Any, self).__dict__
         stored = own["_parameters"]
         own["_parameters"] = self.parameters_here(stored)
@@ -163,14 +166,6 @@ class ReadList(ReadParameters):
         return own.__getitem__(index)
 
 
-class GatherOutput(LocalParameters):
-    """Works on a part of the sequence, and gathers its output."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output for the whole sequence on every rank."""
-        return _gathered(super().forward(*args, **kwargs), SEQUENCE_DIM, self.accel_layer)
-
-
 class Colwise(LocalParameters):
     """A column-parallel linear layer."""
 
@@ -180,26 +175,21 @@ class Colwise(LocalParameters):
         if is_beside(layer.rule):
             output = self._beside(_first(layer.rule, args, kwargs))
         else:
-            if not layer.rule.copied:
-                args, kwargs = _with_first(layer.rule, args, kwargs, self._entered)
+            change = _divided if layer.rule.copied else partial(entered, self)
+            args, kwargs = _with_first(layer.rule, args, kwargs, change)
             output = super().forward(*args, **kwargs)
         if layer.rule.style != "colwise_gather_output":
             return output
         if not layer.rule.uneven:
-            return _gathered(output, -1, layer)
+            return gathered(output, -1, layer.group).contiguous()  # as models expect of their layers
         missing = part_length(layer.rule.uneven, layer.size) - output.shape[-1]
-        padded = nn.functional.pad(output, (0, missing))  # the last rank's, as messages are of one length
+        padded = functional.pad(output, (0, missing))  # the last rank's, as messages are of one length
         return gathered(padded, -1, layer.group)[..., : layer.rule.uneven].contiguous()
-
-    def _entered(self, x: torch.Tensor) -> torch.Tensor:
-        """The input as a plain tensor; its gradient is a sum over ranks."""
-        ranks = _ranks_of_tokens(self)
-        return copied(x, self.accel_layer.group) if ranks is None else ranks.entered_whole(x)
 
     def _beside(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's outputs, with messages that overlap with the matmuls."""
         if not self.accel_layer.rule.copied:
-            return copied_product(x, *self.operands(), self.accel_layer.group)[0]
+            return entered_product(self, x, *self.operands())[0]
         early: EarlyProduct | None = notes_of(cast(nn.Module, self)).get("early")
         if (
             early is None
@@ -207,7 +197,7 @@ class Colwise(LocalParameters):
             or early.input is not x
             or early.format != autocast_dtype(x.device.type)
         ):
-            return super().forward(x)
+            return super().forward(_divided(x))
         output = early.output
         note_module(cast(nn.Module, self), early=early._replace(output=None))
         return output
@@ -241,24 +231,39 @@ class Rowwise(LocalParameters):
     """A row-parallel linear layer."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the sum of the ranks' outputs, of the whole sequence or of this rank's part of it."""
+        """Return the sum of the ranks' outputs: of all tokens, or of this rank's where ranks share them."""
         layer = self.accel_layer
-        style = layer.rule.style
-        if style == "rowwise_split_input":
-            args, kwargs = _with_first(layer.rule, args, kwargs, lambda x: own_part(x, -1, layer.group))
-        scatters = style == "rowwise_sequence"
+        change = self._own_features if layer.rule.style == "rowwise_split_input" else _divided
+        args, kwargs = _with_first(layer.rule, args, kwargs, change)
+        ranks = _ranks_of_tokens(self)
         if is_beside(layer.rule):
-            x = _first(layer.rule, args, kwargs)
-            output = (scattered_product if scatters else summed_product)(x, self._weight(), layer.group)
+            output = self._beside(_first(layer.rule, args, kwargs), ranks)
         else:
             output = super().forward(*args, **kwargs)
-            output = scattered(output, SEQUENCE_DIM, layer.group) if scatters else summed(output, layer.group)
+            output = summed(output, layer.group) if ranks is None else ranks.ended(output)
         bias = cast(Any, self)._parameters.get("bias")
         if bias is None:
             return output
         # the gradient is a sum over rows; for a single row it is the output's gradient itself
         is_sum = output.numel() > bias.numel()
-        return output + local_of(bias, summands=layer.rule.summands, fresh=is_sum).to(output.dtype)
+        if ranks is None:
+            return output + local_of(bias, summands=False, fresh=is_sum).to(output.dtype)
+        own = local_of(bias, summands=True, fresh=is_sum).to(plain_of(output).dtype)
+        return output + make(own, None, ranks)
+
+    def _own_features(self, x: torch.Tensor) -> torch.Tensor:
+        return own_part(leave(x), -1, self.accel_layer.group)
+
+    def _beside(self, x: torch.Tensor, ranks: SequenceRanks | None) -> torch.Tensor:
+        """The sum of the ranks' outputs, with messages that overlap with the matmul."""
+        group = self.accel_layer.group
+        weight = self._weight()
+        if ranks is None:
+            return summed_product(x, weight, group)
+        shape = (*x.shape[:-1], len(weight))
+        if ranks.scatters_evenly(shape):
+            return ranks.scattered(shape, scattered_product(x, weight, group))
+        return ranks.ended(functional.linear(x, weight))
 
     def _weight(self) -> torch.Tensor:
         """This rank's part of the weight, [outputs, inputs]."""
@@ -280,12 +285,13 @@ class Embedding(LocalParameters):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # the name is torch's
         """Return the embeddings of all ids on every rank."""
         layer = self.accel_layer
+        ranks = _ranks_of_tokens(self)
+        input = input if ranks is None else ranks.entered_whole(input)
         first, rows = _rows_here(cast(nn.Embedding, self), layer)
         at = input - first
         others = (at < 0) | (at >= rows)
         own = super().forward(at.masked_fill(others, 0))
         summand = own.masked_fill(others.unsqueeze(-1), 0)
-        ranks = _ranks_of_tokens(self)
         return summed(summand, layer.group) if ranks is None else ranks.ended(summand)
 
     @property
@@ -308,7 +314,8 @@ class Around(Mixin):
             args, kwargs = with_own_heads(layer.rule, layer.group, args, kwargs)
         first = self._first_product(_first(layer.rule, args, kwargs)) if is_beside(layer.rule) else None
         if first is None:
-            args, kwargs = _with_first(layer.rule, args, kwargs, lambda x: _entered(x, layer))
+            if not layer.rule.copied:
+                args, kwargs = _with_first(layer.rule, args, kwargs, lambda x: entered(self, x))
             return super().forward(*args, **kwargs)
         return self._beside(first, args, kwargs)
 
@@ -322,8 +329,7 @@ class Around(Mixin):
     def _beside(self, first: Colwise, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module's forward on an input with the first matmul already computed."""
         layer = self.accel_layer
-        product = gathered_product if layer.rule.style == "gather_sequence" else copied_product
-        output, x = product(_first(layer.rule, args, kwargs), *first.operands(), layer.group)
+        output, x = entered_product(self, _first(layer.rule, args, kwargs), *first.operands())
         args, kwargs = _with_first(layer.rule, args, kwargs, lambda _: x)
         layer = cast(nn.Module, first)
         note_module(layer, early=EarlyProduct(x, autocast_dtype(x.device.type), output))
@@ -337,17 +343,34 @@ class Around(Mixin):
         return result
 
 
-class WholeSequence(Around):
-    """A module that works on all the tokens, alike on every rank, between others that work on parts of them."""
+def _divided(x: Any) -> Any:
+    """An input of a layer between others that divide the features: plain, and not a part of tokens, as gradients of the
+    layer's parameters would be summed twice."""
+    if isinstance(x, PartTensor) and x.division is not None:
+        raise no_rule("a layer of divided features, of this rank's tokens")
+    return plain_of(x)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return this rank's part of the output, the first of several."""
-        output = super().forward(*args, **kwargs)
-        group = self.accel_layer.group
-        if isinstance(output, tuple):
-            first, *others = cast("tuple[Any, ...]", output)
-            return own_part(first, SEQUENCE_DIM, group), *others
-        return own_part(output, SEQUENCE_DIM, group)
+
+def entered(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return the input of divided layers as a plain tensor of all tokens; its gradient is summed over ranks."""
+    ranks = _ranks_of_tokens(module)
+    return copied(x, module.accel_layer.group) if ranks is None else ranks.entered_whole(x)
+
+
+def entered_product(
+    module: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this rank's outputs of a layer, and its input as `entered` gives it, by messages that overlap with the
+    matmul."""
+    group = module.accel_layer.group
+    ranks = _ranks_of_tokens(module)
+    if ranks is None:
+        return copied_product(x, weight, bias, group)
+    rows = ranks.even_rows(x)
+    if rows is not None:
+        return gathered_product(rows, weight, bias, group)
+    whole = ranks.entered_whole(x)
+    return functional.linear(whole, weight, bias), whole
 
 
 def _ranks_of_tokens(module: Any) -> SequenceRanks | None:
@@ -394,11 +417,7 @@ def mixin_for(rule: Rule) -> type[LocalParameters | Around] | None:
         "embedding_rowwise": Embedding,
         "multihead_attention": None,
         "replicated_local": ReadParameters,
-        "sequence_parallel_gather_output": GatherOutput,
         "copy_input": Around,
-        "split_sequence": Around,
-        "gather_sequence": Around,
-        "whole_sequence": WholeSequence,
     }.get(rule.style, LocalParameters)
 
 
@@ -406,31 +425,6 @@ def _rows_here(embedding: nn.Embedding, layer: Layer) -> tuple[int, int]:
     """This rank's first row, and the number of its rows."""
     most = part_length(embedding.num_embeddings, layer.size)
     return layer.rank * most, min(most, embedding.num_embeddings - layer.rank * most)
-
-
-def _entered(x: torch.Tensor, layer: Layer) -> torch.Tensor:
-    """The input of a module of one of the styles that change nothing else."""
-    style = layer.rule.style
-    if style == "gather_sequence":
-        return gathered_summed(x, SEQUENCE_DIM, layer.group).contiguous()
-    if style == "whole_sequence":
-        return _gathered(x, SEQUENCE_DIM, layer)
-    if style == "copy_input":
-        return x if layer.rule.copied else copied(x, layer.group)
-    if x.ndim < 3 or x.shape[SEQUENCE_DIM] % layer.size:
-        raise ConfigError(
-            "the sequence cannot be divided among the ranks along tp",
-            expected=f"an input of shape [batch, sequence, features], and a multiple of {layer.size} tokens",
-            got=f"shape {list(x.shape)}",
-            where="plan.sequence",
-            fix="Pad the batch in the collate function.",
-        )
-    return own_part(x, SEQUENCE_DIM, layer.group)
-
-
-def _gathered(x: torch.Tensor, dim: int, layer: Layer) -> torch.Tensor:
-    """The ranks' parts in one; contiguous, as models expect of their layers."""
-    return gathered(x, dim, layer.group).contiguous()
 
 
 def _first(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

@@ -25,7 +25,7 @@ from accel.devices import autocast_dtype
 from accel.errors import PrepareError
 from accel.mixins import Mixin
 from accel.parallel._modules import named_modules
-from accel.parallel.axes.tensor._styles import COLWISE, COPYING, ROWWISE, Rule, is_transposed
+from accel.parallel.axes.tensor._styles import COLWISE, ROWWISE, Rule, is_transposed
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -45,9 +45,9 @@ def with_overlap(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Rule]
     for path, rule in rules.items():
         if rule.style in COLWISE | ROWWISE:
             problems += [path] if not _is_product(model.get_submodule(path)) else []
-        elif rule.style != "multihead_attention" and (rule.style not in COPYING or rule.copied):
+        elif rule.style != "multihead_attention" and (rule.style != "copy_input" or rule.copied):
             continue
-        early = _first_product(model, path, rules) if rule.style in COPYING else ""
+        early = _first_product(model, path, rules) if rule.style == "copy_input" else ""
         found[path] = msgspec.structs.replace(rule, overlap=True, early=early)
     if problems:
         named = ", ".join(f"{each} ({type(model.get_submodule(each)).__name__})" for each in problems)
@@ -75,7 +75,7 @@ def _reaches(path: str, name: str, rules: Mapping[str, Rule]) -> bool:
     """Whether the modules between pass the input of the outer one as it is."""
     while name := name.rpartition(".")[0]:
         between = rules.get(f"{path}.{name}".strip("."))
-        if between is not None and between.style in COPYING and not between.copied:
+        if between is not None and between.style == "copy_input" and not between.copied:
             return False
     return True
 

@@ -85,9 +85,8 @@ class PartParameters(LocalParameters):
     def parameters_here(self, stored: Mapping[str, nn.Parameter | None]) -> dict[str, Tensor | None]:
         """Return parts, after an exchange of rows where this rank computes with others than it stores."""
         rule = self.accel_layer.rule
-        if is_dynamo_compiling() and (rule.tokens or not self.accel_ranks.sees_tuples):
-            which = "modules between which ranks share tokens" if rule.tokens else "a function of modules"
-            raise no_rule(f"torch.compile of {which}; compile these, or the model")
+        if is_dynamo_compiling() and not self.accel_ranks.sees_tuples:
+            raise no_rule("torch.compile of a function of modules; compile these, or the model")
         ranks = self.accel_ranks
         here = super().parameters_here(stored)
         if rule.tokens and ranks.runs:  # gradients of what ranks do not divide are summands, but for scalars

@@ -22,11 +22,11 @@ from accel.parallel._compile import Recomputed
 from accel.parallel._copies import copied_model
 from accel.parallel._modules import RANKS, named_modules
 from accel.parallel._private import forward_hooks, forward_pre_hooks
-from accel.parallel.axes.tensor._layers import SEQUENCE_DIM, GroupLayer
-from accel.parallel.axes.tensor._rules import install, is_in, rules_of
+from accel.parallel.axes.tensor._layers import GroupLayer
+from accel.parallel.axes.tensor._rules import install, rules_of
 from accel.parallel.axes.tensor._styles import Regions, Rule
 from accel.parallel.axes.tensor._tokens import SequenceRanks
-from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, batch_experts, outputs_in, tensors_in
+from accel.parallel.axes.tensor._trace import ModuleCall, batch_experts, outputs_in, tensors_in
 from accel.parallel.parts import NoRuleError
 from accel.random import Key, host_streams, rng_scope
 from accel.topology import TensorStyle
@@ -98,48 +98,14 @@ def prove(
             styles = {**styles, **dict.fromkeys(summands, _COMPLETE if shares_tokens else _SUMMANDS)}
 
 
-def proved_in_parts(
-    trace: ForwardTrace,
-    styles: Mapping[str, TensorStyle],
-    verdict: Callable[[str, ModuleCall, Mapping[str, TensorStyle], Mapping[int, int]], Verdict],
-) -> dict[str, TensorStyle]:
-    """Return styles by which blocks work on parts of the tokens, where `verdict` proves each block and the norm after
-    them, and nothing else reads the parts. Raises `PrepareError` elsewhere."""
-    first = next(path for path, style in styles.items() if style == "split_sequence")
-    blocks = first.rpartition(".")[0]
-    last = next((path for path, style in styles.items() if style == "sequence_parallel_gather_output"), "")
-    parts: dict[int, int] = {}
-    inside: set[int] = set()
-    found = dict(styles)
-    for call in sorted(trace.calls, key=lambda each: each.nodes.start):
-        if call.path.rpartition(".")[0] != blocks and call.path != last:
-            continue
-        own: dict[str, TensorStyle] = {
-            path.removeprefix(call.path).strip("."): each for path, each in styles.items() if is_in(path, call.path)
-        }
-        one = verdict(call.path, call, own, parts)
-        if one.problem or one.outputs.get(0) != (None if call.path == last else SEQUENCE_DIM):
-            raise tokens_refused(f"{call.path}: {one.problem or f'outputs in parts along {dict(one.outputs)}'}")
-        parts |= {call.outputs[place]: dim for place, dim in one.outputs.items()}
-        inside |= {*call.nodes}
-        found |= {f"{call.path}.{path}".rstrip("."): each for path, each in one.styles.items()}
-    others = [
-        node for at, node in enumerate(trace.nodes) if at not in inside and not parts.keys().isdisjoint(node.inputs)
-    ]
-    if others or not parts.keys().isdisjoint(trace.outputs):
-        reader = others[0].path or others[0].name if others else "the model, in what it returns"
-        raise tokens_refused(f"read behind a block, by {reader}")
-    return found
-
-
 def tokens_refused(problem: str) -> PrepareError:
     """Return the error for a model with tokens that ranks cannot share."""
     return PrepareError(
         "the tokens of this model cannot be shared between its layers",
-        expected="blocks that compute on parts of the tokens what they do on all of them, proved on simulated ranks",
+        expected="a forward that gives the same with parts of the tokens, proved on simulated ranks",
         got=problem,
-        where="tensor_plan, sequence=True",
-        fix="Leave sequence out, or write the styles: accel.parallel.Plan(tensor={...}).",
+        where="prepare_model, plan.sequence",
+        fix="Leave sequence out: plan=accel.parallel.Plan(sequence=False).",
     )
 
 
@@ -268,7 +234,7 @@ def _part(whole: nn.Module, rules: Mapping[str, Rule], group: ThreadGroup) -> nn
             values = _piece(each.detach(), rule.dims.get(name), group)
             memo[id(each)] = nn.Parameter(values.clone())
     part = copied_model(whole, memo)
-    install(part, rules, lambda rule: GroupLayer(rule, group))
+    _ = install(part, rules, lambda rule: GroupLayer(rule, group))
     return part
 
 

@@ -23,7 +23,7 @@ from accel.parallel.axes.tensor._part_layers import LayerRanks, NestedRanks, Par
 from accel.parallel.axes.tensor._styles import (
     ADAPTER,
     COLWISE,
-    COPYING,
+    ROWWISE,
     STYLES,
     Regions,
     Rule,
@@ -32,11 +32,12 @@ from accel.parallel.axes.tensor._styles import (
     rule_for,
     with_lora,
 )
-from accel.parallel.axes.tensor._tokens import SequenceRanks
+from accel.parallel.axes.tensor._tokens import SequenceRanks, TokenRegion
 from accel.tensors import is_dtensor
 from accel.topology import TensorStyle
 
 WHERE = "prepare_model, plan.tensor"
+_OF_TOKENS = ("embedding_rowwise", "multihead_attention", "copy_input", *COLWISE, *ROWWISE)  # take or give tokens
 _FAST_PATHS: Mapping[type[nn.Module], Mapping[str, int]] = {
     # torch's fused inference reads the parameters of modules that it never calls
     nn.TransformerEncoderLayer: {"activation_relu_or_gelu": 0},
@@ -121,7 +122,7 @@ def _with_tokens(model: nn.Module, rules: Mapping[str, Rule], styles: Container[
     for path, rule in found.items():
         own = list(model.get_submodule(path).parameters(recurse=False))
         has_vectors = rule.style == "replicated" and path not in styles and all(each.dim() < 2 for each in own)
-        if rule.layouts or has_vectors or rule.style in ("embedding_rowwise", *COLWISE):
+        if rule.layouts or has_vectors or rule.style in _OF_TOKENS:
             found[path] = msgspec.structs.replace(rule, tokens=True)
     return {**found, "": msgspec.structs.replace(found[""], ends="all")}
 
@@ -175,7 +176,7 @@ def _attention_outputs(model: nn.Module, styles: Mapping[str, str]) -> dict[str,
 def _is_copied(path: str, styles: Mapping[str, str]) -> bool:
     """Whether the nearest module around it that the plan names sums the gradients of its input."""
     around = _named_around(path, styles)
-    return around is not None and styles[around] in COPYING
+    return around is not None and styles[around] == "copy_input"
 
 
 def _named_around(path: str, named: Mapping[str, object]) -> str | None:
@@ -314,27 +315,34 @@ def log_share(model: nn.Module, rules: Mapping[str, Rule], size: int, way: str, 
 
 
 def install(
-    model: nn.Module, rules: Mapping[str, Rule], layer_of: Callable[[Rule], Layer], *, nests: bool = False
-) -> None:
+    model: nn.Module,
+    rules: Mapping[str, Rule],
+    layer_of: Callable[[Rule], Layer],
+    ranks: LayerRanks | None = None,
+    *,
+    nests: bool = False,
+) -> LayerRanks | None:
     """Let modules compute by their rules, each with a separate `Layer`. Modules of one class keep one class, so that
-    torch.compile compiles once. `nests`: tensors may be parts of positions too."""
+    torch.compile compiles once. Return the ranks of their parts, `ranks` if given; None without any. `nests`: tensors
+    may be parts of positions too."""
     modules: dict[type[Mixin], list[nn.Module]] = {}
     for path, rule in rules.items():
         module = model.get_submodule(path)
         for name, value in rule.attributes.items():
             setattr(module, name, value)
         cast(Any, module).accel_layer = layer_of(rule)
-        if rule.overlap or rule.tokens:
-            note_module(module, eager="overlap" if rule.overlap else "sequence")
+        if rule.overlap:
+            note_module(module, overlaps=True)
         mixin = ReadList if isinstance(module, nn.ParameterList) else mixin_for(rule) or Attention
         mixin = Recurrent if isinstance(module, nn.RNNBase) else mixin
         if rule.layouts or (rule.tokens and rule.style == "replicated"):
             mixin = PartParameters
         modules.setdefault(mixin, []).append(module)
     within = [model.get_submodule(path) for path, rule in rules.items() if rule.layouts or rule.ends or rule.tokens]
-    kind = NestedRanks if nests else LayerRanks
-    kind = SequenceRanks if any(rule.tokens for rule in rules.values()) else kind
-    ranks = kind(cast(Any, within[0]).accel_layer) if within else None
+    if ranks is None and within:
+        kind = NestedRanks if nests else LayerRanks
+        kind = SequenceRanks if any(rule.tokens for rule in rules.values()) else kind
+        ranks = kind(cast(Any, within[0]).accel_layer)
     for module in within:
         setattr(module, RANKS, ranks)
         layer: Layer = cast(Any, module).accel_layer
@@ -342,3 +350,10 @@ def install(
     for mixin, own in modules.items():
         add_mixin(own, mixin)
     add_mixin([model.get_submodule(path) for path, rule in rules.items() if rule.ends], RegionEnd)
+    if isinstance(ranks, SequenceRanks):
+        of_tokens = {path for path, rule in rules.items() if rule.tokens}
+        regions = [model.get_submodule(path) for path in of_tokens | modules_around(of_tokens)]
+        for module in regions:
+            setattr(module, RANKS, ranks)
+        add_mixin(regions, TokenRegion)
+    return ranks

@@ -69,7 +69,6 @@ class TensorOptions(SpreadOptions, frozen=True, kw_only=True):
     example: Any = None
     beside: Mapping[str, TensorStyle] = {}  # found for what a declared plan passes over
     regions: Mapping[str, Mapping[str, RowLayout]] = {}  # found for what styles leave whole
-    shares_tokens: bool = False  # whether the regions were proved so
     is_found: bool = False  # whether `tensor` has styles that were found, and logged
 
     def describe(self) -> str:
@@ -77,7 +76,7 @@ class TensorOptions(SpreadOptions, frozen=True, kw_only=True):
         return repr(msgspec.structs.replace(self, example=None, beside={}, regions={}))
 
     def check(self) -> None:
-        """Raise `ConfigError` for a user's plan together with `sequence` or `head`."""
+        """Raise `ConfigError` for a user's plan together with `head`."""
         if self.head is not None and self.tensor != "model":
             raise ConfigError(
                 "head has no effect with your own styles",
@@ -85,14 +84,6 @@ class TensorOptions(SpreadOptions, frozen=True, kw_only=True):
                 got="a mapping",
                 where="plan.head",
                 fix="Use the styles of accel.parallel.tensor_plan(model, head=...), and leave head out.",
-            )
-        if self.sequence and self.tensor != "model":
-            raise ConfigError(
-                "sequence has no effect with your own styles",
-                expected='tensor="model"',
-                got="a mapping",
-                where="plan.sequence",
-                fix="Use the styles of accel.parallel.tensor_plan(model, sequence=True), and leave sequence out.",
             )
 
 
@@ -187,7 +178,6 @@ def _resolve(ctx: DistContext, view: ModelView, options: TensorOptions) -> Tenso
         options,
         tensor=styles,
         regions=plan.regions,
-        shares_tokens=plan.shares_tokens,
         is_found=True,
         example=None,
     )
@@ -198,12 +188,11 @@ class _SentPlan(NamedTuple):
 
     styles: dict[str, TensorStyle]
     regions: dict[str, dict[str, RowLayout]]
-    shares_tokens: bool = False
 
 
 def _has_more(model: nn.Module, options: TensorOptions) -> bool:
     """Whether styles may be found in addition to the styles that a model declares."""
-    if options.tensor != "model" or options.sequence or not left_whole(model):
+    if options.tensor != "model" or not left_whole(model):
         return False
     return options.example is not None or example_of(model) is not None
 
@@ -217,21 +206,22 @@ def _found(ctx: DistContext, model: nn.Module, options: TensorOptions) -> _SentP
     size = _size(ctx)
     with_regions = ctx.axis("ep").size == 1  # the search does not know which experts ep spreads
     if options.sequence and (options.overlap or _compiled(ctx, model) or ctx.axis("cp").size > 1):
-        with_regions = False  # styles share tokens there
+        with_regions = False  # layers of styles can overlap, be compiled, and meet positions of cp
     is_staged = ctx.axis("pp").size > 1
-    plan = found_styles(model, size, inputs, sequence=options.sequence, with_regions=with_regions, is_staged=is_staged)
+    plan = found_styles(
+        model, size, inputs, shares_tokens=options.sequence, with_regions=with_regions, is_staged=is_staged
+    )
     styles = collapsed(model, plan.styles)
     if not plan.is_seen:
-        styles = tensor_plan(model, sequence=options.sequence)
+        styles = tensor_plan(model)
     if not styles and not plan.regions:
         got = "; ".join([with_article(type(model).__name__), *lines_of(plan.left)[:5]])
         raise _unknown(model, size, got, _REFUTED if plan.left.keys() - {""} else _NOT_FOUND)
     way = "a plan that is found and proved" if plan.is_seen else "the styles of its known layers"
-    shares_tokens = options.sequence and with_regions and plan.is_seen
-    if shares_tokens:
+    if options.sequence and plan.is_seen:
         way += ", with shared tokens" + (f" (gathered for {', '.join(plan.gathers)})" if plan.gathers else "")
     log_share(model, rules_of(model, styles, size, regions=plan.regions), size, way, plan.left)
-    return _SentPlan(styles, {path: {**layouts} for path, layouts in plan.regions.items()}, shares_tokens)
+    return _SentPlan(styles, {path: {**layouts} for path, layouts in plan.regions.items()})
 
 
 def _found_beside(model: nn.Module, size: int, options: TensorOptions) -> _SentPlan:
@@ -263,10 +253,11 @@ def _spread(ctx: DistContext, view: ModelView, options: TensorOptions, *, is_emp
                 made[id(whole)] = _divided(mesh, whole, values, rule.dims.get(name))
                 replace_parameter(f"{path}.{name}" if path else name, whole, made[id(whole)])
             module.register_parameter(name, made[id(whole)])
-    for root in (inner, *_stage_views(inner)):
-        own = {path: rule for path, rule in rules.items() if root is inner or _is_copied(root, inner, path)}
-        nests = ctx.axis("cp").size > 1 == ctx.axis("pp").size  # stages compute with plain positions
-        install(root, own, lambda rule: Layer(rule, mesh), nests=nests)
+    nests = ctx.axis("cp").size > 1 == ctx.axis("pp").size  # stages compute with plain positions
+    ranks = install(inner, rules, lambda rule: Layer(rule, mesh), nests=nests)
+    for root in _stage_views(inner):
+        own = {path: rule for path, rule in rules.items() if _is_copied(root, inner, path)}
+        _ = install(root, own, lambda rule: Layer(rule, mesh), ranks)
     use_rank_streams(inner, rules, Streams(mesh.get_local_rank(), ctx.device))
     guard_pairs(inner, pairs, patterns_of(pairs, styles))
     for module in view.inner.modules.values():
@@ -329,7 +320,7 @@ def _divided(mesh: DeviceMesh, whole: nn.Parameter, values: torch.Tensor, dim: i
 def _styles(model: nn.Module, options: TensorOptions, size: int) -> Mapping[str, TensorStyle]:
     if isinstance(options.tensor, Mapping):
         return options.tensor
-    styles = declared_plan(model, options.beside, sequence=options.sequence, head=options.head)
+    styles = declared_plan(model, options.beside, head=options.head)
     if not styles:
         raise _unknown(model, size, with_article(type(model).__name__), _UNKNOWN)
     return styles
@@ -348,7 +339,7 @@ def _rules(
         styles,
         _size(ctx),
         regions=options.regions,
-        shares_tokens=options.shares_tokens,
+        shares_tokens=options.sequence,
         is_stage=is_stage,
     )
     return with_overlap(model, rules) if options.overlap else rules

@@ -91,13 +91,7 @@ COLWISE = frozenset({
     "colwise", "colwise_gather_output", "packed_colwise_2", "packed_colwise_3",
 })  # fmt: skip
 _PACKS: Mapping[str, int] = {"packed_colwise_2": 2, "packed_colwise_3": 3}
-ROWWISE = frozenset({"rowwise", "rowwise_split_input", "rowwise_sequence"})
-COPYING = frozenset({"copy_input", "gather_sequence"})  # sums gradients of its input for all modules inside
-# its own parameters see a part of the tokens or of the heads on each rank, so their gradients are summands
-_SUMMANDS = frozenset(
-    {"rowwise_sequence", "replicated_with_grad_allreduce", "sequence_parallel", "sequence_parallel_gather_output"}
-)
-_WITHOUT_PARAMETERS = frozenset({"copy_input", "split_sequence", "gather_sequence", "whole_sequence"})
+ROWWISE = frozenset({"rowwise", "rowwise_split_input"})
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,7 +151,8 @@ def rule_for(module: nn.Module, style: TensorStyle, size: int, *, copied: bool, 
     return Rule(
         style=style,
         dims=dims,
-        summands=style in _SUMMANDS,
+        # its own parameters see a part of the heads on each rank
+        summands=style == "replicated_with_grad_allreduce",
         fresh=type(module).forward in _FRESH,
         copied=copied,
         uneven=uneven,
@@ -170,7 +165,7 @@ def rule_for(module: nn.Module, style: TensorStyle, size: int, *, copied: bool, 
 def problems_of(module: nn.Module, style: TensorStyle, size: int) -> Iterator[str]:
     """Yield the reasons why a module cannot have a style on so many ranks."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
-    if style in _WITHOUT_PARAMETERS and names:
+    if style == "copy_input" and names:
         yield f"{style} is of modules without parameters of their own, and it has {', '.join(names)}"
     if isinstance(module, nn.RNNBase) and style not in ("replicated", "replicated_with_grad_allreduce"):
         yield f'a recurrent layer of torch is whole on each rank: its style is "replicated", not "{style}"'
@@ -320,7 +315,7 @@ def _parts(module: nn.Module, style: str) -> Iterator[tuple[str, str]]:
     if style in COLWISE:
         first, second = "replicated_with_grad_allreduce", style
     else:
-        first, second = style, "replicated_with_grad_allreduce" if style == "rowwise_sequence" else "replicated"
+        first, second = style, "replicated"
     for name, of_each in (("lora_A", first), ("lora_B", second)):
         for key, _ in module.get_submodule(name).named_children():
             yield f"{name}.{key}", of_each

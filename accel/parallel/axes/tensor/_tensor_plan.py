@@ -6,16 +6,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, cast, get_args
 
 from torch import nn
 
 from accel.errors import PrepareError
 from accel.errors._checks import check_choice
-from accel.parallel._blocks import ModuleGroup, block_groups, outermost_groups
-from accel.parallel._modules import example_of, has_parameters, matching, named_modules, source_of
-from accel.parallel.axes.tensor._dropout import draws
+from accel.parallel._blocks import block_groups, outermost_groups
+from accel.parallel._modules import example_of, matching, named_modules, source_of
 from accel.parallel.axes.tensor._found_plan import FoundPlan, found_plan
 from accel.parallel.axes.tensor._pairs import LinearPair, known_pairs, known_styles
 from accel.parallel.axes.tensor._rules import is_in, modules_around, passed_over
@@ -46,90 +44,6 @@ def with_head(model: nn.Module, styles: Mapping[str, TensorStyle], head: HeadSty
     weight = modules[path].get_parameter("weight")
     tied = [name for name, each in modules.items() if isinstance(each, nn.Embedding) and each.weight is weight]
     return {**styles, **dict.fromkeys(tied, "embedding_rowwise"), path: head}
-
-
-def with_sequence(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
-    """Return styles by which the blocks of a model work on parts of the tokens; another form is a `PrepareError`."""
-    group = _divided_group(model, styles)
-    problems: list[str] = []
-    found = dict(styles)
-    for at, (path, block) in enumerate(group.entries if group else ()):
-        for name, child in block.named_children():
-            own = _of_child(f"{path}.{name}", child, styles)
-            if own is None:
-                problems.append(f"{path}.{name}")
-            found |= own or {}
-        if at == 0:
-            found[path] = "split_sequence"  # from here to the norm after the blocks, ranks have parts of the tokens
-    if group is None:
-        problems.append("no list of blocks that the plan divides")
-    else:
-        found |= _after(model, group, problems)
-    if problems:
-        raise PrepareError(
-            "the tokens of this model cannot be shared between its layers",
-            expected="blocks in one list, of norms and of modules that the tensor-parallel plan divides, and one"
-            " norm after them",
-            got="; ".join(problems),
-            where="tensor_plan, sequence=True",
-            fix="Let accel.prepare(ctx, model, optimizer, example=batch) find a plan; leave sequence out; or write the "
-            "styles: accel.parallel.Plan(tensor={...}).",
-        )
-    return found
-
-
-def _divided_group(model: nn.Module, styles: Mapping[str, TensorStyle]) -> ModuleGroup | None:
-    """The outermost blocks in which layers are divided; None where there are none, or several groups of them."""
-    around = modules_around(styles)
-    groups = block_groups(model)
-    found = outermost_groups(group for group in groups if any(path in around for path, _ in group.entries))
-    return found[0] if len(found) == 1 else None
-
-
-def _of_child(path: str, child: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, TensorStyle] | None:
-    """Styles of a part of a block; None for one that cannot work on a part of the tokens."""
-    if not any(True for _ in child.parameters()):
-        return {}
-    if _is_norm(child):
-        return {path: "sequence_parallel"}
-    inside = {each: style for each, style in styles.items() if each.startswith(f"{path}.")}
-    ends = [each for each, style in inside.items() if style == "rowwise"]
-    starts = [style for style in inside.values() if style in COLWISE - {"colwise_gather_output"}]
-    holders = {name.rpartition(".")[0] for name, _ in child.named_parameters()}
-    named = all(any(f"{path}.{each}.".startswith(f"{name}.") for name in inside) for each in holders)
-    if len(ends) != 1 or not starts or not named:
-        # whole tokens inside, as without sequence parallelism; draws there would have to be alike
-        return None if has_parameters(child) or draws(child) else {path: "whole_sequence"}
-    return {path: "gather_sequence", ends[0]: "rowwise_sequence"}
-
-
-def _after(model: nn.Module, group: ModuleGroup, problems: list[str]) -> dict[str, TensorStyle]:
-    """The norm next to the blocks."""
-    around = model.get_submodule(group.around)
-    children = {f"{group.around}.{name}".strip("."): child for name, child in around.named_children()}
-    beside = {
-        path: child for path, child in children.items() if not any(is_in(each, path) for each, _ in group.entries)
-    }
-    norms = [path for path, child in beside.items() if _is_norm(child)]
-    if len(norms) != 1:
-        problems.append(f"{len(norms)} norms next to the blocks")
-        return {}
-    problems += [
-        path
-        for path, child in beside.items()
-        if path not in norms
-        and not isinstance(child, nn.Embedding | nn.ModuleList)
-        and any(True for _ in child.parameters())
-    ]
-    return {norms[0]: "sequence_parallel_gather_output"}
-
-
-def _is_norm(module: nn.Module) -> bool:
-    """Whether a module normalizes each token for itself."""
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        return True
-    own = [each.ndim for each in module.parameters()]
-    return type(module).__name__.endswith(("RMSNorm", "LayerNorm")) and own in ([], [1], [1, 1])  # none in other stages
 
 
 _INSIDE = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
@@ -201,7 +115,6 @@ _DECLARED: Mapping[str, TensorStyle] = {
 def tensor_plan(
     model: nn.Module,
     *,
-    sequence: bool = False,
     head: HeadStyle | None = None,
     example: Mapping[str, Any] | Sequence[Any] | None = None,
 ) -> dict[str, TensorStyle]:
@@ -215,14 +128,12 @@ def tensor_plan(
     Other styles are found in a forward without values: for other models of transformers, for modules in blocks that a
     declared plan passes over, and for any model with an `example`. They are proved for two ranks: a module that two
     simulated ranks divide must give the outputs and gradients of the full module, with other parameters, in float64, to
-    1e-10. Modules without a proof stay replicated. With `sequence`, modules that a declared plan passes over stay
-    replicated too. If several column-wise layers share an input, the module around them sums its gradient once
-    ("copy_input"). Experts are left out: every rank along tp holds all of them, unless they are sharded along ep.
+    1e-10. Modules without a proof stay replicated. If several column-wise layers share an input, the module around
+    them sums its gradient once ("copy_input"). Experts are left out: every rank along tp holds all of them, unless they
+    are sharded along ep.
 
     Args:
         model: without wrappers; adapters of peft may be in it.
-        sequence: whether ranks share the tokens between these layers, in models with blocks of norms and divided
-            modules. Found styles are proved with it.
         head: style of the layer that computes the logits. "colwise" leaves each rank the logits of its part of the
             vocabulary, for `vocab_cross_entropy`; "colwise_gather_output" gathers them. An embedding tied to the head
             is divided too. None for the style that the model declares.
@@ -234,8 +145,7 @@ def tensor_plan(
         pass it as `Plan(tensor=...)`.
 
     Raises:
-        PrepareError: the model declares styles that are unknown here, its tokens cannot be shared, or no layer is known
-            as its head.
+        PrepareError: the model declares styles that are unknown here, or no layer is known as its head.
         ConfigError: an unknown style of the head.
 
     Examples:
@@ -246,14 +156,11 @@ def tensor_plan(
     styles: dict[str, TensorStyle] = {}
     is_seen = False
     if finds(model, example):
-        plan = found_styles(model, 2, example, sequence=sequence)
+        plan = found_styles(model, 2, example)
         is_seen = plan.is_seen
         styles = {**(plan.styles if is_seen else known_styles(model))}
     if not styles and not is_seen:
-        beside: Mapping[str, TensorStyle] = {} if sequence else styles_beside(model, 2).styles
-        return declared_plan(model, beside, sequence=sequence, head=head)
-    if sequence and not styles:
-        styles = with_sequence(model, styles)
+        return declared_plan(model, styles_beside(model, 2).styles, head=head)
     if head is not None:
         styles = with_head(model, styles, head)
     return _collapsed(styles, _paths_of(found_pairs(model)), [path for path, _ in named_modules(model)])
@@ -263,13 +170,10 @@ def declared_plan(
     model: nn.Module,
     beside: Mapping[str, TensorStyle],
     *,
-    sequence: bool = False,
     head: HeadStyle | None = None,
 ) -> dict[str, TensorStyle]:
     """Return the styles that a model declares, the styles of known layers, and the styles in `beside`. Pure."""
     styles: dict[str, TensorStyle] = {**_own_styles(model, _declared_styles(model)), **beside}
-    if sequence:
-        styles = with_sequence(model, styles)
     if head is not None:
         styles = with_head(model, styles, head)
     if styles:
@@ -311,18 +215,16 @@ def found_styles(
     size: int,
     example: Mapping[str, Any] | Sequence[Any] | None = None,
     *,
-    sequence: bool = False,
+    shares_tokens: bool = False,
     with_regions: bool = False,
     is_staged: bool = False,
 ) -> FoundPlan:
     """Return the styles that are found and proved for so many ranks, and why candidates stay whole, by path;
     `with_regions` also divides modules that styles leave undivided; with `is_staged` only inside of blocks, which
-    stages call."""
-    if sequence and not with_regions:
-        return found_plan(model, size, example, partial(with_sequence, model))
+    stages call. With `shares_tokens` it is proved with ranks that share the tokens."""
     blocks = [path for group in outermost_groups(block_groups(model)) for path, _ in group.entries]
     regions_in = () if not with_regions else blocks if is_staged else ("",)
-    return found_plan(model, size, example, regions_in=regions_in, shares_tokens=sequence)
+    return found_plan(model, size, example, regions_in=regions_in, shares_tokens=shares_tokens)
 
 
 def finds(model: nn.Module, example: object = None) -> bool:

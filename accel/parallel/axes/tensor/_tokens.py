@@ -9,25 +9,39 @@ other ranks gathers them: a part of tokens is one more way to hold a whole tenso
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils import _pytree as pytree
 
 from accel.comm import gathered_summed, scattered
 from accel.errors import TreeError
-from accel.parallel._private import runs_in_backward, without_subclasses
+from accel.mixins import Mixin
+from accel.parallel._modules import written_class
+from accel.parallel._private import (
+    REGION,
+    alike,
+    call_in_one_graph,
+    is_compiled,
+    runs_in_backward,
+    without_subclasses,
+)
 from accel.parallel.axes.tensor._part_layers import LayerRanks
 from accel.parallel.axes.tensor._styles import Rule
 from accel.parallel.axes.tensor._trace import outputs_in
 from accel.parallel.parts import PartTensor, Ranks, RowLayout, leave, make, plain_of
 from accel.parallel.parts._elementwise import changes
-from accel.parallel.parts._layout import cut_of, no_rule
+from accel.parallel.parts._layout import cut_of, even, no_rule
 from accel.parallel.parts._part import Args, Named, name_of, own_rows, tensors_of, whole_rows, whole_shape
 from accel.tensors import is_view
 from accel.tree import map_tensors
+
+_UNCOMPILED = "%s: a module between which ranks share tokens has a graph break and stays uncompiled: %s"
+# Functions that change their first argument; names of a trace of torch.compile can only be looked up.
+_WRITES = dict.fromkeys(("__setitem__", *filter(changes, dir(Tensor))))
 
 
 class _GatheredTokens(NamedTuple):
@@ -61,6 +75,11 @@ class TokenRanks(Ranks):
         self._check()
         return super().total(summand)
 
+    def input_of_layer(self, part: PartTensor) -> PartTensor:
+        """Return all tokens."""
+        self._check()
+        return self.layers.all_tokens(part)
+
     def _check(self) -> None:
         if not self.layers.runs:
             raise no_rule("this rank's tokens, outside of the model: return them in a tuple, a dict or a dataclass")
@@ -78,15 +97,17 @@ class SequenceRanks(LayerRanks):
         tokens: the ranks of these parts.
         scatters: number of sums that were scattered by tokens.
         gathers: names of functions that needed tokens of other ranks, outside of divided layers.
+        given: layouts of the parts among the leaves of the arguments of a compiled call, by their number; None inside.
     """
 
-    __slots__ = ("_gathered", "_layouts", "gathers", "scatters", "tokens")
+    __slots__ = ("_gathered", "_layouts", "gathers", "given", "scatters", "tokens")
 
     def __init__(self, layer: Any) -> None:
         super().__init__(layer)
         self.tokens = TokenRanks(self)
         self.scatters = 0
         self.gathers: dict[str, None] = {}
+        self.given: tuple[tuple[int, RowLayout | None], ...] | None = None
         self._gathered: list[_GatheredTokens] = []
         self._layouts: dict[tuple[int, ...], RowLayout] = {}  # of gathered tokens, by the shape without features
 
@@ -125,7 +146,8 @@ class SequenceRanks(LayerRanks):
         def given_back(each: Tensor) -> Tensor:
             if not isinstance(each, PartTensor):
                 return each
-            return each if is_inside and (each.division is None or each.ranks is self.tokens) else leave(each)
+            is_kept = is_inside and (each.division is None or each.ranks is self.tokens)
+            return each if is_kept else _changeable(leave(each))
 
         output = pytree.tree_map_only(PartTensor, given_back, output)
         if is_end and any(isinstance(each, PartTensor) for each in outputs_in(output)):
@@ -135,20 +157,39 @@ class SequenceRanks(LayerRanks):
 
     def ended(self, summand: Tensor) -> Tensor:
         """Return this rank's tokens of the sum of the ranks' summands; all of a sum without enough tokens."""
-        layout = self._layout_for(tuple(summand.shape))
+        shape = tuple(summand.shape)
+        layout = self._layout_for(shape)
         if layout is None:
             return self.total(summand)
-        self.scatters += 1
         dim, (repeat, segments) = layout
         if len(segments) > 1:
             with without_subclasses():
-                rows = own_rows(self.total(summand), dim, layout.cut, self)
+                rows = _changeable(own_rows(self.total(summand), dim, layout.cut, self))
         elif repeat == 1:
             rows = scattered(summand, dim, self.group)
         else:
             by_row = summand.reshape(*summand.shape[:dim], repeat, -1, *summand.shape[dim + 1 :])
             rows = scattered(by_row, dim + 1, self.group).flatten(dim, dim + 1)
-        return make(rows, layout, self.tokens)
+        return self.scattered(shape, rows)
+
+    def scattered(self, shape: tuple[int, ...], rows: Tensor) -> PartTensor:
+        """Return this rank's rows of a sum of a full shape as its tokens."""
+        if not is_dynamo_compiling():  # a graph would be of this number alone
+            self.scatters += 1
+        return make(rows, self._layout_for(shape), self.tokens)
+
+    def scatters_evenly(self, shape: tuple[int, ...]) -> bool:
+        """Return whether a sum of a full shape, [batch, tokens, ..., features], is scattered in equal pieces."""
+        return self._is_even(self._layout_for(shape))
+
+    def even_rows(self, x: Tensor) -> Tensor | None:
+        """Return this rank's tokens of [batch, tokens, ..., features] as a plain tensor; None for tokens that ranks do
+        not divide in equal pieces."""
+        is_even = isinstance(x, PartTensor) and x.ranks is self.tokens and self._is_even(x.division)
+        return plain_of(x) if is_even else None
+
+    def _is_even(self, layout: RowLayout | None) -> bool:
+        return layout is not None and layout == RowLayout(1, even(layout.cut.total, self.size))
 
     def _layout_for(self, shape: tuple[int, ...]) -> RowLayout | None:
         """The tokens of a sum: those that were gathered in this shape, or [batch, tokens, ..., features]."""
@@ -181,7 +222,7 @@ class SequenceRanks(LayerRanks):
             if layout.dim < len(shape) - 1:
                 self._layouts[shape[:-1]] = layout
             whole = whole_rows(part, lambda rows, dim: gathered_summed(rows, dim, self.group))
-            return make(whole.clone() if is_view(whole) else whole, None, self)  # a model may change what it sees
+            return make(_changeable(whole), None, self)
 
     def without_rule(self, func: Any, args: Args, kwargs: Named, problem: str) -> Any:
         """Compute a function without a rule on all tokens, or on plain tensors where ranks divide none."""
@@ -193,9 +234,9 @@ class SequenceRanks(LayerRanks):
             return super().without_rule(func, args, kwargs, problem)
         if not divided:
             return self._alike(func, args, kwargs)
-        if len(of_tokens) == len(divided):
+        if len(of_tokens) == len(divided) and not is_dynamo_compiling():
             self.gathers[name] = None
-        if (_is_written(name) or kwargs.get("inplace")) and any(args[0] is each for each in of_tokens):
+        if (name in _WRITES or kwargs.get("inplace")) and any(args[0] is each for each in of_tokens):
             return self._written(func, args[0], args[1:], kwargs)
         given, named = pytree.tree_map_only(PartTensor, self._whole, (tuple(args), dict(kwargs)))
         return func(*given, **named)
@@ -205,7 +246,7 @@ class SequenceRanks(LayerRanks):
         model all is plain, such as a loss that the model keeps in an attribute."""
         target = args[0] if args else None
         is_plain = isinstance(target, Tensor) and not isinstance(target, PartTensor)
-        if not self.runs or (is_plain and _is_written(name_of(func))):
+        if not self.runs or (is_plain and name_of(func) in _WRITES):
             given, named = pytree.tree_map_only(PartTensor, leave, (tuple(args), dict(kwargs)))
             return func(*given, **named)
 
@@ -235,8 +276,93 @@ class SequenceRanks(LayerRanks):
         return target
 
 
-def _is_written(name: str) -> bool:
-    return changes(name) or name == "__setitem__"
+class _Rows(NamedTuple):
+    """A part, as torch takes it into a graph and out of it."""
+
+    rows: Tensor  # this rank's, plain
+    layout: RowLayout | None
+
+    @classmethod
+    def all_in(cls, tree: Any) -> Any:
+        """Return a tree with these in the place of parts."""
+        return pytree.tree_map_only(PartTensor, lambda part: cls(_own_tensor(part), part.division), tree)
+
+
+class TokenRegion(Mixin):
+    """A module around layers between which ranks share tokens. If torch compiles it, parts become tensors at the
+    borders of its graph."""
+
+    accel_ranks: SequenceRanks
+    _compiled_call_impl: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, with this rank's rows in the place of parts if torch compiles the call."""
+        own: Any = super()
+        if is_dynamo_compiling() or not is_compiled(cast(nn.Module, self)):
+            return own.__call__(*args, **kwargs)
+        ranks = self.accel_ranks
+        region = vars(self).get(REGION)
+        outer = ranks.begin()  # a graph would look at what has entered
+        try:
+            given, named = self._rows_of(args, kwargs)
+            if region is None or region.fullgraph:
+                return self._parts_in(own.__call__(*given, **named))
+            found, problem = call_in_one_graph(own.__call__, *given, **named)
+        finally:
+            ranks.given = None
+            ranks.end(outer)
+        if not problem:
+            return self._parts_in(found)
+        logging.getLogger("accel.parallel").warning(_UNCOMPILED, written_class(cast(nn.Module, self)).__name__, problem)
+        self._compiled_call_impl = None
+        return own.__call__(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, on parts."""
+        ranks = self.accel_ranks
+        layouts, ranks.given = ranks.given, None
+        if layouts is None:
+            return super().forward(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        for at, layout in layouts:
+            leaves[at] = self._part(leaves[at], layout)
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        try:
+            return _Rows.all_in(super().forward(*args, **kwargs))
+        finally:
+            _ = ranks.begin()  # parts do not leave the graph
+
+    def _rows_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Arguments with this rank's rows in the place of parts; notes the layouts by the number of the leaf."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        parts = [(at, each) for at, each in enumerate(leaves) if isinstance(each, PartTensor)]
+        self.accel_ranks.given = tuple((at, each.division) for at, each in parts)
+        for at, each in parts:
+            leaves[at] = _own_tensor(each)
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _part(self, rows: Tensor, layout: RowLayout | None) -> PartTensor:
+        ranks = self.accel_ranks
+        return make(rows, layout, ranks if layout is None else ranks.tokens)
+
+    def _parts_in(self, tree: Any) -> Any:
+        def part(each: Any) -> Any:
+            return self._part(each.rows, each.layout) if isinstance(each, _Rows) else each
+
+        return pytree.tree_map(part, tree, is_leaf=lambda each: isinstance(each, _Rows))
+
+
+def _own_tensor(part: PartTensor) -> Tensor:
+    """This rank's rows as a plain tensor that is no view, as torch.compile looks at what it is a view of."""
+    if is_dynamo_compiling():
+        return plain_of(part)
+    with without_subclasses():
+        return alike(part, part.size())
+
+
+def _changeable(tensor: Tensor) -> Tensor:
+    """A tensor that a model may change in place, as torch forbids of views that a function with a gradient returns."""
+    return tensor.clone() if not is_dynamo_compiling() and is_view(tensor) else tensor
 
 
 def _version_of(tensor: Tensor) -> int:

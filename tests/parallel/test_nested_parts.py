@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from catching import assert_raises
 from handwritten import Handwritten, named
 from handwritten_runs import called
 from steps import ByState
@@ -359,7 +360,7 @@ def test_a_weight_that_is_read_keeps_its_error_with_the_line(ranks: Simulator) -
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh=MESH, plan=accel.parallel.Plan(tensor={"up": "colwise", "down": "rowwise"}))
         model = accel.prepare_model(ctx, Reads())
-        with pytest.raises(PrepareError, match=r"reads parameters .* self\.out\.weight"):
+        with assert_raises(PrepareError, got=r"self\.out\.weight"):
             _ = model(accel.parallel.split_sequence(ctx, {"x": torch.randn(2, TOKENS, 8)})["x"])
 
     _ = ranks.run(rank, 4, default_group=True)

@@ -118,7 +118,7 @@ class LocalParameters(KeepsParameters):
         if rule.shares:
             args, kwargs = with_own_heads(rule, self.accel_layer.group, args, kwargs)
         if rule.summands:
-            args = tuple(map(_divided, args))
+            args = tuple(_divided(self, each) for each in args)
         own = cast(Any, self).__dict__
         stored = own["_parameters"]
         own["_parameters"] = self.parameters_here(stored)
@@ -175,7 +175,7 @@ class Colwise(LocalParameters):
         if is_beside(layer.rule):
             output = self._beside(_first(layer.rule, args, kwargs))
         else:
-            change = _divided if layer.rule.copied else partial(entered, self)
+            change = partial(_divided if layer.rule.copied else entered, self)
             args, kwargs = _with_first(layer.rule, args, kwargs, change)
             output = super().forward(*args, **kwargs)
         if layer.rule.style != "colwise_gather_output":
@@ -197,7 +197,7 @@ class Colwise(LocalParameters):
             or early.input is not x
             or early.format != autocast_dtype(x.device.type)
         ):
-            return super().forward(_divided(x))
+            return super().forward(_divided(self, x))
         output = early.output
         note_module(cast(nn.Module, self), early=early._replace(output=None))
         return output
@@ -233,7 +233,7 @@ class Rowwise(LocalParameters):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the sum of the ranks' outputs: of all tokens, or of this rank's where ranks share them."""
         layer = self.accel_layer
-        change = self._own_features if layer.rule.style == "rowwise_split_input" else _divided
+        change = self._own_features if layer.rule.style == "rowwise_split_input" else partial(_divided, self)
         args, kwargs = _with_first(layer.rule, args, kwargs, change)
         ranks = _ranks_of_tokens(self)
         if is_beside(layer.rule):
@@ -343,10 +343,12 @@ class Around(Mixin):
         return result
 
 
-def _divided(x: Any) -> Any:
-    """An input of a layer between others that divide the features: plain, and not a part of tokens, as gradients of the
-    layer's parameters would be summed twice."""
-    if isinstance(x, PartTensor) and x.division is not None:
+def _divided(module: Any, x: Any) -> Any:
+    """An input of a layer between others that divide the features: plain along tp, and not a part of tokens, as
+    gradients of the layer's parameters would be summed twice. A part of positions along cp stays one."""
+    if not isinstance(x, PartTensor) or x.ranks.group is not module.accel_layer.group:
+        return x
+    if x.division is not None:
         raise no_rule("a layer of divided features, of this rank's tokens")
     return plain_of(x)
 

@@ -180,6 +180,19 @@ def _joined_without_inputs(ctx: accel.DistContext) -> None:
     _ = loop.step()
 
 
+def _ignored_by_ddp(ctx: accel.DistContext) -> None:
+    """A frozen parameter that DDP leaves as each rank has it."""
+
+    def prepare(ctx: accel.DistContext, net: nn.Module) -> nn.Module:
+        net[0].rank = nn.Parameter(torch.full((1,), float(ctx.rank)), requires_grad=False)
+        torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.rank"])
+        return accel.prepare_model(ctx, net)
+
+    loop = Loop(ctx, prepare)
+    _ = loop.step()
+    assert float(accel.unwrap_model(loop.model)[0].rank) == ctx.rank
+
+
 def _changed_alike(ctx: accel.DistContext) -> None:
     loop = Loop(ctx)
     for each in loop.model.parameters():
@@ -289,6 +302,7 @@ def _towers(ctx: accel.DistContext) -> None:
 
 PASS = [
     (_changed_alike, 2),
+    (_ignored_by_ddp, 2),
     (_joined_without_inputs, 2),
     (_local_sgd, 2),
     (_local_sgd_on_a_mesh, 4),

@@ -86,7 +86,8 @@ class Replica(DistributedDataParallel):
         named = tuple(view.parameters.items())
         self.exchanged = tuple((name, parameter) for name, parameter in named if parameter.requires_grad)
         self.frozen = tuple((name, parameter) for name, parameter in named if not parameter.requires_grad)
-        self.unstepped = [(name, each) for name, each in named if type(each) is nn.Parameter and not each.is_meta]
+        alike = [(name, each) for name, each in named if name not in cast(Any, self).parameters_to_ignore]
+        self.unstepped = [(name, each) for name, each in alike if type(each) is nn.Parameter and not each.is_meta]
         self.uses_all = not find_unused_parameters and not static_graph
         self.bare = self.uses_all and not options.get("device_ids")
         if any(has_wide_gradient(parameter) for _, parameter in self.exchanged):

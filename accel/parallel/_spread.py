@@ -79,7 +79,7 @@ class PendingForward:
 
     def note(self, outputs: object) -> None:
         """Note the outputs of a forward."""
-        tensor = _with_gradient(outputs) if torch.is_grad_enabled() else None
+        tensor = next(with_gradient(outputs), None) if torch.is_grad_enabled() else None
         if tensor is not None:
             awaited = _Awaited()
             self._awaited = weakref.ref(awaited)
@@ -92,10 +92,12 @@ class PendingForward:
         return PendingForward, ()
 
 
-def _with_gradient(value: object) -> torch.Tensor | None:
-    """Return a tensor among outputs that a backward may begin from; None if there is none."""
+def with_gradient(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors among outputs that a backward may begin from."""
     if isinstance(value, torch.Tensor):
-        return value if value.requires_grad else None
+        if value.requires_grad:
+            yield value
+        return
     parts: Iterable[object] = ()
     if isinstance(value, Mapping):
         parts = cast("Mapping[object, object]", value).values()
@@ -103,7 +105,8 @@ def _with_gradient(value: object) -> torch.Tensor | None:
         parts = cast("Iterable[object]", value)
     elif dataclasses.is_dataclass(value):
         parts = vars(value).values()
-    return next((found for each in parts if (found := _with_gradient(each)) is not None), None)
+    for each in parts:
+        yield from with_gradient(each)
 
 
 def begin_with_rank_0_(ctx: DistContext, tensors: Iterable[torch.Tensor]) -> None:

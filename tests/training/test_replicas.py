@@ -282,3 +282,39 @@ def test_one_backward_through_two_replicas_of_an_encoder_is_refused(ranks: Simul
     problem = "two prepared models share parameters"
     with assert_raises(PrepareError, problem=problem, got="encoder.weight, encoder.bias", fix="one module"):
         _ = ranks.run(lambda ctx: _share_an_encoder(ctx, True, *views), 2)
+
+
+class Scored(Task):
+    """Returns its hidden states first, and a score."""
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(self.encoder(inputs))
+        return hidden * 2, self.head(hidden).square().mean()
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_forward_without_a_backward_before_another_replica_is_refused(ranks: Simulator, follows: bool):
+    """DDP would divide the encoder's gradient for both replicas."""
+
+    def rank(ctx: accel.DistContext) -> torch.Tensor:
+        torch.manual_seed(0)
+        encoder = nn.Linear(2, 2)
+        first, second = (accel.prepare_model(ctx, Scored(encoder)) for _ in range(2))
+        inputs = torch.ones(2, 2)
+        kept = first(inputs)
+        if follows:
+            kept[1].backward()
+            encoder.zero_grad()
+        else:
+            del kept
+        second(inputs)[1].backward()
+        assert encoder.weight.grad is not None
+        return encoder.weight.grad
+
+    if not follows:
+        with assert_raises(PrepareError, problem="two prepared models share parameters", fix="no_grad"):
+            _ = ranks.run(rank, 2)
+        return
+    (expected,) = ranks.run(rank, 1)
+    for found in ranks.run(rank, 2):
+        torch.testing.assert_close(found, expected)

@@ -29,6 +29,7 @@ from accel.parallel._spread import (
     begin_with_rank_0_,
     compare_models,
     replicated_tensors,
+    with_gradient,
 )
 from accel.parallel.axes.replicate._comm_hooks import gather_sparse, register_hook
 from accel.tensors import has_wide_gradient
@@ -68,6 +69,22 @@ class _Known:
         return _Known, ()
 
 
+class _Due:
+    """Knows whether a forward awaits the backward that exchanges its gradients."""
+
+    def __init__(self) -> None:
+        self.is_due = False
+
+    def note(self, outputs: object) -> None:
+        """Note the outputs of a forward; DDP waits for a backward also where the loop has dropped them."""
+        for each in with_gradient(outputs) if torch.is_grad_enabled() else ():
+            self.is_due = True
+            _ = cast(Any, each).register_hook(self._end)
+
+    def _end(self, _gradient: torch.Tensor) -> None:
+        self.is_due = False
+
+
 class Replica(DistributedDataParallel):
     """DDP that knows which parameters it exchanges, and whether all of them must take part in every backward.
 
@@ -95,6 +112,7 @@ class Replica(DistributedDataParallel):
             cast(Any, self).reducer._set_mixed_precision_param_dtype(torch.float32)
         self._has_buffers = bool(view.buffers)
         self._pending = PendingForward()
+        self._due = _Due()
         self._rivals: list[_Known] = []  # replicas with some of the same trainable parameters
         for _, parameter in self.exchanged:
             known: _Known = tensor_notes(parameter).get("exchanger", _Known())
@@ -108,12 +126,15 @@ class Replica(DistributedDataParallel):
         """Run the module; without DDP's own forward where that would only look, at the cost of a small layer."""
         if not (self._has_buffers or self._rivals) or torch.compiler.is_compiling():
             return self._run(*inputs, **kwargs)
-        if self._rivals and self.require_backward_grad_sync:
+        exchanges_shared = bool(self._rivals) and self.require_backward_grad_sync and torch.is_grad_enabled()
+        if exchanges_shared:
             self._refuse_rivals()
         if self._has_buffers and self._pending.keeps_buffers():
             self.require_forward_param_sync = False  # DDP sets it again behind a forward that exchanges gradients
         outputs = self._run(*inputs, **kwargs)
         self._pending.note(outputs)
+        if exchanges_shared:
+            self._due.note(outputs)
         return outputs
 
     def _refuse_rivals(self) -> None:
@@ -123,7 +144,7 @@ class Replica(DistributedDataParallel):
             rival = each()
             if rival is None or not (self.gradient_as_bucket_view or rival.gradient_as_bucket_view):
                 continue  # without views both take the rank's gradient before either writes the sum
-            if rival._pending.keeps_buffers():
+            if rival._due.is_due:
                 ids = {id(parameter) for _, parameter in rival.exchanged}
                 names = [name for name, parameter in self.exchanged if id(parameter) in ids]
                 raise PrepareError(
@@ -132,7 +153,7 @@ class Replica(DistributedDataParallel):
                     got=f"a forward of both, with {', '.join(names[:_SHOWN])} in both",
                     where=f"{_inner_name(self)}, after {_inner_name(rival)}",
                     fix="Put both into one module with one forward, and prepare that; or prepare both with"
-                    " gradient_as_bucket_view=False.",
+                    " gradient_as_bucket_view=False. A forward without a backward belongs into torch.no_grad().",
                 )
 
     def _run(self, *inputs: Any, **kwargs: Any) -> Any:

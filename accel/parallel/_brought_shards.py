@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from accel.comm import ranks_of_group
 from accel.context import DistContext
 from accel.errors import PrepareError
-from accel.parallel._modules import is_unit, named_modules, note_tensor, tensor_notes
+from accel.parallel._modules import named_modules, note_tensor, sharded_units, tensor_notes
 from accel.parallel._private import root_mesh
 from accel.parallel._sharded import MODEL_DIMENSIONS, ranks_of_mesh, sample_ranks
 from accel.parallel._torch_fsdp import meshes_of
@@ -101,7 +101,7 @@ def _divided(model: nn.Module, row: Any) -> Iterator[_Brought]:
 def _managed(model: nn.Module) -> Mapping[tuple[int, str], frozenset[int]]:
     """Return the ranks among which `fully_shard` exchanges each parameter, by its name and the `id` of its owner."""
     ranks = cache(ranks_of_mesh)
-    units = filter(is_unit, model.modules())
+    units = sharded_units(model)
     return {(id(owner), name): ranks(mesh) for unit in units for owner, name, mesh in meshes_of(unit)}
 
 

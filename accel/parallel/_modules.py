@@ -363,6 +363,11 @@ def is_unit(module: nn.Module) -> bool:
     return hasattr(kind, "reshard") and hasattr(kind, "set_requires_gradient_sync")
 
 
+def sharded_units(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of this rank that `fully_shard` was called on."""
+    return [module for stage in stage_modules(model) for module in stage.modules() if is_unit(module)]
+
+
 def sharded_roots(model: nn.Module) -> Sequence[Sharded]:
     """Return the outermost modules that `fully_shard` was called on; none if there is only tensor parallelism."""
     if is_pipelined(model):

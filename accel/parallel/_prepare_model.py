@@ -20,7 +20,7 @@ from accel.parallel._empty import allocate_empty, expect_values, move_model, sta
 from accel.parallel._engines import engine_of
 from accel.parallel._entries import add_entries, check_methods, lead_entries
 from accel.parallel._labels import keep_state_on_host_, label_parameters, name_of
-from accel.parallel._modules import note_prepared, notes_of, unwrap_model
+from accel.parallel._modules import note_prepared, notes_of, sharded_units, unwrap_model
 from accel.parallel._offload import use_streams
 from accel.parallel._private import is_compiled
 from accel.parallel._refused import (
@@ -36,7 +36,7 @@ from accel.parallel._refused import (
     report,
 )
 from accel.parallel._same_batches import SHARING, compare_batches
-from accel.parallel._sharded import check_adopted, check_replicated
+from accel.parallel._sharded import check_adopted, check_replicated, note_shards
 from accel.parallel._spread import ModelView, ReplicateOptions, Spread, SpreadOptions, stage_comm
 from accel.parallel._watches import log_changed_buffers, watch_autocast
 from accel.parallel.axes.context import CONTEXT, all_positions
@@ -427,6 +427,7 @@ def _adopt(ctx: DistContext, view: ModelView) -> None:
     if replica is None:
         check_adopted(ctx, model)
         sum_each_backward(model)
+        note_shards(sharded_units(model))
         if not all(map(name_of, view.parameters.values())):
             label_parameters(view.parameters)
     elif not isinstance(replica, Replica):

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.comm import ranks_of_group
 from accel.context import DistContext
 from accel.errors import PrepareError
-from accel.parallel._modules import is_unit, sharded_roots
+from accel.parallel._modules import is_unit, note_tensor, sharded_roots
 from accel.parallel._torch_fsdp import is_kept, shards_of
 from accel.tensors import is_dtensor, mesh_of
 from accel.topology import Dimension, dimension_of
@@ -35,6 +35,14 @@ def is_sharded(model: nn.Module) -> bool:
 def holds_dtensors(model: nn.Module) -> bool:
     """Return whether a parameter or a buffer of a model is a DTensor."""
     return any(map(is_dtensor, chain(model.parameters(), model.buffers())))
+
+
+def note_shards(units: Iterable[nn.Module]) -> None:
+    """Note the parameters of modules that `fully_shard` was called on: torch writes their gradients past hooks. Mutates
+    the parameters."""
+    for unit in units:
+        for part in shards_of(unit):
+            note_tensor(part.parameter, sharded=True)
 
 
 def spans_all(ctx: DistContext, named: Mapping[str, nn.Parameter]) -> bool:

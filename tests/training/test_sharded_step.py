@@ -276,15 +276,16 @@ def _halve(parameter: torch.Tensor) -> None:
     _ = parameter.grad.mul_(0.5)
 
 
-def _halved(ctx: accel.DistContext, strategy: Any, *, after_sum: bool) -> list[torch.Tensor]:
+def _halved(ctx: accel.DistContext, strategy: Any, *, after_sum: bool, own: bool = False) -> list[torch.Tensor]:
     """Train with hooks that halve gradients."""
-    model = accel.prepare_model(accel.replace(ctx, strategy=strategy), _model())
+    ctx = accel.replace(ctx, strategy=strategy)
+    model = accel.prepare_model(ctx, fully_shard(_model()) if own else _model())
     for each in model.parameters():
         if after_sum:
             _ = each.register_post_accumulate_grad_hook(_halve)
         else:
             _ = each.register_hook(lambda grad: grad * 0.5)
-    run = ByState(accel.replace(ctx, strategy=strategy))
+    run = ByState(ctx)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.begin()
     with run.accumulate(model):
@@ -298,5 +299,15 @@ def test_hooks_on_gradients_run_or_are_refused(ranks: Simulator) -> None:
     for strategy in ("ddp", "fsdp"):
         found = ranks.run(lambda ctx, own=strategy: _halved(ctx, own, after_sum=own == "fsdp"), 2, default_group=True)
         torch.testing.assert_close(found[1], expected, **TOLERANCE)
-    with assert_raises(StepError, problem="hooks on gradients", got="for 0.weight, 0.bias", fix="post_accumulate"):
-        _ = ranks.run(lambda ctx: _halved(ctx, "fsdp", after_sum=False), 2, default_group=True)
+    for own in (False, True):
+        with assert_raises(StepError, problem="hooks on gradients", got="for 0.weight, 0.bias", fix="post_accumulate"):
+            _ = ranks.run(lambda ctx, own=own: _halved(ctx, "fsdp", after_sum=False, own=own), 2, default_group=True)
+
+
+def test_a_pipeline_of_shards_is_adopted_by_a_second_prepare(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> bool:
+        ctx = accel.replace(ctx, mesh="dp=2,pp=2", strategy="fsdp")
+        model = accel.prepare_model(ctx, nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))))
+        return accel.prepare_model(ctx, model) is model
+
+    assert ranks.run(rank, 4, default_group=True) == [True] * 4

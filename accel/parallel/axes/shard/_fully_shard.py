@@ -20,9 +20,9 @@ from accel.parallel._empty import allocate_empty, make_room, move_model
 from accel.parallel._entries import refuse_parts, refuse_parts_of_units
 from accel.parallel._labels import label_parameters, replace_parameter
 from accel.parallel._leftovers import watch_used
-from accel.parallel._modules import is_pipelined, layerdrops, note_tensor, sharded_roots, stage_modules, written_class
+from accel.parallel._modules import is_pipelined, layerdrops, sharded_roots, stage_modules, written_class
 from accel.parallel._refused import PrepareCall, quantized_divided, raised, refused
-from accel.parallel._sharded import spans_all
+from accel.parallel._sharded import note_shards, spans_all
 from accel.parallel._spread import (
     ModelView,
     PendingForward,
@@ -270,8 +270,8 @@ def _spread(ctx: DistContext, outer: ModelView, options: ShardOptions, *, is_emp
             replace_parameter(name, before[name], each)
     # ranks know together which experts of a list nobody calls, so no gradient waits for an exchange
     label_parameters(after.parameters, needed=not options.find_unused_parameters, spared=listed_prefixes(after.modules))
-    for part in (part for each in units for unit in each for part in shards_of(unit)):
-        note_tensor(part.parameter, sharded=True)
+    for each in units:
+        note_shards(each)
     for root in roots:
         sum_in_one_format(root.modules.values())
     for each in named:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, PrepareError
 from accel.parallel._empty import allocate_empty, make_room, move_model
-from accel.parallel._labels import label_parameters, let_step_alone_, note_replicas
+from accel.parallel._labels import label_parameters, let_step_alone_
 from accel.parallel._modules import note_tensor, tensor_notes, unwrap_model, wrapped_name
 from accel.parallel._refused import ModelRefusal, PrepareCall, RefusedFact, check_sparse, refused
 from accel.parallel._spread import (
@@ -73,6 +73,7 @@ class Replica(DistributedDataParallel):
 
     Attributes:
         exchanged, frozen: the parameters that were trainable when it was made and the others, by name.
+        unstepped: the parameters that the first step compares between ranks, by name; none after it.
         uses_all: whether every one of them must take part in every backward.
         bare: whether DDP has nothing to do in a forward under `no_sync`, unless buffers are due; never
             where it moves inputs to a device, nor after `join_hook`.
@@ -85,6 +86,8 @@ class Replica(DistributedDataParallel):
         named = tuple(view.parameters.items())
         self.exchanged = tuple((name, parameter) for name, parameter in named if parameter.requires_grad)
         self.frozen = tuple((name, parameter) for name, parameter in named if not parameter.requires_grad)
+        alike = [(name, each) for name, each in named if name not in cast(Any, self).parameters_to_ignore]
+        self.unstepped = [(name, each) for name, each in alike if type(each) is nn.Parameter and not each.is_meta]
         self.uses_all = not find_unused_parameters and not static_graph
         self.bare = self.uses_all and not options.get("device_ids")
         if any(has_wide_gradient(parameter) for _, parameter in self.exchanged):
@@ -243,7 +246,6 @@ def _replicate(ctx: DistContext, view: ModelView, options: ReplicateOptions) -> 
         _fix_buckets(replica, view)
     if hook is not None and not is_early:
         register_hook(replica, ctx.comm.group, hook)
-    note_replicas(view.parameters)
     return replica
 
 
@@ -350,6 +352,9 @@ def join_uneven_inputs(
         for each in models:
             if isinstance(each, nn.Module):
                 let_step_alone_(each.parameters(), alone=False)
+        for each in replicas:
+            if isinstance(each, Replica):
+                each.unstepped.clear()  # a rank without inputs has not stepped, and has another's parameters now
 
 
 def _joinable(model: nn.Module | Joinable) -> Joinable:

@@ -247,12 +247,21 @@ class Leaky(Block):
         return functional.leaky_relu_(super().forward(x), 0.1)
 
 
-def test_functions_that_are_no_methods_change_tokens_in_place(ranks: Simulator) -> None:
+class Flat(Block):
+    """Views its tokens as those of one row, as layers of experts do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, tokens, width = x.shape
+        return super().forward(super().forward(x).view(-1, width).view(rows, tokens, width))
+
+
+@pytest.mark.parametrize("kind", [Leaky, Flat])
+def test_tokens_are_changed_in_place_and_viewed_as_whole_tensors(ranks: Simulator, kind: type[nn.Module]) -> None:
     ids = torch.arange(16).view(2, 8)
 
     def rank(ctx: accel.DistContext) -> Tensor:
         torch.manual_seed(0)
-        model = Stacked(Leaky)
+        model = Stacked(kind)
         return (prepared(ctx, model) if ctx.world_size > 1 else model.double())(ids).detach()
 
     want = rank(accel.single())

@@ -181,6 +181,7 @@ class SequenceRanks(LayerRanks):
         """Return this rank's rows of a sum of a full shape as its tokens."""
         if not is_dynamo_compiling():  # a graph would be of this number alone
             self.scatters += 1
+        rows = rows.contiguous()  # as a whole sum, which models view in other shapes
         return make(rows, self._layout_for(shape), self.tokens)
 
     def scatters_evenly(self, shape: tuple[int, ...]) -> bool:

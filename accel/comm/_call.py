@@ -266,7 +266,8 @@ def first_difference(
     # a log drops its oldest decisions, so that it begins later than the other may
     begin = max(min((each.number for each in steps if not each.sums), default=0) for steps in (left, right))
     for number in sorted(one.keys() | other.keys()):
-        first, second = one.get(number), other.get(number)
+        first = one.get(number)
+        second = other.get(number)
         if first is not None and second is not None and (first.sums or second.sums) and first.sums != second.sums:
             return first, second
         if number >= begin and (first is None or second is None or first.digest != second.digest):

@@ -379,3 +379,10 @@ def test_torchrun_says_how_many_ranks_there_are(tmp_path: Path):
             "after": False,
             "other": True,
         }
+
+
+@pytest.mark.slow
+def test_a_compiled_function_reads_an_axis_without_a_warning() -> None:
+    ctx = accel.single()
+    compiled = torch.compile(lambda value: value * ctx.axis("tp").size, backend="eager", fullgraph=True)
+    assert compiled(torch.tensor(3)) == 3  # a warning is an error here

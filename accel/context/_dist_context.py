@@ -146,7 +146,9 @@ class DistContext:
             >>> accel.single().axis("tp")
             Axis(rank=0, size=1)
         """
-        return axis_of(self.position.axes, name, self.strategy)
+        # torch warns of each cache that a compiled forward would read
+        find = axis_of.__wrapped__ if torch.compiler.is_compiling() else axis_of
+        return find(self.position.axes, name, self.strategy)
 
 
 def build(env: LaunchEnv, settings: Settings, device: torch.device, comm: Comm) -> DistContext:

@@ -173,17 +173,29 @@ def _fresh_part(value: Any, key: Key, epoch: int, known: dict[int, Any]) -> Any:
 
 
 def fresh_generator(value: Any, key: Key) -> Any:
-    """Return a generator of the value's kind, seeded from the key and the value's seed or state; None for others."""
+    """Return a generator of the value's kind, seeded from the key and the value's seed or state; None for others, and
+    for generators without a seed, such as the system's."""
     if isinstance(value, torch.Generator):
-        return key.fold_in(value.initial_seed()).generator()
+        return key.fold_in(value.initial_seed()).generator(value.device)
     if isinstance(value, python_random.Random):
-        return python_random.Random(key.fold_in(repr(value.getstate())).integers(1)[0])
+        try:
+            seed = key.fold_in(repr(value.getstate())).integers(1)[0]
+        except NotImplementedError:  # `random.SystemRandom`
+            return None
+        kind = cast(Any, type(value))
+        new = kind.__new__(kind)  # of a subclass too, with its methods
+        new.__dict__.update(vars(value))
+        new.seed(seed)
+        return new
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.random.Generator):
         kind = cast(Any, type(value.bit_generator))
         return numpy.random.Generator(kind(key.fold_in(repr(value.bit_generator.state)).integers(1)[0]))
     if numpy is not None and isinstance(value, numpy.random.RandomState):
-        state = hashlib.blake2b(value.get_state()[1].tobytes(), digest_size=8).hexdigest()
+        words = value.get_state(legacy=False)["state"].get("key")
+        if words is None:  # of another algorithm than MT19937, which `RandomState` does not seed
+            return None
+        state = hashlib.blake2b(words.tobytes(), digest_size=8).hexdigest()
         return numpy.random.RandomState(key.fold_in(state).integers(1, bits=32)[0])
     return None
 

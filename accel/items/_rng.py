@@ -14,7 +14,7 @@ import torch
 
 from accel import xla
 from accel.checkpoint._boxes import Box
-from accel.checkpoint._encoding import Classes, DiffersByRank, JoinsRanks, decode, encode
+from accel.checkpoint._encoding import Classes, DiffersByRank, JoinsRanks, decode, encode, is_record
 from accel.checkpoint._manifest import RANKS, Item, record_names
 from accel.checkpoint._read import Saved
 from accel.comm import as_bytes
@@ -58,13 +58,14 @@ def capture_row(ctx: DistContext, records: Mapping[str, object]) -> bytes:
 
 
 def _own_parts(records: Mapping[str, object]) -> dict[str, object]:
-    """Return this rank's parts by path, without a part that a record inside gives too: a state's is its cursor's."""
+    """Return this rank's parts by path, without a record that a record inside gives too: a state's is its cursor's."""
     held = dict[str, object]()
     for path in reversed(list(records)):  # a record comes before those inside of it
         record = records[path]
         part = record.rank_part() if isinstance(record, DiffersByRank) and not isinstance(record, type) else None
         inside = (each for inner, each in held.items() if inner.startswith(f"{path}."))
-        if part is not None and not any(each is part for each in inside):
+        # Python keeps one object for equal numbers and texts, which are parts of different records.
+        if part is not None and not (is_record(part) and any(each is part for each in inside)):
             held[path] = part
     return held
 

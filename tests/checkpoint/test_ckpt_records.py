@@ -261,3 +261,26 @@ def test_the_position_in_a_stream_is_written_once_for_a_state(tmp_path: Path) ->
         assert accel.load_state(ctx, path, {name: item})[name] == item
         rows.append(sum(file.stat().st_size for file in path.glob("*.safetensors")))
     assert rows[0] < rows[1] + 1000
+
+
+class Count(msgspec.Struct, frozen=True):
+    """Keeps a number for each rank, and perhaps another record that does."""
+
+    number: int = 0
+    inner: Any = None
+
+    def rank_part(self) -> object:
+        return self.number
+
+    def with_rank_part(self, part: Any) -> "Count":
+        return msgspec.structs.replace(self, number=part)
+
+
+def test_equal_numbers_of_a_record_and_one_inside_are_both_kept_by_rank(tmp_path: Path) -> None:
+    def rank(ctx: DistContext) -> tuple[Any, Any]:
+        saved = Count(5 + ctx.rank, Count(5 + ctx.rank))
+        path = accel.save_state(ctx, tmp_path, {"count": saved}, step=1)
+        return saved, accel.load_state(ctx, path, {"count": Count(inner=Count())})["count"]
+
+    for saved, loaded in simulate(rank, 2):
+        assert loaded == saved

@@ -416,6 +416,33 @@ def test_a_generator_that_a_stream_holds_is_seeded_in_each_epoch(kind, nested):
     assert stream.draw(stream.generator) == stream.draw(GENERATORS[kind][0]())  # the user's generator stays as it is
 
 
+class Dice(random.Random):
+    """A generator with a method and an attribute that `random.Random` lacks."""
+
+    def __init__(self, sides, seed):
+        super().__init__(seed)
+        self.sides = sides
+
+    def roll(self):
+        return self.randrange(self.sides)
+
+
+def test_a_generator_of_a_subclass_is_seeded_with_its_methods_and_one_without_a_seed_stays(monkeypatch):
+    monkeypatch.setitem(GENERATORS, "dice", (lambda: Dice(2**30, 5), Dice.roll))
+    monkeypatch.setitem(GENERATORS, "system", (random.SystemRandom, lambda own: own.random()))
+    bits = (lambda: np.random.RandomState(np.random.PCG64(5)), lambda own: own.random_sample())
+    monkeypatch.setitem(GENERATORS, "bits", bits)
+    ctx = accel.single()
+
+    def read(kind):
+        loader = make_loader(ctx, Shuffled(kind), "dispatch", 3)
+        return [seen(batch) for batch in accel.batches(ctx, loader, Cursor(seed=1))]
+
+    assert read("dice") == read("dice")
+    assert read("system") != read("system")
+    assert len(read("bits")) == len(read("dice"))
+
+
 class Place(msgspec.Struct, frozen=True):
     at: int
 

@@ -54,7 +54,7 @@ class _Running:
         _ddp._active_ddp_module = self._before
 
 
-class _Known:
+class _ExchangerLink:
     """A replica that a parameter's notes lead to; none after a copy, or in a file."""
 
     __slots__ = ("_replica",)
@@ -65,8 +65,8 @@ class _Known:
     def __call__(self) -> Replica | None:
         return None if self._replica is None else self._replica()
 
-    def __reduce__(self) -> tuple[type[_Known], tuple[()]]:
-        return _Known, ()
+    def __reduce__(self) -> tuple[type[_ExchangerLink], tuple[()]]:
+        return _ExchangerLink, ()
 
 
 class _Due:
@@ -113,14 +113,14 @@ class Replica(DistributedDataParallel):
         self._has_buffers = bool(view.buffers)
         self._pending = PendingForward()
         self._due = _Due()
-        self._rivals: list[_Known] = []  # replicas with some of the same trainable parameters
+        self._rivals: list[_ExchangerLink] = []  # replicas with some of the same trainable parameters
         for _, parameter in self.exchanged:
-            known: _Known = tensor_notes(parameter).get("exchanger", _Known())
+            known: _ExchangerLink = tensor_notes(parameter).get("exchanger", _ExchangerLink())
             rival = known()
             if rival is not None and all(each() is not rival for each in self._rivals):
-                self._rivals.append(_Known(rival))
-                rival._rivals.append(_Known(self))
-            note_tensor(parameter, exchanger=_Known(self))
+                self._rivals.append(_ExchangerLink(rival))
+                rival._rivals.append(_ExchangerLink(self))
+            note_tensor(parameter, exchanger=_ExchangerLink(self))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; without DDP's own forward where that would only look, at the cost of a small layer."""

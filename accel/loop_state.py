@@ -118,6 +118,8 @@ class LastPass:
 
     __slots__ = ("_marks", "_warned")
 
+    _is_finalizing = staticmethod(sys.is_finalizing)  # a module's names go before a generator that nobody ended
+
     def __init__(self) -> None:
         self._marks = Marks()
         self._warned = False
@@ -150,7 +152,7 @@ class LastPass:
 
     def leave(self, *cursors: Cursor) -> None:
         """Note a pass that its loop left before the end: the cursors before and after its last batch."""
-        if not sys.is_finalizing() and torch.is_grad_enabled():  # torch goes before a generator that nobody ended
+        if not self._is_finalizing() and torch.is_grad_enabled():
             self._marks.clear("broken off")
             for each in cursors:
                 self._marks.put(each, "broken off")

@@ -17,7 +17,7 @@ from tables import rows
 import accel
 from accel.errors import ConfigError, EnvError
 from accel.parallel import Axes, Plan
-from accel.topology import AXES, FACTORS, axes_position, axis_of, coordinates, fit_axes, mesh_sizes, rank_rows
+from accel.topology import AXES, FACTORS, axes_position, coordinates, fit_axes, mesh_sizes, rank_rows
 
 divisors = {size: [each for each in range(1, size + 1) if size % each == 0] for size in range(1, 82)}
 
@@ -75,7 +75,7 @@ def test_ranks_with_one_share_of_the_samples_differ_in_pp_cp_and_tp_alone(each: 
     counts = {position.data[1] for position in positions}
     assert counts == {each.dp * each.dp_replicate * each.dp_shard}
     for rank, position in enumerate(positions):
-        at = {name: axis_of(position.axes, name, "auto").rank for name in FACTORS if name != "dp"}
+        at = {name: axis.rank for name, axis in position.axes if name in FACTORS and name != "dp"}
         assert at.items() <= coordinates(each, rank).items()
         same = {other for other, there in enumerate(positions) if there.data == position.data}
         assert same == set(next(row for row in rank_rows(each, "pp", "cp", "tp") if rank in row))

@@ -219,7 +219,7 @@ def test_replace_gives_a_changed_copy():
     [
         ({"precision": "half"}, ConfigError, {"expected": "fp32, bf16, fp16"}),
         ({"device": "meta"}, DeviceError, {"problem": "the device cannot compute"}),
-        ({"device": {"got": "nowhere"}}, DeviceError, {"got": "nowhere"}),
+        ({"device": "nowhere"}, DeviceError, {"got": "nowhere"}),
     ],
 )
 def test_replace_refuses_what_cannot_be(changes, error, fields):

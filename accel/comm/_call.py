@@ -213,6 +213,8 @@ class TakenStep(msgspec.Struct, frozen=True, array_like=True):
     sums: tuple[tuple[str, int], ...] = ()  # names and sums of replicated parameters before the step, and no decision
 
     def __str__(self) -> str:
+        if self.sums:
+            return f"the values of {self.sums[0][0]} before a first step"
         done = "taken" if self.stepped else "left out as empty" if self.finite else "skipped"
         return f"step {self.step} {done}, loss scale {self.scale} after it"
 
@@ -224,12 +226,13 @@ class StepLog:
         digest: of all decisions, an integer of 32 bits; 0 before any.
     """
 
-    __slots__ = ("_kept", "_number", "digest")
+    __slots__ = ("_kept", "_number", "_values", "digest")
 
     def __init__(self) -> None:
         self.digest = 0
         self._number = 0
         self._kept: deque[TakenStep] = deque(maxlen=_MOST_KEPT)
+        self._values: deque[TakenStep] = deque(maxlen=_MOST_KEPT)  # steps come by thousands, values once a model
 
     def add(self, *, updates: int, stepped: bool, finite: bool, scale: float) -> None:
         """Add a decision; `updates` is the run's steps before it. No communication."""
@@ -241,17 +244,18 @@ class StepLog:
     def add_values(self, sums: Sequence[tuple[str, int]]) -> None:
         """Add names and sums of parameters that all ranks hold alike, before their first step. No communication."""
         self.digest = zlib.crc32(struct.pack(f"<{len(sums)}q", *(each for _, each in sums)), self.digest)
-        self._kept.append(TakenStep(self._number, self.digest, 0, True, True, 1.0, tuple(sums)))
+        self._values.append(TakenStep(self._number, self.digest, 0, True, True, 1.0, tuple(sums)))
         self._number += 1
 
     def clear(self) -> None:
         """Begin anew, where all ranks of the group do."""
         self.digest = self._number = 0
         self._kept.clear()
+        self._values.clear()
 
     def latest(self) -> list[TakenStep]:
-        """Return the latest decisions in order."""
-        return list(self._kept)
+        """Return the latest decisions and values in order."""
+        return sorted([*self._values, *self._kept], key=lambda each: each.number)
 
 
 def first_difference(
@@ -259,11 +263,13 @@ def first_difference(
 ) -> tuple[TakenStep | None, TakenStep | None]:
     """Return the first decisions that differ among the latest of two ranks; None for a rank without that one."""
     one, other = ({each.number: each for each in steps} for steps in (left, right))
-    both = sorted(one.keys() | other.keys())
     # a log drops its oldest decisions, so that it begins later than the other may
-    begin = max((min(steps) for steps in (one, other) if steps), default=0)
-    for number in both:
-        pair = one.get(number), other.get(number)
-        if number >= begin and (None in pair or pair[0].digest != pair[1].digest):  # pyright: ignore[reportOptionalMemberAccess]
-            return pair
+    begin = max(min((each.number for each in steps if not each.sums), default=0) for steps in (left, right))
+    for number in sorted(one.keys() | other.keys()):
+        first = one.get(number)
+        second = other.get(number)
+        if first is not None and second is not None and (first.sums or second.sums) and first.sums != second.sums:
+            return first, second
+        if number >= begin and (first is None or second is None or first.digest != second.digest):
+            return first, second
     return None, None

@@ -175,7 +175,7 @@ def check_steps(comm: Comm, call: Call, heads: list[Head]) -> None:
     comm.steps.clear()  # else a caller that continues would meet this error at every later call
     kept = [msgspec.json.decode(text, type=list[TakenStep]) for text in texts]
     left, right = first_difference(*kept)
-    if left is not None and right is not None and left.sums and right.sums:
+    if left is not None and right is not None and left.sums and right.sums and left.sums != right.sums:
         raise _different_replicas(call, other, left, right)
     raise CollectiveMismatch(
         "ranks have decided differently about an optimizer step, and hold different models since",

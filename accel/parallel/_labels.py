@@ -38,28 +38,15 @@ def label_parameters(
         note_tensor(parameter, name=name, needed=needed and not name.startswith(spared), viewed=viewed)
 
 
-class _Replicas(dict[str, torch.Tensor]):
-    """Parameters that each of them notes; a file gets none, where they would hold each other."""
-
-    def __reduce__(self) -> tuple[type[_Replicas], tuple[()]]:
-        return _Replicas, ()
-
-
-def note_replicas(named: Mapping[str, nn.Parameter]) -> None:
-    """Note the parameters that every rank holds alike, until the first step compares them. Mutates them."""
-    plain = _Replicas({name: each for name, each in named.items() if type(each) is nn.Parameter and not each.is_meta})
-    for parameter in plain.values():
-        note_tensor(parameter, replicas=plain)
-
-
 def new_replicas(parameters: Iterable[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
     """Return the replicated parameters of models that have not stepped, with names; the next call returns none."""
     found: list[tuple[str, torch.Tensor]] = []
     for each in parameters:
-        replicas = tensor_notes(each).get("replicas")
-        if replicas and not steps_alone(each):
-            found += replicas.items()
-            replicas.clear()
+        exchanger = tensor_notes(each).get("exchanger")
+        replica = None if exchanger is None else exchanger()
+        if replica is not None and replica.unstepped and not steps_alone(each):
+            found += replica.unstepped
+            replica.unstepped.clear()
     return found
 
 

@@ -215,7 +215,7 @@ class TensorNotes(TypedDict, total=False):
     # Placements of the gradient of a replicated parameter before its mean. By prepare_model, fsdp.
     awaited: tuple[object, ...]
     dropped: bool  # another rank has it instead. By prepare_model, along pp; read by prepare_optimizer
-    exchanger: Any  # the latest `Replica` that exchanges its gradient. By prepare_model, ddp; read by the next one
+    exchanger: Any  # the latest `Replica` with its gradient. By prepare_model, ddp; read by the next one and by steps
     found: bool  # whether a window found a gradient with other values than zero. Until the gradient is cleared
     heir: nn.Parameter  # the parameter in its place. By prepare_model; read by prepare_optimizer and steps
     name: str  # its name in the prepared model. By prepare_model; read by errors
@@ -223,8 +223,6 @@ class TensorNotes(TypedDict, total=False):
     on_host: bool  # the optimizer keeps its state on the host. By prepare_model; read by prepare_optimizer and steps
     placeholder: bool  # activation; another stage computes it. By stages; read by the look at a loss
     reached: bool  # activation; a unit is gathered again when its gradient comes. By the unit's forward
-    # Parameters of its model, which all ranks hold alike. By prepare_model, ddp; emptied by the first step
-    replicas: dict[str, Tensor]
     reports: int  # id of the parameter that a hook notes as used
     sharded: bool  # torch writes its gradient past hooks. By prepare_model, fsdp; read by steps
     settled: bool  # gradient; ranks have exchanged its bit. By steps

@@ -178,18 +178,22 @@ class _Reads(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parameters: set[int] = set()  # ids of the parameters that a function gets
+        self.parameters: set[int] = set()  # ids of the parameters that a function computes a tensor from
 
     def __torch_function__(  # pyright: ignore[reportIncompatibleMethodOverride] - torch leaves its types open
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call the function."""
+        parameters: set[int] = set()
         for each in pytree.tree_leaves((args, kwargs or {})):
             if isinstance(each, torch.Tensor) and "placeholder" in tensor_notes(each):
                 self.shape = each.shape
             if isinstance(each, nn.Parameter):
-                self.parameters.add(id(each))
-        return func(*args, **(kwargs or {}))
+                parameters.add(id(each))
+        result = func(*args, **(kwargs or {}))
+        if parameters and any(isinstance(each, torch.Tensor) for each in pytree.tree_leaves(result)):
+            self.parameters |= parameters  # a device or a number of elements reads no values
+        return result
 
 
 def is_models_own(loss: torch.Tensor, output: Any, rows: int, containers: Containers) -> bool:

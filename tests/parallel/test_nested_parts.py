@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,6 +22,7 @@ import accel
 from accel.comm import summed
 from accel.context import group_of
 from accel.errors import PrepareError
+from accel.parallel._modules import RANKS
 from accel.parallel.axes.context._positions import PositionRanks, whole_of
 from accel.parallel.axes.tensor._part_layers import NestedRanks
 from accel.parallel.parts import NoRuleError, PartTensor, RowCut, RowLayout, make, rows_of
@@ -343,6 +345,38 @@ def test_a_model_with_attention_across_ranks_is_compiled_around_it(ranks: Simula
 
     for found in ranks.run(rank, 4, default_group=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_copies_of_a_model_hold_plain_rows_as_it_does(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh=MESH)
+        x = torch.randn(2, TOKENS, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        model = accel.prepare_model(ctx, Direct(ctx, "ring", "none").double(), example=[x])
+        assert nests(model) == [True]
+        _ = model(accel.parallel.split_sequence(ctx, {"x": x})["x"])
+        ranks_of = next(vars(each)[RANKS] for each in model.modules() if RANKS in vars(each))
+        assert [nests(model), copy.deepcopy(ranks_of).nests] == [[False], False]
+
+    def nests(model: nn.Module) -> list[bool]:
+        return list({vars(each)[RANKS].nests for each in model.modules() if RANKS in vars(each)})
+
+    _ = ranks.run(rank, 4, default_group=True)
+
+
+@pytest.mark.parametrize("styles", ["found", "own"])
+def test_positions_of_a_rank_are_not_divided_again(ranks: Simulator, styles: str) -> None:
+    (entry,) = named("nano_gpt")
+    own: Any = {"transformer.h.*.mlp.c_fc": "colwise", "transformer.h.*.mlp.c_proj": "rowwise"}
+    batch = entry.batch(5, 2, LENGTH).inputs
+
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh=MESH)
+        plan = accel.parallel.Plan(sequence=True, tensor="model" if styles == "found" else own)
+        model = accel.prepare_model(ctx, entry.make(), plan=plan, example=batch if styles == "found" else None)
+        with assert_raises(PrepareError, got="sequence=True"):
+            _ = called(model, cut(ctx, batch))
+
+    _ = ranks.run(rank, 4, default_group=True)
 
 
 class Reads(nn.Module):

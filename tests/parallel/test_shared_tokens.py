@@ -240,6 +240,35 @@ def test_tokens_that_are_changed_by_a_view_alone_are_refused(ranks: Simulator) -
         _ = ranks.run(lambda ctx: prepared(ctx, Stacked(Taken)), 2, default_group=True)
 
 
+class Leaky(Block):
+    """Changes its tokens by a function that torch has for changes in place alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.leaky_relu_(super().forward(x), 0.1)
+
+
+class Flat(Block):
+    """Views its tokens as those of one row, as layers of experts do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, tokens, width = x.shape
+        return super().forward(super().forward(x).view(-1, width).view(rows, tokens, width))
+
+
+@pytest.mark.parametrize("kind", [Leaky, Flat])
+def test_tokens_are_changed_in_place_and_viewed_as_whole_tensors(ranks: Simulator, kind: type[nn.Module]) -> None:
+    ids = torch.arange(16).view(2, 8)
+
+    def rank(ctx: accel.DistContext) -> Tensor:
+        torch.manual_seed(0)
+        model = Stacked(kind)
+        return (prepared(ctx, model) if ctx.world_size > 1 else model.double())(ids).detach()
+
+    want = rank(accel.single())
+    for got in ranks.run(rank, 2, default_group=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+
+
 def test_deferred_logits_and_those_that_stay_split_take_all_tokens(ranks: Simulator) -> None:
     ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(1))
     plans = {"": None, "deferred": Plan(sequence=True), "split": Plan(sequence=True, head="colwise")}

@@ -369,3 +369,17 @@ def test_replicated_layers_run_in_transforms_of_functions(ranks):
     for grads in ranks.run(rank, 2, default_group=True):
         for name, each in plain.named_parameters():
             torch.testing.assert_close(grads[name], each.grad, rtol=0, atol=1e-12)
+
+
+def test_a_hook_of_a_backward_gets_the_parameters_themselves(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> list[bool]:
+        ctx = accel.replace(ctx, mesh="tp=2")
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        model = accel.prepare_model(ctx, net, plan=accel.parallel.Plan(tensor={"0": "colwise", "1": "rowwise"}))
+        found: list[bool] = []
+        for each in (net[0], net[1]):
+            _ = each.register_full_backward_hook(lambda module, *_: found.append(isinstance(module.weight, DTensor)))
+        model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+        return found
+
+    assert ranks.run(rank, 2, default_group=True) == [[True, True]] * 2

@@ -158,6 +158,41 @@ def test_replicas_that_differ_before_their_first_step_are_told(ranks: Simulator,
         _ = ranks.run(rank, 2)
 
 
+def test_replicas_that_differ_are_told_after_any_number_of_steps(ranks: Simulator):
+    def rank(ctx: accel.DistContext) -> None:
+        loop = Loop(ctx)
+        loop.model = _loaded_on_rank_0(ctx)
+        loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1)
+        for _ in range(70):
+            _ = loop.step()
+        accel.wait_for_everyone(ctx)
+
+    with assert_raises(CollectiveMismatch, problem="different parameters before", got="0.weight, 0.bias"):
+        _ = ranks.run(rank, 2)
+
+
+def _joined_without_inputs(ctx: accel.DistContext) -> None:
+    """A rank has no inputs in the block, and takes its first step behind it."""
+    loop = Loop(ctx)
+    with accel.join_uneven_inputs(ctx, loop.model):
+        for _ in range(2 - 2 * ctx.rank):
+            _ = loop.step(weight=None)
+    _ = loop.step()
+
+
+def _ignored_by_ddp(ctx: accel.DistContext) -> None:
+    """A frozen parameter that DDP leaves as each rank has it."""
+
+    def prepare(ctx: accel.DistContext, net: nn.Module) -> nn.Module:
+        net[0].rank = nn.Parameter(torch.full((1,), float(ctx.rank)), requires_grad=False)
+        torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.rank"])
+        return accel.prepare_model(ctx, net)
+
+    loop = Loop(ctx, prepare)
+    _ = loop.step()
+    assert float(accel.unwrap_model(loop.model)[0].rank) == ctx.rank
+
+
 def _changed_alike(ctx: accel.DistContext) -> None:
     loop = Loop(ctx)
     for each in loop.model.parameters():
@@ -267,6 +302,8 @@ def _towers(ctx: accel.DistContext) -> None:
 
 PASS = [
     (_changed_alike, 2),
+    (_ignored_by_ddp, 2),
+    (_joined_without_inputs, 2),
     (_local_sgd, 2),
     (_local_sgd_on_a_mesh, 4),
     (_two_models_in_turn, 2),

@@ -303,3 +303,11 @@ def test_a_loss_may_read_the_parameters_of_a_head(ranks: Simulator):
         return weight.square().sum()
 
     ranks.run(lambda ctx: _sums_of_stages(ctx, penalty), 2, default_group=True)
+
+
+def test_a_loss_may_count_the_elements_of_all_parameters(ranks: Simulator):
+    def penalty(net: nn.Sequential) -> Tensor:
+        elements = sum(each.numel() for each in net.parameters() if each.device.type == "cpu" and each.requires_grad)
+        return torch.tensor(0.1 * elements)
+
+    ranks.run(lambda ctx: _sums_of_stages(ctx, penalty), 2, default_group=True)

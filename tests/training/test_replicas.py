@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from safetensors.torch import load_file
 from steps import ByState, begin_batch
 from torch import nn
 from torch.utils.data import DataLoader
+from uncollected import no_collections
 
 import accel
 from accel.errors import PrepareError, StepError
@@ -220,6 +223,19 @@ def test_resume_on_three_ranks_keeps_every_bit(tmp_path: Path) -> None:
     assert models[0].keys() == models[1].keys()
     assert len(models[0]) == 6 * 4
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+
+
+def test_a_prepared_model_that_has_not_stepped_is_freed_with_its_last_name(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> bool:
+        model = accel.prepare_model(ctx, nn.Linear(2, 2))
+        weight = weakref.ref(accel.unwrap_model(model).weight)
+        accel.wait_for_everyone(ctx)  # others have copied its values
+        _ = gc.collect()  # objects that preparing has left
+        with no_collections():
+            del model
+            return weight() is None
+
+    assert ranks.run(rank, 2) == [True, True]
 
 
 class Task(nn.Module):

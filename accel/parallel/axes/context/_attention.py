@@ -54,6 +54,7 @@ def gather_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, 
         pair = None if terms.documents is None or everywhere is None else (terms.documents, everywhere)
         return attend(q, keys, values, terms, Seen(pair, ignored))
     keys, values = torch.split(sorted_positions(both, 2, group.size()), dims, -1)
+    del both  # no block needs it
     return _in_runs(q, keys, values, group, terms, keys.shape[2], [range(keys.shape[2])], attend)
 
 
@@ -108,23 +109,26 @@ def _in_runs(
     """
     size = group.size()
     documents, ignored = (_of_all(each, group) for each in (terms.documents, terms.ignored))
-    outputs: list[Tensor] = []
-    begin = 0
+    runs: list[range] = []
     for piece in places(q.shape[2] * size, group.rank(), size):
         step = max(1, len(piece) if terms.window is None else max(terms.window, _TILE))
-        for run in [piece[at : at + step] for at in range(0, max(1, len(piece)), step)]:
-            seen = seen_keys(run, length, terms.window, causal=terms.causal)
-            before = sum(len(range(each.start, min(each.stop, seen.start))) for each in held)
+        runs += [piece[at : at + step] for at in range(0, max(1, len(piece)), step)]
+    outputs: list[Tensor] = []
+    begin = 0
+    # one split: the gradient of each slice would have the memory of all queries
+    for queries, run in zip(torch.split(q, [len(run) for run in runs], 2), runs, strict=True):
+        seen = seen_keys(run, length, terms.window, causal=terms.causal)
+        before = sum(len(range(each.start, min(each.stop, seen.start))) for each in held)
+        columns = slice(before, before + len(seen))
+        whole = slice(seen.start, seen.stop)
+        pair = None if documents is None else (documents[:, run.start : run.stop], documents[:, whole])
+        mask = terms.mask
+        if mask is not None:
             rows = slice(begin, begin + len(run))
-            columns = slice(before, before + len(seen))
-            whole = slice(seen.start, seen.stop)
-            pair = None if documents is None else (documents[:, run.start : run.stop], documents[:, whole])
-            mask = terms.mask
-            if mask is not None:
-                mask = mask[..., rows, whole] if mask.shape[-2] > 1 else mask[..., whole]
-            facts = Seen(pair, None if ignored is None else ignored[:, whole], mask, run.start - seen.start, seen.start)
-            outputs.append(attend(q[:, :, rows], keys[:, :, columns], values[:, :, columns], terms, facts))
-            begin += len(run)
+            mask = mask[..., rows, whole] if mask.shape[-2] > 1 else mask[..., whole]
+        facts = Seen(pair, None if ignored is None else ignored[:, whole], mask, run.start - seen.start, seen.start)
+        outputs.append(attend(queries, keys[:, :, columns], values[:, :, columns], terms, facts))
+        begin += len(run)
     return torch.cat(outputs, 2)
 
 

@@ -140,7 +140,6 @@ class _Positions:
             if not self.is_proved:
                 self._prove(module, forward, given, is_traced=is_traced)
             if self.crosses:
-                hold_plain_rows(module)
                 return forward(*given.inputs, **given.keywords)
             inputs, keywords = self._parts_of(given, self.dim)
             run_eagerly(module)  # and in a backward that computes blocks again
@@ -229,7 +228,9 @@ class _Positions:
             problems.append(max(texts, key=lambda each: (bool(each), each != _DIFFERENT)))
             if not problems[-1]:
                 self.guard([] if self.crosses else [each for each in self.ranks.across if each is not module])
-                if not self.crosses:
+                if self.crosses:
+                    hold_plain_rows(module)
+                else:
                     note_attention(self.ctx)  # or no position needs another
                     compiled = any(is_compiled(each) for each in module.modules())
                     if self.ctx.is_main_process:

@@ -133,7 +133,10 @@ class PositionRanks(Ranks):
         return cast(Any, _Met).apply(output, self) if self.agrees else output
 
     def part(self, rows: Tensor, dim: int) -> PartTensor:
-        """Return own positions, as `split_sequence` gives them, as a part."""
+        """Return own positions, as `split_sequence` gives them, as a part. `NoRuleError` for a part along another
+        axis, with rows other than these positions."""
+        if isinstance(rows, PartTensor):
+            raise no_rule("positions along cp of a tensor that ranks along tp share, as with sequence=True")
         return make(rows.view_as(rows), RowLayout(dim, balanced(rows.shape[dim] * self.size, self.size)), self)
 
     def part_of(self, whole: Tensor, dim: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, PrepareError
 from accel.parallel._empty import allocate_empty, make_room, move_model
-from accel.parallel._labels import label_parameters, let_step_alone_, note_replicas
+from accel.parallel._labels import label_parameters, let_step_alone_
 from accel.parallel._modules import note_tensor, tensor_notes, unwrap_model, wrapped_name
 from accel.parallel._refused import ModelRefusal, PrepareCall, RefusedFact, check_sparse, refused
 from accel.parallel._spread import (
@@ -53,7 +53,7 @@ class _Running:
         _ddp._active_ddp_module = self._before
 
 
-class _Known:
+class _ExchangerLink:
     """A replica that a parameter's notes lead to; none after a copy, or in a file."""
 
     __slots__ = ("_replica",)
@@ -64,8 +64,8 @@ class _Known:
     def __call__(self) -> Replica | None:
         return None if self._replica is None else self._replica()
 
-    def __reduce__(self) -> tuple[type[_Known], tuple[()]]:
-        return _Known, ()
+    def __reduce__(self) -> tuple[type[_ExchangerLink], tuple[()]]:
+        return _ExchangerLink, ()
 
 
 class Replica(DistributedDataParallel):
@@ -73,6 +73,7 @@ class Replica(DistributedDataParallel):
 
     Attributes:
         exchanged, frozen: the parameters that were trainable when it was made and the others, by name.
+        unstepped: the parameters that the first step compares between ranks, by name; none after it.
         uses_all: whether every one of them must take part in every backward.
         bare: whether DDP has nothing to do in a forward under `no_sync`, unless buffers are due; never
             where it moves inputs to a device, nor after `join_hook`.
@@ -85,6 +86,8 @@ class Replica(DistributedDataParallel):
         named = tuple(view.parameters.items())
         self.exchanged = tuple((name, parameter) for name, parameter in named if parameter.requires_grad)
         self.frozen = tuple((name, parameter) for name, parameter in named if not parameter.requires_grad)
+        alike = [(name, each) for name, each in named if name not in cast(Any, self).parameters_to_ignore]
+        self.unstepped = [(name, each) for name, each in alike if type(each) is nn.Parameter and not each.is_meta]
         self.uses_all = not find_unused_parameters and not static_graph
         self.bare = self.uses_all and not options.get("device_ids")
         if any(has_wide_gradient(parameter) for _, parameter in self.exchanged):
@@ -92,14 +95,14 @@ class Replica(DistributedDataParallel):
             cast(Any, self).reducer._set_mixed_precision_param_dtype(torch.float32)
         self._has_buffers = bool(view.buffers)
         self._pending = PendingForward()
-        self._rivals: list[_Known] = []  # replicas with some of the same trainable parameters
+        self._rivals: list[_ExchangerLink] = []  # replicas with some of the same trainable parameters
         for _, parameter in self.exchanged:
-            known: _Known = tensor_notes(parameter).get("exchanger", _Known())
+            known: _ExchangerLink = tensor_notes(parameter).get("exchanger", _ExchangerLink())
             rival = known()
             if rival is not None and all(each() is not rival for each in self._rivals):
-                self._rivals.append(_Known(rival))
-                rival._rivals.append(_Known(self))
-            note_tensor(parameter, exchanger=_Known(self))
+                self._rivals.append(_ExchangerLink(rival))
+                rival._rivals.append(_ExchangerLink(self))
+            note_tensor(parameter, exchanger=_ExchangerLink(self))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; without DDP's own forward where that would only look, at the cost of a small layer."""
@@ -243,7 +246,6 @@ def _replicate(ctx: DistContext, view: ModelView, options: ReplicateOptions) -> 
         _fix_buckets(replica, view)
     if hook is not None and not is_early:
         register_hook(replica, ctx.comm.group, hook)
-    note_replicas(view.parameters)
     return replica
 
 
@@ -350,6 +352,9 @@ def join_uneven_inputs(
         for each in models:
             if isinstance(each, nn.Module):
                 let_step_alone_(each.parameters(), alone=False)
+        for each in replicas:
+            if isinstance(each, Replica):
+                each.unstepped.clear()  # a rank without inputs has not stepped, and has another's parameters now
 
 
 def _joinable(model: nn.Module | Joinable) -> Joinable:

@@ -137,9 +137,10 @@ class LocalParameters(KeepsParameters):
     def is_read_local(self, parameter: nn.Parameter) -> bool:
         """Return whether who reads a parameter outside of the forward gets its local part.
 
-        A backward does, as a checkpoint runs a method of the module again. `fully_shard` asks for what it has sharded.
+        A backward does, as a checkpoint runs a method of the module again; its hooks, without gradients, do not.
+        `fully_shard` asks for what it has sharded.
         """
-        return _is_along_one_axis(parameter) and runs_in_backward()
+        return _is_along_one_axis(parameter) and is_computed_again()
 
     def parameters_here(self, stored: Mapping[str, nn.Parameter | None]) -> dict[str, torch.Tensor | None]:
         """Return the tensors that forward uses in place of the parameters."""
@@ -252,7 +253,9 @@ class Rowwise(LocalParameters):
         return output + make(own, None, ranks)
 
     def _own_features(self, x: torch.Tensor) -> torch.Tensor:
-        return own_part(leave(x), -1, self.accel_layer.group)
+        layer = self.accel_layer
+        is_part = isinstance(x, PartTensor) and x.ranks.group is layer.group  # others are parts of positions
+        return own_part(leave(x) if is_part else x, -1, layer.group)
 
     def _beside(self, x: torch.Tensor, ranks: SequenceRanks | None) -> torch.Tensor:
         """The sum of the ranks' outputs, with messages that overlap with the matmul."""
@@ -379,6 +382,11 @@ def _ranks_of_tokens(module: Any) -> SequenceRanks | None:
     """The ranks that share the tokens around a layer, while the model runs; None where each has all of them."""
     ranks: SequenceRanks | None = getattr(module, RANKS) if module.accel_layer.rule.tokens else None
     return ranks if ranks is not None and ranks.runs else None
+
+
+def is_computed_again() -> bool:
+    """Return whether a checkpoint computes a forward again, in a backward."""
+    return runs_in_backward() and torch.is_grad_enabled()
 
 
 def _is_along_one_axis(parameter: torch.Tensor) -> bool:

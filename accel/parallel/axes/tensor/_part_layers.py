@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from accel.mixins import Mixin
 from accel.parallel._local import local_of
 from accel.parallel._modules import notes_of
 from accel.parallel._private import contains_compiled, runs_in_backward
-from accel.parallel.axes.tensor._layers import Layer, LocalParameters, needed_rows
+from accel.parallel.axes.tensor._layers import Layer, LocalParameters, is_computed_again, needed_rows
 from accel.parallel.axes.tensor._styles import RowExchange, Rule, row_exchange
 from accel.parallel.parts import PartsInTuples, PartTensor, Ranks, RowLayout, leave, make, rows_of
 from accel.parallel.parts._layout import even, no_rule
@@ -54,9 +55,15 @@ class NestedRanks(LayerRanks):
 
     __slots__ = ("nests",)
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, *, nests: bool = True) -> None:
         super().__init__(layer)
-        self.nests = True
+        self.nests = nests
+
+    def __deepcopy__(self, memo: object) -> NestedRanks:
+        return NestedRanks(self.layer, nests=self.nests)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(NestedRanks, nests=self.nests), (self.layer,)
 
     def nested(self, rows: Tensor, layout: RowLayout | None) -> PartTensor:
         """Return this rank's rows of a tensor, plain or a part of positions, as a part."""
@@ -79,8 +86,8 @@ class PartParameters(LocalParameters):
     accel_ranks: LayerRanks
 
     def is_read_local(self, parameter: nn.Parameter) -> bool:
-        """Return whether a region runs, in which another module may read a parameter."""
-        return self.accel_ranks.runs
+        """Return whether a region runs, or is computed again: another module may read a parameter there."""
+        return self.accel_ranks.depth > 0 or is_computed_again()
 
     def parameters_here(self, stored: Mapping[str, nn.Parameter | None]) -> dict[str, Tensor | None]:
         """Return parts, after an exchange of rows where this rank computes with others than it stores."""

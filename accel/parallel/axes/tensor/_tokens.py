@@ -11,10 +11,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from accel.comm import gathered_summed, scattered
@@ -39,9 +42,10 @@ from accel.parallel.parts._part import Args, Named, name_of, own_rows, tensors_o
 from accel.tensors import is_view
 from accel.tree import map_tensors
 
+AND_POSITIONS = "sequence=True, where ranks along tp would divide the positions of a rank along cp again"
 _UNCOMPILED = "%s: a module between which ranks share tokens has a graph break and stays uncompiled: %s"
 # Functions that change their first argument; names of a trace of torch.compile can only be looked up.
-_WRITES = dict.fromkeys(("__setitem__", *filter(changes, dir(Tensor))))
+_WRITES = dict.fromkeys(("__setitem__", *filter(changes, chain(dir(Tensor), dir(torch), dir(functional)))))
 
 
 class _GatheredTokens(NamedTuple):
@@ -157,6 +161,7 @@ class SequenceRanks(LayerRanks):
 
     def ended(self, summand: Tensor) -> Tensor:
         """Return this rank's tokens of the sum of the ranks' summands; all of a sum without enough tokens."""
+        self._check_axis(summand)
         shape = tuple(summand.shape)
         layout = self._layout_for(shape)
         if layout is None:
@@ -176,6 +181,7 @@ class SequenceRanks(LayerRanks):
         """Return this rank's rows of a sum of a full shape as its tokens."""
         if not is_dynamo_compiling():  # a graph would be of this number alone
             self.scatters += 1
+        rows = rows.contiguous()  # as a whole sum, which models view in other shapes
         return make(rows, self._layout_for(shape), self.tokens)
 
     def scatters_evenly(self, shape: tuple[int, ...]) -> bool:
@@ -202,7 +208,13 @@ class SequenceRanks(LayerRanks):
 
     def entered_whole(self, x: Tensor) -> Tensor:
         """Return all tokens of an input of a divided layer, plain; their gradient is summed over ranks."""
+        self._check_axis(x)
         return plain_of(self._whole(x) if isinstance(x, PartTensor) else self.enter(x))
+
+    def _check_axis(self, x: Tensor) -> None:
+        """Raise `NoRuleError` for a part along another axis, cp, with tokens that these ranks would divide again."""
+        if isinstance(x, PartTensor) and x.ranks.group is not self.group:
+            raise no_rule(AND_POSITIONS)
 
     def all_tokens(self, part: PartTensor) -> PartTensor:
         """Return all tokens of a part on each rank, gathered once for all who ask in this region. A collective."""

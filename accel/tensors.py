@@ -356,9 +356,12 @@ def _caches() -> list[Any]:
         package = name.partition(".")[0]
         if package in _NO_MODELS and name != "__main__":
             continue
-        # Thousands of modules of packages keep their functions: each is read once, and again when it has other names.
-        kept = package == "accel" or "-packages" in str(names.get("__file__"))
-        caches = _caches_of_package(name, len(names)) if kept else _caches_of(name, names)
+        # Thousands of modules of packages keep their functions: each is read once, and again when it has other names or
+        # is imported anew.
+        if package == "accel" or "-packages" in str(names.get("__file__")):
+            caches, _ = _caches_of_package(name, len(names), id(names.get("__spec__")))
+        else:
+            caches = _caches_of(name, names)
         found |= {id(each): each for each in caches}
     return list(found.values())
 
@@ -382,10 +385,12 @@ def _caches_of(name: str, names: Mapping[str, Any]) -> list[Any]:
 
 
 @functools.cache
-def _caches_of_package(name: str, names: int) -> list[Any]:
-    """The caches of an installed package's module, while it has so many names."""
-    caches = _caches_of(name, getattr(sys.modules.get(name), "__dict__", {}))
-    return [each for each in caches if each is not _caches_of_package]
+def _caches_of_package(name: str, names: int, spec: int) -> tuple[list[Any], object]:
+    """The caches of an installed package's module, while it has so many names and that spec, which a reload replaces.
+    The spec comes too: while it lives, no other has its id."""
+    held: dict[str, Any] = getattr(sys.modules.get(name), "__dict__", {})
+    caches = [each for each in _caches_of(name, held) if each is not _caches_of_package]
+    return caches, held.get("__spec__")
 
 
 def _holds_fakes(cache: object) -> bool:

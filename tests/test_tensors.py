@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -166,6 +167,8 @@ def test_caches_of_packages_are_read_again_with_new_names_and_those_of_users_eac
         monkeypatch.setitem(sys.modules, module.__name__, module)
     with emptied_caches():
         pass
+    assert emptied(package)
+    package.__spec__ = ModuleSpec(package.__name__, None)  # as of a reload
     assert emptied(package)
     assert emptied(user)
     assert emptied(user)  # another function of that name

@@ -20,12 +20,14 @@ from accel.checkpoint._retention import Keep, discard, retain, sweep, sweep_obje
 from accel.checkpoint._snapshot import (
     Agreement,
     Content,
+    MainFacts,
     Snapshot,
     Statement,
     divide_writes,
     join_items,
     make_offer,
     take_snapshot,
+    with_main,
 )
 from accel.comm import (
     Call,
@@ -34,6 +36,7 @@ from accel.comm import (
     as_bytes,
     as_tensor,
     barrier,
+    broadcast_value,
     call_site,
     exchange_values,
     gather_bytes,
@@ -222,6 +225,9 @@ def begin(
         items = join_items(content, ranks)
         if len({each.facts for each in ranks}) > 1:  # this message shows the difference
             barrier(ctx.comm, Call(call.name, offer.facts, call.site))
+        if len({each.main for each in ranks}) > 1:  # such as a stream's position with tensors, which rank 0 reads
+            main = broadcast_value(ctx.comm, call, offer.main, MainFacts)
+            offer = with_main(offer, main) if ctx.rank else offer
         name = stage.place.name if stage is not None else None
         agreement = folders.agree(ctx, call, target.parent, name, [each.note for each in ranks], (items, metrics))
         # their sizes are known to all ranks only now

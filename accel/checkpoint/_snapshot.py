@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -69,12 +69,20 @@ class Statement(msgspec.Struct, frozen=True):
     row_bytes: int  # size of the row of its `Content`
     divided: bytes  # as in `Content`
     facts: bytes  # digest of the facts that must be equal on all ranks
+    main: bytes  # digest of the facts of `main`, which may differ
     checksum: int  # sum of the tensors that are equal on all ranks
     held: list[HeldBox | None]  # parts of the sharded tensors on this rank, in order of names; None for none
     own: list[OwnTensor]  # tensors that other ranks need not have
     stage: str = ""  # name of the stage; rank 0's is used
     mark: str = ""  # part of the names of all files of this save; rank 0's is used
     note: bytes = b""  # note of `Folders`
+
+
+class MainFacts(msgspec.Struct, frozen=True):
+    """Plain tensors of which rank 0's are saved."""
+
+    tensors: dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape
+    aliases: dict[str, str]  # other names of stored tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +95,7 @@ class Offer:
     shared: Set[str]  # names of tensors that are equal on all ranks
     sharded: Sequence[str]  # names of sharded tensors, sorted
     facts: str  # lines that must be equal on all ranks
+    main: MainFacts  # of tensors that rank 0 alone writes
     statement: Statement  # message to the other ranks
 
 
@@ -97,7 +106,12 @@ def make_offer(content: Content, world_size: int) -> Offer:
     tensors = {name: tensor for name, tensor in everything.items() if name not in aliases}
     sharded = {name: tensor for name, tensor in sorted(tensors.items()) if is_dtensor(tensor)}
     shared = {name: tensors[name] for name in content.shared if name in tensors and name not in sharded}
-    facts = "\n".join([*tensor_facts(shared | sharded), *sorted(f"{a} is {b}" for a, b in aliases.items())])
+    # Rank 0 alone writes the others, and ranks may hold other ones.
+    common = {*content.shared, *(name for name, tensor in everything.items() if is_dtensor(tensor))}
+    names = sorted(f"{alias} is {first}" for alias, first in aliases.items() if alias in common or first in common)
+    facts = "\n".join([*tensor_facts(shared | sharded), *names])
+    plain = {name: tensor for name, tensor in sorted(tensors.items()) if name not in common}
+    main = MainFacts({name: (dtype_name(each.dtype), tuple(each.shape)) for name, each in plain.items()}, aliases)
     return Offer(
         content=content,
         tensors=tensors,
@@ -105,17 +119,30 @@ def make_offer(content: Content, world_size: int) -> Offer:
         shared=shared.keys(),
         sharded=list(sharded),
         facts=facts,
+        main=main,
         statement=Statement(
             row_bytes=len(content.row),
             divided=content.divided,
             # a digest: the lines are sent only if some rank's differ
             facts=hashlib.sha256(facts.encode()).digest(),
+            main=hashlib.sha256(msgspec.json.encode(main)).digest(),
             # one pass over memory, to find copies that differ
             checksum=checksum(shared) if world_size > 1 else 0,
             held=list(_held(sharded).values()),
             own=_own(content),
         ),
     )
+
+
+def with_main(offer: Offer, main: MainFacts) -> Offer:
+    """Return a rank's offer with rank 0's tensors, without values, in place of its own that are not written: all ranks
+    plan by the same sizes."""
+    kept = {name: tensor for name, tensor in offer.tensors.items() if name not in offer.main.tensors}
+    stubs = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        for name, (dtype, shape) in main.tensors.items()
+    }
+    return replace(offer, tensors=kept | stubs, aliases=main.aliases)
 
 
 def _held(tensors: Mapping[str, torch.Tensor]) -> dict[str, HeldBox | None]:

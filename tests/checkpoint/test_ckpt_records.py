@@ -12,6 +12,7 @@ import torch
 from catching import assert_raises
 from ckpt_helpers import CPU, Window
 from hypothesis import given, strategies as st
+from torch import nn
 
 import accel
 from accel.context import DistContext
@@ -284,3 +285,31 @@ def test_equal_numbers_of_a_record_and_one_inside_are_both_kept_by_rank(tmp_path
 
     for saved, loaded in simulate(rank, 2):
         assert loaded == saved
+
+
+def test_ranks_without_a_position_save_one_with_a_tensor_under_two_names(tmp_path: Path) -> None:
+    def rank(ctx: DistContext) -> tuple[accel.Cursor, dict[str, Any]]:
+        state = {"buffer": torch.arange(3)}
+        read = StreamPosition((WorkerPosition(state={"read": state, "kept": state}),))
+        cursor = accel.Cursor(consumed=4, stream=read if ctx.is_main_process else None)
+        path = accel.save_state(ctx, tmp_path, {"one": cursor, "two": cursor}, step=1)
+        return cursor, accel.load_state(ctx, path, {"one": accel.Cursor(), "two": accel.Cursor()})
+
+    saved, loaded = simulate(rank, 2)[0]
+    assert loaded["one"].stream is not None
+    assert repr(loaded) == repr({"one": saved, "two": saved})
+
+
+def test_a_position_that_rank_0_alone_holds_divides_the_writing_alike(tmp_path: Path) -> None:
+    def rank(ctx: DistContext) -> bool:
+        read = StreamPosition((WorkerPosition(state={"buffer": torch.arange(100_000)}),))
+        cursor = accel.Cursor(consumed=4, stream=read if ctx.rank == 0 else None)
+        saved, loaded = (nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))) for _ in range(2))
+        for number, parameter in enumerate(saved.parameters()):
+            nn.init.constant_(parameter, number)
+        path = accel.save_state(ctx, tmp_path, {"model": saved, "cursor": cursor}, step=1)
+        got = accel.load_state(ctx, path, {"model": loaded, "cursor": accel.Cursor()})["cursor"]
+        same = all(map(torch.equal, saved.parameters(), loaded.parameters()))
+        return same and (ctx.rank > 0 or repr(got) == repr(cursor))
+
+    assert all(simulate(rank, 2))

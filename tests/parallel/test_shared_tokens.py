@@ -294,13 +294,15 @@ def test_deferred_logits_and_those_that_stay_split_take_all_tokens(ranks: Simula
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, of a trace
-@pytest.mark.parametrize("kind", [Block, Mixed])
-def test_compiled_blocks_share_tokens_without_a_graph_break(ranks: Simulator, kind: type[nn.Module]) -> None:
+@pytest.mark.parametrize(("kind", "fullgraph"), [(Block, True), (Mixed, False)])
+def test_compiled_blocks_share_tokens_in_one_graph_or_run_uncompiled(
+    ranks: Simulator, caplog: pytest.LogCaptureFixture, kind: type[nn.Module], fullgraph: bool
+) -> None:
     def rank(ctx: accel.DistContext, *, compiles: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model = prepared(ctx, Stacked(kind))
         if compiles:
-            accel.compile_model(model, "repeated", backend="aot_eager", fullgraph=True)
+            accel.compile_model(model, "repeated", backend="aot_eager", fullgraph=fullgraph)
         for tokens in (8, 8, 9):
             model(torch.arange(2 * tokens).view(2, tokens)).square().sum().backward()
         return [full_tensor(each.grad) for each in model.parameters()]
@@ -312,6 +314,7 @@ def test_compiled_blocks_share_tokens_without_a_graph_break(ranks: Simulator, ki
     )
     torch.compiler.reset()
     torch.testing.assert_close(compiled, eager, rtol=0, atol=1e-10)
+    assert ("Mixed: a module between which ranks share tokens has a graph break" in caplog.text) == (kind is Mixed)
 
 
 def test_functions_of_all_tokens_gather_them_and_are_logged(ranks: Simulator, caplog: pytest.LogCaptureFixture) -> None:

@@ -30,6 +30,7 @@ from accel.parallel._private import (
     call_in_one_graph,
     is_compiled,
     runs_in_backward,
+    untraced,
     without_subclasses,
 )
 from accel.parallel.axes.tensor._part_layers import LayerRanks
@@ -236,6 +237,7 @@ class SequenceRanks(LayerRanks):
             whole = whole_rows(part, lambda rows, dim: gathered_summed(rows, dim, self.group))
             return make(_changeable(whole), None, self)
 
+    @untraced  # a graph counts no changes in place
     def without_rule(self, func: Any, args: Args, kwargs: Named, problem: str) -> Any:
         """Compute a function without a rule on all tokens, or on plain tensors where ranks divide none."""
         parts = [each for each in tensors_of((args, kwargs)) if isinstance(each, PartTensor)]
@@ -246,7 +248,7 @@ class SequenceRanks(LayerRanks):
             return super().without_rule(func, args, kwargs, problem)
         if not divided:
             return self._alike(func, args, kwargs)
-        if len(of_tokens) == len(divided) and not is_dynamo_compiling():
+        if len(of_tokens) == len(divided):
             self.gathers[name] = None
         if (name in _WRITES or kwargs.get("inplace")) and any(args[0] is each for each in of_tokens):
             return self._written(func, args[0], args[1:], kwargs)

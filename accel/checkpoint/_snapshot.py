@@ -79,7 +79,7 @@ class Statement(msgspec.Struct, frozen=True):
 
 
 class MainFacts(msgspec.Struct, frozen=True):
-    """Plain tensors of which rank 0's are saved."""
+    """Facts of the plain tensors that rank 0 alone writes."""
 
     tensors: dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape
     aliases: dict[str, str]  # other names of stored tensors

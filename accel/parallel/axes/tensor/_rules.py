@@ -352,7 +352,8 @@ def install(
     add_mixin([model.get_submodule(path) for path, rule in rules.items() if rule.ends], RegionEnd)
     if isinstance(ranks, SequenceRanks):
         of_tokens = {path for path, rule in rules.items() if rule.tokens}
-        regions = [model.get_submodule(path) for path in of_tokens | modules_around(of_tokens)]
+        # torch may compile any of them alone, as the head of a stage
+        regions = [model.get_submodule(path) for path in rules.keys() | modules_around(of_tokens)]
         for module in regions:
             setattr(module, RANKS, ranks)
         add_mixin(regions, TokenRegion)

@@ -20,6 +20,7 @@ from accel.mixins import Mixin, add_mixin, remove_mixin
 from accel.parallel._modules import (
     forget,
     is_elsewhere,
+    is_unit,
     named_modules,
     note_module,
     notes_of,
@@ -27,7 +28,7 @@ from accel.parallel._modules import (
     written_class,
 )
 from accel.parallel._private import user_hooks
-from accel.parallel.logits._head_calls import WHERE, HeadCall, is_resharded, is_unit
+from accel.parallel.logits._head_calls import WHERE, HeadCall, is_resharded
 from accel.parallel.logits._logits import DeferredLogits
 from accel.parallel.parts import leave
 from accel.tensors import word_layers

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, cast
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from accel.devices import autocast_dtype
 from accel.errors import PrepareError
-from accel.parallel._modules import forget, note_module
+from accel.parallel._modules import forget, is_unit, note_module
 from accel.tensors import is_dtensor, split_dims
 
 WHERE = "defer_logits"
@@ -71,11 +70,6 @@ class HeadCall:
             for hook in self.hooks:
                 _ = cast(Any, output).register_hook(hook)
         return output
-
-
-def is_unit(head: nn.Module) -> bool:
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return kind is not None and isinstance(head, kind)
 
 
 def parameters_of(head: Any) -> Mapping[str, Any]:

@@ -374,6 +374,13 @@ def _multi_head(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, out_bias: 
     )
 
 
+def _written(x: Tensor, y: Tensor) -> Tensor:
+    """A plain tensor that parts are written into, as a cache of keys is."""
+    whole = torch.zeros(2, x.size(1), 4, dtype=torch.float64)
+    whole[:, :, 1:3] = x[:, :, 1:3]
+    return whole.index_copy_(2, torch.tensor([0]), x[:, :, :1]).add_(x) * y
+
+
 def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
     """Functions that contract or sum the divided dimension, or take whole tensors beside parts."""
     cut = a_cut(draw, size)
@@ -416,6 +423,7 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
             [(3, n)],
             [RowLayout(1, cut)],
         ),
+        "written": Region(_written, [(2, n, 4), (n, 1)], [RowLayout(1, cut), draw.choice([None, RowLayout(0, cut)])]),
         "sums": Region(lambda x: x.sum(-1) + x.mean(1), [(3, m)], [RowLayout(1, even)]),
         "norm of vectors": Region(lambda x: torch.linalg.vector_norm(x, dim=-1), [(3, m)], [RowLayout(1, even)]),
         "RMS norm over all heads": Region(
@@ -613,8 +621,6 @@ REFUSED: Mapping[str, tuple[str, Callable[[PartTensor], Any]]] = {
     "one head": ("__getitem__", lambda t: t[:, 1]),
     "a half of two heads": ("view", lambda t: t.view(2, 3, 2, 4).transpose(1, 2).reshape(2, 24)),
     "a value": ("item", lambda t: t[:1, :, :1].flatten().item()),
-    "a plain tensor changed": ("add_", lambda t: torch.zeros(2, 6, 4).add_(t)),
-    "a plain tensor written": ("__setitem__", lambda t: torch.zeros(2, 6, 4).__setitem__(0, t[0])),
     "greatest over heads": ("amax", lambda t: t.amax(1)),
     "other rows beside": ("add", lambda t: t + torch.ones(5, 4)),
 }

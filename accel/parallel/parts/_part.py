@@ -361,6 +361,13 @@ def entered(tensor: Any, ranks: Ranks) -> Any:
     return tensor if isinstance(tensor, PartTensor) or not isinstance(tensor, Tensor) else ranks.enter(tensor)
 
 
+def written_whole(func: Any, args: Args, kwargs: Named) -> Any:
+    """Change a plain tensor in place, by the whole tensors of parts: it may be outside of the region, as a cache is of
+    keys and values. A collective."""
+    given, by_name = pytree.tree_map_only(PartTensor, leave, (tuple(args), dict(kwargs)))
+    return func(*given, **by_name)
+
+
 def own_rows(tensor: Tensor, dim: int, need: RowCut, ranks: Ranks) -> Tensor:
     """Return the rows of a cut along a dimension, of a tensor that has them: all of them, or a coarser cut."""
     layout = layout_of(tensor)

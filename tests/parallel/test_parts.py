@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -54,9 +54,9 @@ def own(whole: Tensor, layout: RowLayout | None, ranks: Ranks) -> Tensor:
     return whole.index_select(layout.dim, torch.tensor(rows_of(layout.cut, ranks.rank, ranks.size)))
 
 
-def a_cut(draw: random.Random, size: int) -> RowCut:
+def a_cut(draw: random.Random, size: int, lengths: Sequence[int] = (4, 8, 12)) -> RowCut:
     while True:
-        segments = [(draw.choice([4, 8, 12]), draw.choice([1, 2, size])) for _ in range(draw.choice([1, 1, 2, 3]))]
+        segments = [(draw.choice(lengths), draw.choice([1, 2, size])) for _ in range(draw.choice([1, 1, 2, 3]))]
         cut = cut_of(draw.choice([1, 1, 2, 3]), segments)
         if cut is not None:
             return cut
@@ -112,8 +112,11 @@ def a_case(draw: random.Random, size: int) -> Drawn:
     cut = a_cut(draw, size)
     shape = [draw.choice([1, 2, 3, 4]) for _ in range(3)]
     dim = draw.randrange(3)
+    other = draw.randrange(3)
+    if draw.random() < 0.2:
+        cut = a_cut(draw, size, (4, 7, 10))  # unequal pieces
     shape[dim] = cut.total
-    return Drawn(draw, shape, dim, draw.randrange(3), cut)
+    return Drawn(draw, shape, dim, other, cut)
 
 
 def _slice(given: Drawn) -> Callable[[Tensor], Any]:
@@ -388,6 +391,7 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
     even = RowCut(draw.choice([1, 2]), ((8, size),))
     m = even.total
     heads = RowCut(1, ((4, size),))
+    unequal = RowCut(1, ((7, size),))
     return {
         "column": Region(functional.linear, [(3, 5), (n, 5), (n,)], [None, RowLayout(0, cut), RowLayout(0, cut)]),
         "column, whole bias": Region(functional.linear, [(3, 5), (n, 5), (n,)], [None, RowLayout(0, cut), None]),
@@ -399,6 +403,14 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
             lambda x, up, down: functional.linear(functional.gelu(functional.linear(x, up)), down) + x,
             [(3, 5), (m, 5), (5, m)],
             [None, RowLayout(0, even), RowLayout(1, even)],
+        ),
+        "pair of unequal rows": Region(
+            lambda x, up, down, mask: functional.linear(functional.gelu(functional.linear(x, up)) * mask, down) + x,
+            [(3, 5), (7, 5), (5, 7), (7,)],
+            [None, RowLayout(0, unequal), RowLayout(1, unequal), None],
+        ),
+        "column of unequal rows": Region(
+            functional.linear, [(2, 3, 5), (7, 5), (7,)], [None, RowLayout(0, unequal), RowLayout(0, unequal)]
         ),
         "addmm": Region(torch.addmm, [(5,), (3, m), (m, 5)], [None, RowLayout(1, even), RowLayout(0, even)]),
         "addmm by columns": Region(torch.addmm, [(n,), (3, 5), (5, n)], [None, None, RowLayout(1, cut)]),

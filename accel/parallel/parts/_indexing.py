@@ -143,11 +143,12 @@ def put(func: Any, args: Args, kwargs: Named) -> Any:
     target = get(func, (part, index), {})
     if not isinstance(value, Tensor):
         target.fill_(value)
-        return
+        return None
     own, alignment = aligned([target, value], part.ranks)
     if alignment.layout(target.dim()) != target.division:
         raise no_rule("a part written into a tensor that more ranks hold")
     own[0].copy_(own[1])
+    return None
 
 
 def index_select(func: Any, args: Args, kwargs: Named) -> Any:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 from torch.utils import _pytree as pytree
 
@@ -267,7 +267,11 @@ def whole_rows(part: PartTensor, join: Callable[[Tensor, int], Tensor]) -> Tenso
     """Return all rows of a divided tensor in their order, plain; `join` concatenates the rows of all ranks."""
     layout = part.division
     assert layout is not None
-    whole = join(plain_of(part), layout.dim)
+    rows = plain_of(part)
+    if not layout.cut.is_equal:  # messages are of one length
+        others = [0, 0] * (rows.dim() - 1 - layout.dim)
+        rows = functional.pad(rows, [*others, 0, layout.cut.local - rows.shape[layout.dim]])
+    whole = join(rows, layout.dim)
     order = _order(layout.cut, part.ranks.size)
     return (whole if order is None else taken(whole, layout.dim, order)).contiguous()
 
@@ -277,11 +281,11 @@ def _order(cut: RowCut, size: int) -> Places | None:
     """The place of each row of the full tensor among the rows of all ranks, the first of several; None if they are in
     order."""
     place: dict[int, int] = {}
-    held = chain.from_iterable(rows_of(cut, rank, size) for rank in range(size))
-    for number, row in enumerate(held):
-        place.setdefault(row, number)
+    for rank in range(size):
+        for number, row in enumerate(rows_of(cut, rank, size), rank * cut.local):
+            place.setdefault(row, number)
     found = [place[row] for row in range(cut.total)]
-    is_ordered = found == list(range(cut.total)) and not cut.is_shared(size)
+    is_ordered = found == list(range(cut.total)) and cut.is_equal and not cut.is_shared(size)
     return None if is_ordered else runs_of(found, len(cut.listed) * size)
 
 

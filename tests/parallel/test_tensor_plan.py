@@ -17,14 +17,21 @@ from torch import nn
 import accel
 from accel.errors import ConfigError, PrepareError
 from accel.parallel.axes.tensor._rules import match
-from accel.parallel.axes.tensor._styles import STYLES, needed_heads, needed_packs, row_exchange
+from accel.parallel.axes.tensor._styles import STYLES, needed_packs, row_exchange
+from accel.parallel.parts import RowCut, rows_of
+
+
+def _shared(rows: int, heads: int, size: int) -> list[list[range]]:
+    """The rows of one head for each rank, which neighbours share."""
+    cut = RowCut(1, ((rows, heads),))
+    return [[range(row, row + 1) for row in rows_of(cut, rank, size)] for rank in range(size)]
 
 
 @given(size=st.integers(1, 6), packs=st.integers(1, 4), part=st.integers(1, 3), times=st.integers(1, 3))
 def test_ranks_exchange_the_rows_that_they_need(size: int, packs: int, part: int, times: int) -> None:
     rows = size * packs * part
-    ways = [needed_packs(rows, packs, size), needed_heads(size * packs * times, size, size)]
-    ways += [needed_heads(size * part, heads, size) for heads in range(1, size + 1) if size % heads == 0]
+    ways = [needed_packs(rows, packs, size), _shared(size * packs * times, size, size)]
+    ways += [_shared(size * part, heads, size) for heads in range(1, size + 1) if size % heads == 0]
     for needed in ways:
         total = size * max(1, len({row for each in needed for rows_ in each for row in rows_}) // size)
         stored = torch.arange(total).chunk(size)
@@ -38,9 +45,8 @@ def test_ranks_exchange_the_rows_that_they_need(size: int, packs: int, part: int
             assert own.tolist() == [row for each_ in needed[rank] for row in each_]
 
 
-def test_packs_are_divided_and_heads_are_shared() -> None:
+def test_packs_are_divided() -> None:
     assert needed_packs(12, 3, 2) == [[range(2), range(4, 6), range(8, 10)], [range(2, 4), range(6, 8), range(10, 12)]]
-    assert needed_heads(8, 2, 4) == [[range(4)], [range(4)], [range(4, 8)], [range(4, 8)]]
 
 
 _LAYER = nn.Linear(4, 4)

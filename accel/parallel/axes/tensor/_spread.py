@@ -258,7 +258,11 @@ def _spread(ctx: DistContext, view: ModelView, options: TensorOptions, *, is_emp
     for root in _stage_views(inner):
         own = {path: rule for path, rule in rules.items() if _is_copied(root, inner, path)}
         _ = install(root, own, lambda rule: Layer(rule, mesh), ranks)
-    use_rank_streams(inner, rules, Streams(mesh.get_local_rank(), ctx.device))
+    use_rank_streams(
+        inner,
+        {path: each for path, each in rules.items() if each.style == "multihead_attention"},
+        Streams(mesh.get_local_rank(), ctx.device),
+    )
     guard_pairs(inner, pairs, patterns_of(pairs, styles))
     for module in view.inner.modules.values():
         for name, buffer in list(module.named_buffers(recurse=False)):

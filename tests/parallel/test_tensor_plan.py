@@ -130,7 +130,10 @@ KNOWN = {
             "layers.*.self_attn.out_proj": "rowwise",
         },
     ),
-    "attention that adds a key": (lambda: nn.ModuleList([nn.MultiheadAttention(4, 2, add_zero_attn=True)]), {}),
+    "attention that adds a key": (
+        lambda: nn.ModuleList([nn.MultiheadAttention(4, 2, add_zero_attn=True)]),
+        {"0": "multihead_attention", "0.out_proj": "rowwise"},
+    ),
 }
 
 
@@ -325,11 +328,11 @@ ONE_WRONG: dict[str, tuple[Any, Any, int, str]] = {
     "recurrent": (lambda: nn.Sequential(nn.LSTM(4, 4)), {"0": "replicated_local"}, 2, "is whole on each rank"),
     "list": (lambda: nn.ParameterList([torch.ones(2)]), {"": "replicated"}, 2, "a container of parameters"),
     "attention heads": (lambda: nn.Sequential(nn.MultiheadAttention(9, 3)), {"0": "multihead_attention"}, 2, "3 heads"),
-    "added keys": (
-        lambda: nn.Sequential(nn.MultiheadAttention(4, 2, add_bias_kv=True)),
-        {"0": "multihead_attention"},
+    "an attention that does not sum its outputs": (
+        lambda: nn.Sequential(nn.MultiheadAttention(4, 2)),
+        {"0": "multihead_attention", "0.out_proj": "replicated"},
         2,
-        "adds itself",
+        r"0\.out_proj: replicated, of an attention with divided heads",
     ),
     "norms of rows": (
         lambda: nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)),

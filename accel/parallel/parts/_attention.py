@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from accel.parallel.parts._layout import RowCut, RowLayout, even, no_rule
@@ -41,7 +42,8 @@ def scaled_dot_product(func: Any, args: Args, kwargs: Named) -> Any:
     own, layout = _by_heads(tensors, ranks, is_grouped=bool(given.get("enable_gqa")))
     if len(own) > 3:
         given["attn_mask"] = own.pop()
-    if not given.get("dropout_p") or layout is None:
+    # A graph of torch.compile cannot enter another stream: there all ranks drop the same places of their heads.
+    if not given.get("dropout_p") or layout is None or is_dynamo_compiling():
         return make(func(*own, **given), layout, ranks)
     # Each rank draws for its heads, from a separate stream that is derived from the shared stream.
     seed = int(torch.randint(2**62, (), device="cpu"))
@@ -152,14 +154,13 @@ def multi_head(func: Any, args: Args, kwargs: Named) -> Any:
     return written_out(*args, **kwargs)
 
 
-multi_head.composed = True  # pyright: ignore[reportFunctionMemberAccess]
-
-
 def written_out(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Compute what `multi_head_attention_forward` does, of whole tensors or parts."""
     given = _Given(*args, **kwargs)
-    if given.bias_k is not None or given.add_zero_attn or given.static_k is not None:
-        raise no_rule("with keys that it adds itself")
+    if given.static_k is not None or given.static_v is not None:
+        raise no_rule("with static keys or values")
+    if given.is_causal and given.attn_mask is None:
+        raise no_rule("with is_causal, which is a hint, and without the attn_mask that it is of")
     inputs = [given.query, given.key, given.value]
     is_single = given.query.dim() == 2
     if is_single:
@@ -198,7 +199,15 @@ def _projected(given: _Given, inputs: list[Tensor]) -> list[Tensor]:
     else:
         triples = zip(inputs, weights, biases, strict=True)
         made = [linear(by_batch[id(each)], weight, bias) for each, weight, bias in triples]
-    return [each.unflatten(-1, (given.num_heads, -1)).transpose(1, 2) for each in made]
+    added = (None, given.bias_k, given.bias_v)
+    made = [
+        each if more is None else torch.cat([each, more.expand(len(each), 1, -1)], 1)
+        for each, more in zip(made, added, strict=True)
+    ]
+    queries, *others = [each.unflatten(-1, (given.num_heads, -1)).transpose(1, 2) for each in made]
+    if given.add_zero_attn:
+        others = [functional.pad(each, (0, 0, 0, 1)) for each in others]
+    return [queries, *others]
 
 
 def _mask(given: _Given, query: Tensor) -> Tensor | None:
@@ -206,11 +215,12 @@ def _mask(given: _Given, query: Tensor) -> Tensor | None:
     mask = None if given.attn_mask is None else _added(given.attn_mask, query.dtype)
     if mask is not None and mask.dim() == 3:
         mask = mask.view(query.size(0), given.num_heads, *mask.shape[1:])
-    if given.key_padding_mask is None:
-        return mask
-    padding = _added(given.key_padding_mask, query.dtype)
-    padding = padding.view(-1, 1, 1, padding.size(-1))
-    return padding if mask is None else mask + padding
+    if given.key_padding_mask is not None:
+        padding = _added(given.key_padding_mask, query.dtype)
+        padding = padding.view(-1, 1, 1, padding.size(-1))
+        mask = padding if mask is None else mask + padding
+    added = (given.bias_k is not None) + given.add_zero_attn  # keys that no mask keeps out
+    return functional.pad(mask, (0, added)) if mask is not None and added else mask
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:

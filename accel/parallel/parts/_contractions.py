@@ -56,7 +56,7 @@ def linear(func: Any, args: Args, kwargs: Named) -> Any:
         if (own and own.dim != last) or (other and other.dim != 1):
             raise no_rule(_TWO)
         need = contracted_cut(over, ranks)
-        total = ranks.ended(func(own_rows(x, last, need, ranks), own_rows(weight, 1, need, ranks)))
+        total = ranks.ended_product(own_rows(x, last, need, ranks), own_rows(weight, 1, need, ranks))
         return total if bias is None else added(total, bias)
     if own and other:
         raise no_rule(_TWO)
@@ -67,7 +67,7 @@ def linear(func: Any, args: Args, kwargs: Named) -> Any:
     if weight.dim() == 1:
         raise no_rule("with a divided weight of one dimension")
     rows = None if bias is None else own_rows(bias, 0, other.cut, ranks)
-    return make(func(entered(x, ranks), weight, rows), RowLayout(last, other.cut), ranks)
+    return make(ranks.product(x, weight, rows), RowLayout(last, other.cut), ranks)
 
 
 def added(one: Tensor, other: Tensor) -> Tensor:

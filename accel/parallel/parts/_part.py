@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 from torch.utils import _pytree as pytree
 
@@ -73,15 +74,19 @@ class Ranks:
         """Return a plain tensor for use inside: its backward sums gradients over ranks, once for all who take it."""
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
-        known = self._known(tensor)
+        known = self.known(tensor)
         if known is None:
             known = copied(tensor, self.group)
-            is_traced = is_dynamo_compiling()
-            changes = 0 if is_traced else tensor._version
-            self._entered[len(self._entered) if is_traced else id(tensor)] = tensor, known, changes
+            self.keep(tensor, known)
         return known
 
-    def _known(self, tensor: Tensor) -> Tensor | None:
+    def keep(self, tensor: Tensor, inside: Tensor) -> None:
+        """Let all who take a plain tensor have the same one inside."""
+        is_traced = is_dynamo_compiling()
+        changes = 0 if is_traced else tensor._version
+        self._entered[len(self._entered) if is_traced else id(tensor)] = tensor, inside, changes
+
+    def known(self, tensor: Tensor) -> Tensor | None:
         """The copy of a tensor that has entered before, unchanged since; None for none."""
         if not is_dynamo_compiling():
             found = self._entered.get(id(tensor))
@@ -94,6 +99,14 @@ class Ranks:
     def total(self, summand: Tensor) -> Tensor:
         """Return the sum of the ranks' summands, a plain tensor. A collective."""
         return summed(summand, self.group)
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return this rank's outputs of a layer with outputs that ranks divide, of an input that they do not."""
+        return functional.linear(entered(x, self), weight, bias)
+
+    def ended_product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the sum of the outputs of a layer with inputs that ranks divide. A collective."""
+        return self.ended(functional.linear(x, weight))
 
     def ended(self, summand: Tensor) -> Tensor:
         """Return the sum of the summands of a matmul over the divided dimension. A collective."""
@@ -176,14 +189,14 @@ class PartTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Args = (), kwargs: Named | None = None, scope: _Scope = without_subclasses
     ) -> Any:
-        from accel.parallel.parts._rules import rule_of  # which imports this file
+        from accel.parallel.parts._rules import COMPOSED, rule_of  # which imports this file
 
         given = {_NAMES.get(name, name): value for name, value in kwargs.items()} if kwargs else {}
         try:
             rule = rule_of(func)
             if given.get("out") is not None:
                 raise no_rule("with out=")
-            if getattr(rule, "composed", False):  # of functions that have rules
+            if name_of(func) in COMPOSED:
                 return rule(func, args, given)
             with scope():
                 return rule(func, args, given)
@@ -196,13 +209,17 @@ class PartTensor(Tensor):
 
 
 class PartsInTuples(TorchFunctionMode):
-    """Calls the rules of functions that take a tuple of parts, in a trace of torch.compile, which looks for subclasses
-    in lists and dicts alone."""
+    """Calls rules that a trace of torch.compile does not: of functions that take a tuple of parts, as it looks for
+    subclasses in lists and dicts alone, and rules of functions that have rules, in which it turns subclasses off."""
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Named | None = None) -> Any:
+        from accel.parallel.parts._rules import COMPOSED
+
         if subclasses_are_on():
-            tuples: list[object] = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, tuple)]
-            if any(isinstance(each, PartTensor) for each in tensors_of(tuples)):
+            is_composed = name_of(func) in COMPOSED
+            given = (*args, *(kwargs or {}).values())
+            seen: list[object] = [each for each in given if is_composed or isinstance(each, tuple)]
+            if any(isinstance(each, PartTensor) for each in tensors_of(seen)):
                 return PartTensor.__torch_function__(func, (), args, kwargs)
         return func(*args, **(kwargs or {}))
 

@@ -43,7 +43,7 @@ def dropout_marks(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Mark
         while holder and not _inside(columns, holder):
             holder = holder.rpartition(".")[0]
         inside = _inside(columns, holder)
-        if isinstance(modules[holder], nn.MultiheadAttention) or not inside or not draws(modules[holder]):
+        if not inside or not draws(modules[holder]):
             continue
         found |= {holder: "holder", row: "joins", **dict.fromkeys(inside, cast(Mark, "divides"))}
     return found
@@ -176,6 +176,3 @@ def use_rank_streams(model: nn.Module, rules: Mapping[str, Rule], streams: Strea
         cast(Any, each).accel_streams = streams
     for mark, mixin in _MIXINS.items():
         add_mixin([each for path, each in marked.items() if marks[path] == mark], mixin)
-    for path, rule in rules.items():
-        if rule.style == "multihead_attention":
-            cast(Any, model.get_submodule(path)).accel_streams = streams

@@ -305,6 +305,23 @@ class Embedding(LocalParameters):
         return own - first if own is not None and first <= own < first + rows else None
 
 
+class Recurrent(LocalParameters):
+    """A recurrent layer of torch, which computes with a list of its parameters."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's own forward."""
+        own = vars(self)
+        stored = {name: own[name] for name in ("_parameters", "_flat_weights", "_flat_weight_refs")}
+        here = self.parameters_here(stored["_parameters"])
+        listed = [here.get(name) for name in own["_flat_weights_names"]]
+        # without references torch does not make the list anew, which moves the memory of parameters on CUDA
+        own.update(_parameters=here, _flat_weights=listed, _flat_weight_refs=[None] * len(listed))
+        try:
+            return super(LocalParameters, self).forward(*args, **kwargs)
+        finally:
+            own.update(stored)
+
+
 class Around(Mixin):
     """A module that prepares its input for the modules inside of it."""
 
@@ -417,15 +434,14 @@ def _other_input(first: Colwise) -> PrepareError:
     )
 
 
-def mixin_for(rule: Rule) -> type[LocalParameters | Around] | None:
-    """Return the class to put before the class of a module with a rule; None for attention, which has another one."""
+def mixin_for(rule: Rule) -> type[LocalParameters | Around]:
+    """Return the class to put before the class of a module with a rule."""
     if rule.style in COLWISE:
         return Colwise
     if rule.style in ROWWISE:
         return Rowwise
     return {
         "embedding_rowwise": Embedding,
-        "multihead_attention": None,
         "replicated_local": ReadParameters,
         "copy_input": Around,
     }.get(rule.style, LocalParameters)

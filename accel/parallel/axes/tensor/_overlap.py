@@ -45,7 +45,7 @@ def with_overlap(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Rule]
     for path, rule in rules.items():
         if rule.style in COLWISE | ROWWISE:
             problems += [path] if not _is_product(model.get_submodule(path)) else []
-        elif rule.style != "multihead_attention" and (rule.style != "copy_input" or rule.copied):
+        elif not rule.layouts and (rule.style != "copy_input" or rule.copied):
             continue
         early = _first_product(model, path, rules) if rule.style == "copy_input" else ""
         found[path] = msgspec.structs.replace(rule, overlap=True, early=early)

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils import _pytree as pytree
@@ -16,8 +17,9 @@ from accel.parallel._local import local_of
 from accel.parallel._modules import notes_of
 from accel.parallel._private import contains_compiled, runs_in_backward
 from accel.parallel.axes.tensor._layers import Layer, LocalParameters, is_computed_again, needed_rows
+from accel.parallel.axes.tensor._overlap import copied_product, summed_product
 from accel.parallel.axes.tensor._styles import RowExchange, Rule, row_exchange
-from accel.parallel.parts import PartsInTuples, PartTensor, Ranks, RowLayout, leave, make, rows_of
+from accel.parallel.parts import PartsInTuples, PartTensor, Ranks, RowCut, RowLayout, leave, make, plain_of, rows_of
 from accel.parallel.parts._layout import even, no_rule
 from accel.parallel.parts._nested import NestedPart, entered_rows, nested, rows_in
 
@@ -39,9 +41,29 @@ class LayerRanks(Ranks):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.layer,)
 
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return this rank's outputs of a layer; the sum of its input's gradients may overlap with matmuls."""
+        is_plain = not isinstance(x, PartTensor)
+        if not (self.overlaps and is_plain and x.requires_grad and torch.is_grad_enabled() and self.known(x) is None):
+            return super().product(x, weight, bias)
+        output, inside = copied_product(x, plain_of(weight), None if bias is None else plain_of(bias), self.group)
+        self.keep(x, inside)
+        return output
+
+    def ended_product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the sum of the outputs of a layer, with messages that may overlap with the matmul. A collective."""
+        if not self.overlaps:
+            return super().ended_product(x, weight)
+        return summed_product(plain_of(x), plain_of(weight), self.group)
+
     def returned(self, rule: Rule, output: Any) -> Any:
         """Return what a module of a rule gives back for its output: whole tensors in the place of parts."""
         return pytree.tree_map_only(PartTensor, leave, output)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether messages overlap with matmuls."""
+        return not is_dynamo_compiling() and not self.nests and self.layer.rule.overlap
 
     @property
     def runs(self) -> bool:
@@ -100,26 +122,37 @@ class PartParameters(LocalParameters):
             for name, each in stored.items():
                 if each is not None and each.dim() and name not in rule.layouts:
                     here[name] = make(local_of(each, summands=True, fresh=rule.fresh), None, ranks)
-        layouts = rule.layouts
-        exchanges = notes_of(cast(nn.Module, self)).get("exchanges", {})
-        for name, layout in layouts.items():
+        exchanges: Mapping[tuple[str, ...], RowExchange] = notes_of(cast(nn.Module, self)).get("exchanges", {})
+        for names, exchange in exchanges.items():
+            if held := [name for name in names if here.get(name) is not None]:
+                self._exchange(held, exchange, here)
+        for name, layout in rule.layouts.items():
             own = here.get(name)
-            if own is None:
-                continue
-            rows = own.movedim(layout.dim, 0)
-            if name in exchanges:
-                rows = needed_rows(rows, self.accel_layer, exchanges[name])
-            here[name] = make(rows.movedim(0, layout.dim), layout, self.accel_ranks)
+            if own is not None:
+                here[name] = make(own, layout, ranks)
         return here
 
+    def _exchange(self, names: Sequence[str], exchange: RowExchange, here: dict[str, Tensor | None]) -> None:
+        """Put the rows that this rank computes with in the place of the rows that it stores: one message for all."""
+        layouts = self.accel_layer.rule.layouts
+        stored = [cast(Tensor, here[name]).movedim(layouts[name].dim, 0) for name in names]
+        flat = [each.reshape(len(each), -1) for each in stored]
+        needed = needed_rows(torch.cat(flat, 1) if len(flat) > 1 else flat[0], self.accel_layer, exchange)
+        pieces: Sequence[Tensor] = cast(Any, needed).split([each.shape[1] for each in flat], 1)
+        for name, own, rows in zip(names, stored, pieces, strict=True):
+            here[name] = rows.reshape(len(rows), *own.shape[1:]).movedim(0, layouts[name].dim)
 
-def exchanges_of(layouts: Mapping[str, RowLayout], rank: int, size: int) -> dict[str, RowExchange]:
-    """Return exchanges by parameter, for parameters with a layout of other rows than a rank stores."""
-    found: dict[str, RowExchange] = {}
+
+def exchanges_of(layouts: Mapping[str, RowLayout], rank: int, size: int) -> dict[tuple[str, ...], RowExchange]:
+    """Return exchanges by names of parameters with a layout of the same rows, which are others than a rank stores."""
+    alike: dict[RowCut, list[str]] = {}
     for name, (_, cut) in layouts.items():
         if cut != even(cut.total, size):
-            needed = [[range(row, row + 1) for row in rows_of(cut, at, size)] for at in range(size)]
-            found[name] = row_exchange(cut.total, needed, rank)
+            alike.setdefault(cut, []).append(name)
+    found: dict[tuple[str, ...], RowExchange] = {}
+    for cut, names in alike.items():
+        needed = [[range(row, row + 1) for row in rows_of(cut, at, size)] for at in range(size)]
+        found[tuple(names)] = row_exchange(cut.total, needed, rank)
     return found
 
 

@@ -15,10 +15,9 @@ from accel.errors._checks import did_you_mean
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._blocks import block_groups, outermost_groups
 from accel.parallel._modules import RANKS, matching, named_modules, note_module
-from accel.parallel.axes.tensor._attention import Attention, Recurrent
 from accel.parallel.axes.tensor._dependence import pattern_of
 from accel.parallel.axes.tensor._heads import heads_of, holder_of, shares_of
-from accel.parallel.axes.tensor._layers import Layer, ReadList, mixin_for
+from accel.parallel.axes.tensor._layers import Layer, ReadList, Recurrent, mixin_for
 from accel.parallel.axes.tensor._part_layers import LayerRanks, NestedRanks, PartParameters, RegionEnd, exchanges_of
 from accel.parallel.axes.tensor._styles import (
     ADAPTER,
@@ -28,16 +27,18 @@ from accel.parallel.axes.tensor._styles import (
     Regions,
     Rule,
     is_linear,
+    layouts_of_attention,
     problems_of,
     rule_for,
     with_lora,
 )
 from accel.parallel.axes.tensor._tokens import SequenceRanks, TokenRegion
+from accel.parallel.parts import RowLayout
 from accel.tensors import is_dtensor
 from accel.topology import TensorStyle
 
 WHERE = "prepare_model, plan.tensor"
-_OF_TOKENS = ("embedding_rowwise", "multihead_attention", "copy_input", *COLWISE, *ROWWISE)  # take or give tokens
+_OF_TOKENS = ("embedding_rowwise", "copy_input", *COLWISE, *ROWWISE)  # take or give tokens
 _FAST_PATHS: Mapping[type[nn.Module], Mapping[str, int]] = {
     # torch's fused inference reads the parameters of modules that it never calls
     nn.TransformerEncoderLayer: {"activation_relu_or_gelu": 0},
@@ -63,7 +64,7 @@ def rules_of(
     if is_stage:
         full = (path for path in styles if any(True for _ in model.get_submodule(path).parameters()))
         styles = {path: styles[path] for path in full}
-    styles = with_lora(model, {**_attention_outputs(model, styles), **styles}, problems)
+    styles = with_lora(model, _with_attention_outputs(model, styles, problems), problems)
     known = {path: cast(TensorStyle, style) for path, style in styles.items() if style in STYLES}
     complete = {**{path: _unnamed(module) for path, module in named_modules(model) if _holds(module)}, **known}
     rules: dict[str, Rule] = {}
@@ -86,8 +87,8 @@ def rules_of(
     problems += _tied_problems(model, rules)
     if problems:
         raise _refused(problems, size)
+    rules = _with_regions(model, rules, {**_attentions(model, rules, size), **(regions or {})})
     rules = _with_shares(model, _with_attributes(model, rules, attributes), totals)
-    rules = _with_regions(model, rules, regions) if regions else rules
     return _with_tokens(model, rules, known) if shares_tokens else rules
 
 
@@ -163,14 +164,29 @@ def _unnamed(module: nn.Module) -> TensorStyle:
     return "replicated_local" if isinstance(module, nn.ParameterList | nn.ParameterDict) else "replicated"
 
 
-def _attention_outputs(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """The projection that ends an nn.MultiheadAttention, which nobody needs to name: of a whole one its forward reads
-    the parameters."""
-    return {
-        f"{path}.out_proj".lstrip("."): "rowwise" if styles.get(path) == "multihead_attention" else "replicated_local"
-        for path, each in named_modules(model)
-        if isinstance(each, nn.MultiheadAttention) and _holds(each.out_proj)
-    }
+def _with_attention_outputs(model: nn.Module, styles: Mapping[str, str], problems: list[str]) -> dict[str, str]:
+    """Styles without the projection that ends an nn.MultiheadAttention with divided heads, which is divided with them;
+    of a whole one the forward reads the parameters."""
+    found = dict(styles)
+    for path, each in named_modules(model):
+        if not isinstance(each, nn.MultiheadAttention) or not _holds(each.out_proj):
+            continue
+        output = f"{path}.out_proj".lstrip(".")
+        if styles.get(path) != "multihead_attention":
+            found.setdefault(output, "replicated_local")
+        elif (style := found.pop(output, "rowwise")) != "rowwise":
+            problems.append(f"{output}: {style}, of an attention with divided heads, which sums its outputs (rowwise)")
+    return found
+
+
+def _attentions(model: nn.Module, rules: Mapping[str, Rule], size: int) -> Regions:
+    """Layouts of the parameters of each nn.MultiheadAttention with divided heads."""
+    found: dict[str, dict[str, RowLayout]] = {}
+    for path, rule in rules.items():
+        if rule.style == "multihead_attention":
+            layouts = layouts_of_attention(cast(nn.MultiheadAttention, model.get_submodule(path)), size)
+            found[path] = {f"{path}.{name}".lstrip("."): layout for name, layout in layouts.items()}
+    return found
 
 
 def _is_copied(path: str, styles: Mapping[str, str]) -> bool:
@@ -262,7 +278,7 @@ def _with_attributes(
     model: nn.Module, rules: Mapping[str, Rule], attributes: Mapping[str, Mapping[str, int]]
 ) -> dict[str, Rule]:
     found = {path: dict(values) for path, values in attributes.items()}
-    styled = [path for path, rule in rules.items() if rule.style != "replicated"]
+    styled = [path for path, rule in rules.items() if rule.style != "replicated" or rule.layouts]
     for path, module in named_modules(model):
         for kind, values in _FAST_PATHS.items():
             if isinstance(module, kind) and any(each.startswith(f"{path}." if path else "") for each in styled):
@@ -333,7 +349,7 @@ def install(
         cast(Any, module).accel_layer = layer_of(rule)
         if rule.overlap:
             note_module(module, overlaps=True)
-        mixin = ReadList if isinstance(module, nn.ParameterList) else mixin_for(rule) or Attention
+        mixin = ReadList if isinstance(module, nn.ParameterList) else mixin_for(rule)
         mixin = Recurrent if isinstance(module, nn.RNNBase) else mixin
         if rule.layouts or (rule.tokens and rule.style == "replicated"):
             mixin = PartParameters
@@ -342,7 +358,8 @@ def install(
     if ranks is None and within:
         kind = NestedRanks if nests else LayerRanks
         kind = SequenceRanks if any(rule.tokens for rule in rules.values()) else kind
-        ranks = kind(cast(Any, within[0]).accel_layer)
+        with_parameters = [model.get_submodule(path) for path, rule in rules.items() if rule.layouts]
+        ranks = kind(cast(Any, [*with_parameters, *within][0]).accel_layer)
     for module in within:
         setattr(module, RANKS, ranks)
         layer: Layer = cast(Any, module).accel_layer

@@ -12,7 +12,8 @@ import msgspec
 from torch import Tensor, nn
 
 from accel.errors._checks import with_article
-from accel.parallel.parts import RowLayout
+from accel.parallel.parts import RowCut, RowLayout
+from accel.parallel.parts._layout import even
 from accel.topology import TensorStyle
 
 
@@ -139,9 +140,6 @@ def rule_for(module: nn.Module, style: TensorStyle, size: int, *, copied: bool, 
     if style in _PACKS:
         rows = module.get_parameter("weight").shape[dims["weight"]]
         needed = needed_packs(rows, _PACKS[style], size)
-    elif style == "multihead_attention":
-        rows = 3 * cast(nn.MultiheadAttention, module).embed_dim
-        needed = needed_packs(rows, 3, size)
     elif style == "colwise" and heads % size:
         rows = module.get_parameter("weight").shape[dims["weight"]]
         needed = needed_heads(rows, heads, size)
@@ -222,9 +220,19 @@ def _dims(module: nn.Module, style: TensorStyle) -> dict[str, int]:
         return {"weight": 1 - output_dim(module)}
     if style in ("embedding_rowwise", "embedding_colwise"):
         return {"weight": int(style == "embedding_colwise")}
-    if style == "multihead_attention":
-        return dict.fromkeys(sorted(own), 0)
     return {}
+
+
+def layouts_of_attention(module: nn.MultiheadAttention, size: int) -> dict[str, RowLayout]:
+    """Return layouts of an attention's parameters by which each rank computes some heads, by name."""
+    of_each = even(cast(int, cast(Any, module).embed_dim), size)
+    found: dict[str, RowLayout] = {"out_proj.weight": RowLayout(1, of_each)}
+    for name, _ in module.named_parameters(recurse=False):
+        if name.startswith("in_proj"):  # of queries, keys and values
+            found[name] = RowLayout(0, RowCut(3, of_each.segments))
+        else:  # an added key or value is [1, 1, features]
+            found[name] = RowLayout(2 if name in ("bias_k", "bias_v") else 0, of_each)
+    return found
 
 
 def _linear_problems(module: nn.Module, style: TensorStyle, size: int) -> Iterator[str]:
@@ -265,8 +273,6 @@ def _attention_problems(module: nn.Module, size: int) -> Iterator[str]:
     heads = cast(int, cast(Any, module).num_heads)
     if heads % size:
         yield uneven_heads(heads, size)
-    if module.bias_k is not None or module.add_zero_attn:
-        yield "keys and values that the attention adds itself (add_bias_kv, add_zero_attn)"
 
 
 def _named(module: nn.Module) -> str:

@@ -33,6 +33,7 @@ from accel.parallel._private import (
     untraced,
     without_subclasses,
 )
+from accel.parallel.axes.tensor._overlap import scattered_product
 from accel.parallel.axes.tensor._part_layers import LayerRanks
 from accel.parallel.axes.tensor._styles import Rule
 from accel.parallel.axes.tensor._trace import outputs_in
@@ -177,6 +178,13 @@ class SequenceRanks(LayerRanks):
             by_row = summand.reshape(*summand.shape[:dim], repeat, -1, *summand.shape[dim + 1 :])
             rows = scattered(by_row, dim + 1, self.group).flatten(dim, dim + 1)
         return self.scattered(shape, rows)
+
+    def ended_product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return this rank's tokens of the sum of a layer's outputs, with messages that may overlap with the matmul."""
+        shape = (*x.shape[:-1], len(weight))
+        if self.overlaps and self.scatters_evenly(shape):
+            return self.scattered(shape, scattered_product(plain_of(x), plain_of(weight), self.group))
+        return self.ended(functional.linear(x, weight))
 
     def scattered(self, shape: tuple[int, ...], rows: Tensor) -> PartTensor:
         """Return this rank's rows of a sum of a full shape as its tokens."""

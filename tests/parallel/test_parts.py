@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -54,9 +54,9 @@ def own(whole: Tensor, layout: RowLayout | None, ranks: Ranks) -> Tensor:
     return whole.index_select(layout.dim, torch.tensor(rows_of(layout.cut, ranks.rank, ranks.size)))
 
 
-def a_cut(draw: random.Random, size: int) -> RowCut:
+def a_cut(draw: random.Random, size: int, lengths: Sequence[int] = (4, 8, 12)) -> RowCut:
     while True:
-        segments = [(draw.choice([4, 8, 12]), draw.choice([1, 2, size])) for _ in range(draw.choice([1, 1, 2, 3]))]
+        segments = [(draw.choice(lengths), draw.choice([1, 2, size])) for _ in range(draw.choice([1, 1, 2, 3]))]
         cut = cut_of(draw.choice([1, 1, 2, 3]), segments)
         if cut is not None:
             return cut
@@ -112,8 +112,11 @@ def a_case(draw: random.Random, size: int) -> Drawn:
     cut = a_cut(draw, size)
     shape = [draw.choice([1, 2, 3, 4]) for _ in range(3)]
     dim = draw.randrange(3)
+    other = draw.randrange(3)
+    if draw.random() < 0.2:
+        cut = a_cut(draw, size, (4, 7, 10))  # unequal pieces
     shape[dim] = cut.total
-    return Drawn(draw, shape, dim, draw.randrange(3), cut)
+    return Drawn(draw, shape, dim, other, cut)
 
 
 def _slice(given: Drawn) -> Callable[[Tensor], Any]:
@@ -374,6 +377,13 @@ def _multi_head(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, out_bias: 
     )
 
 
+def _written(x: Tensor, y: Tensor) -> Tensor:
+    """A plain tensor that parts are written into, as a cache of keys is."""
+    whole = torch.zeros(2, x.size(1), 4, dtype=torch.float64)
+    whole[:, :, 1:3] = x[:, :, 1:3]
+    return whole.index_copy_(2, torch.tensor([0]), x[:, :, :1]).add_(x) * y
+
+
 def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
     """Functions that contract or sum the divided dimension, or take whole tensors beside parts."""
     cut = a_cut(draw, size)
@@ -381,6 +391,7 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
     even = RowCut(draw.choice([1, 2]), ((8, size),))
     m = even.total
     heads = RowCut(1, ((4, size),))
+    unequal = RowCut(1, ((7, size),))
     return {
         "column": Region(functional.linear, [(3, 5), (n, 5), (n,)], [None, RowLayout(0, cut), RowLayout(0, cut)]),
         "column, whole bias": Region(functional.linear, [(3, 5), (n, 5), (n,)], [None, RowLayout(0, cut), None]),
@@ -392,6 +403,14 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
             lambda x, up, down: functional.linear(functional.gelu(functional.linear(x, up)), down) + x,
             [(3, 5), (m, 5), (5, m)],
             [None, RowLayout(0, even), RowLayout(1, even)],
+        ),
+        "pair of unequal rows": Region(
+            lambda x, up, down, mask: functional.linear(functional.gelu(functional.linear(x, up)) * mask, down) + x,
+            [(3, 5), (7, 5), (5, 7), (7,)],
+            [None, RowLayout(0, unequal), RowLayout(1, unequal), None],
+        ),
+        "column of unequal rows": Region(
+            functional.linear, [(2, 3, 5), (7, 5), (7,)], [None, RowLayout(0, unequal), RowLayout(0, unequal)]
         ),
         "addmm": Region(torch.addmm, [(5,), (3, m), (m, 5)], [None, RowLayout(1, even), RowLayout(0, even)]),
         "addmm by columns": Region(torch.addmm, [(n,), (3, 5), (5, n)], [None, None, RowLayout(1, cut)]),
@@ -416,6 +435,7 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
             [(3, n)],
             [RowLayout(1, cut)],
         ),
+        "written": Region(_written, [(2, n, 4), (n, 1)], [RowLayout(1, cut), draw.choice([None, RowLayout(0, cut)])]),
         "sums": Region(lambda x: x.sum(-1) + x.mean(1), [(3, m)], [RowLayout(1, even)]),
         "norm of vectors": Region(lambda x: torch.linalg.vector_norm(x, dim=-1), [(3, m)], [RowLayout(1, even)]),
         "RMS norm over all heads": Region(
@@ -613,8 +633,6 @@ REFUSED: Mapping[str, tuple[str, Callable[[PartTensor], Any]]] = {
     "one head": ("__getitem__", lambda t: t[:, 1]),
     "a half of two heads": ("view", lambda t: t.view(2, 3, 2, 4).transpose(1, 2).reshape(2, 24)),
     "a value": ("item", lambda t: t[:1, :, :1].flatten().item()),
-    "a plain tensor changed": ("add_", lambda t: torch.zeros(2, 6, 4).add_(t)),
-    "a plain tensor written": ("__setitem__", lambda t: torch.zeros(2, 6, 4).__setitem__(0, t[0])),
     "greatest over heads": ("amax", lambda t: t.amax(1)),
     "other rows beside": ("add", lambda t: t + torch.ones(5, 4)),
 }

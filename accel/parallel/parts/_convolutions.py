@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from accel.parallel.parts._contractions import added, contracted_cut
-from accel.parallel.parts._layout import RowCut, RowLayout, no_rule
+from accel.parallel.parts._layout import RowLayout, no_rule, scaled
 from accel.parallel.parts._part import (
     Args,
     Named,
@@ -74,7 +74,7 @@ def _by_groups(
     if groups % ranks.size or own.cut.is_shared(ranks.size) or outputs % channels or not (is_one or groups == channels):
         raise no_rule(f"of {groups} groups, not whole on each rank")
     times = outputs // channels
-    need = RowCut(own.cut.repeat, tuple((length * times, ways) for length, ways in own.cut.segments))
+    need = scaled(own.cut, times)
     rows = None if bias is None else own_rows(bias, 0, need, ranks)
     found = func(x, own_rows(weight, 0, need, ranks), rows, **{**given, "groups": groups // ranks.size})
     return make(found, RowLayout(own.dim, need), ranks)

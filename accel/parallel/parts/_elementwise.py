@@ -27,6 +27,7 @@ from accel.parallel.parts._part import (
     ranks_of,
     tensors_of,
     whole_shape,
+    written_whole,
 )
 
 
@@ -91,8 +92,10 @@ def changes(name: str) -> bool:
 
 
 def _changed(func: Any, args: Args, kwargs: Named) -> Any:
-    """Change a part in place. A plain tensor is not changed, as it may be outside of the region."""
-    part = part_of(func, args)
+    """Change a part in place, or a plain tensor."""
+    if not isinstance(args[0], PartTensor):
+        return written_whole(func, args, kwargs)
+    part = args[0]
     own, alignment = aligned(list(tensors_of((args, kwargs))), part.ranks)
     if alignment.layout(part.dim()) != part.division:
         raise no_rule("in place, of a tensor that more ranks hold than the other")

@@ -24,6 +24,7 @@ from accel.parallel.parts._part import (
     plain_of,
     ranks_of,
     whole_shape,
+    written_whole,
 )
 from accel.parallel.parts._shapes import narrowed
 
@@ -132,21 +133,22 @@ def _is_mask(entry: Any) -> bool:
 
 
 def put(func: Any, args: Args, kwargs: Named) -> Any:
-    """An index in brackets that is assigned, only by slices and numbers."""
+    """An index in brackets that is assigned; of a part only by slices and numbers."""
     part, index, value = args
     if not isinstance(part, PartTensor):
-        raise no_rule("a part written into a plain tensor")
+        return written_whole(func, args, kwargs)
     entries, _ = _complete(index, part)
     if any(isinstance(each, Tensor | list) for each in entries):
         raise no_rule("a part written at places that a tensor names")
     target = get(func, (part, index), {})
     if not isinstance(value, Tensor):
         target.fill_(value)
-        return
+        return None
     own, alignment = aligned([target, value], part.ranks)
     if alignment.layout(target.dim()) != target.division:
         raise no_rule("a part written into a tensor that more ranks hold")
     own[0].copy_(own[1])
+    return None
 
 
 def index_select(func: Any, args: Args, kwargs: Named) -> Any:
@@ -182,7 +184,7 @@ def added_at(func: Any, args: Args, kwargs: Named) -> Any:
     target, index, source = given["input"], _alike(given["index"]), given["source"]
     ranks = ranks_of(target, source)
     if name.endswith("_") and not isinstance(target, PartTensor):
-        raise no_rule("of a plain tensor and a part")
+        return written_whole(func, args, kwargs)
     layouts = layouts_of((target, source))
     dim = given["dim"] % target.dim()
     if not layouts:

@@ -47,8 +47,9 @@ class RowCut(NamedTuple):
     """The division of the rows of one dimension among ranks."""
 
     repeat: int  # number of times that the segments follow each other
-    # (length, ways) of each: its rows are cut in `ways` equal pieces, and rank r of n holds number `r * ways // n`; of
-    # `-ways` pieces, counted from the last one. One way: all ranks hold all of it.
+    # (length, ways) of each: its rows are cut in `ways` pieces, and rank r of n holds number `r * ways // n`; of
+    # `-ways` pieces, counted from the last one. One way: all ranks hold all of it. Pieces are equal, but for the last
+    # ones of a length that is no multiple of `ways`.
     segments: tuple[tuple[int, int], ...]
 
     @property
@@ -60,8 +61,13 @@ class RowCut(NamedTuple):
 
     @property
     def local(self) -> int:
-        """Number of rows of each rank."""
-        return self.repeat * sum(length // abs(ways) for length, ways in self.segments)
+        """Number of rows of each rank; of unequal pieces the most that one has."""
+        return self.repeat * sum(-(-length // abs(ways)) for length, ways in self.segments)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether each rank has as many rows."""
+        return not any(length % ways for length, ways in self.segments)
 
     @property
     def listed(self) -> list[tuple[int, int]]:
@@ -110,11 +116,11 @@ def rows_of(cut: RowCut, rank: int, size: int) -> tuple[int, ...]:
     found: list[int] = []
     begin = 0
     for length, ways in cut.listed:
-        piece = length // abs(ways)
+        piece = -(-length // abs(ways))
         number = rank * abs(ways) // size
         first = begin + (number if ways > 0 else -ways - 1 - number) * piece
-        found += range(first, first + piece)
         begin += length
+        found += range(first, min(first + piece, begin))
     return tuple(found)
 
 
@@ -146,7 +152,7 @@ def places_of(need: RowCut, have: RowCut | None, rank: int, size: int) -> Places
     ):  # most often, so without a look at each row
         ways = need.segments[0][1]
         first = rank * ways // size * need.local
-        return slice(first, first + need.local)
+        return slice(first, min(first + need.local, need.total))
     own = range(need.total) if have is None else rows_of(have, rank, size)
     place = {row: number for number, row in enumerate(own)}
     try:
@@ -170,6 +176,12 @@ def viewed(shape: tuple[int, ...], layout: RowLayout, new: tuple[int, ...]) -> t
         new = tuple(count // max(others, 1) if each == -1 else each for each in new)
     if math.prod(new) != count:
         raise no_rule(f"view of {list(shape)} as {list(new)}, of another number of elements")
+    if not layout.cut.is_equal:
+        kept_dims = len(shape) - layout.dim
+        if new[-kept_dims:] != shape[layout.dim :]:
+            raise no_rule(f"view of {list(shape)} as {list(new)}, where ranks have {_UNEQUAL}")
+        dim = len(new) - kept_dims
+        return RowLayout(dim, layout.cut), (*new[:dim], -1, *new[dim + 1 :])
     behind = math.prod(shape[layout.dim + 1 :])
     repeat = layout.cut.repeat * math.prod(shape[: layout.dim])
     segments = [(length * behind, ways) for length, ways in layout.cut.segments]
@@ -185,6 +197,14 @@ def viewed(shape: tuple[int, ...], layout: RowLayout, new: tuple[int, ...]) -> t
     raise no_rule(f"view of {list(shape)} as {list(new)}: no dimension has all that ranks divide")
 
 
+_UNEQUAL = "unequal numbers of rows"
+
+
+def _check_equal(cut: RowCut) -> None:
+    if not cut.is_equal:
+        raise no_rule(f"some of {cut.total} rows, of which ranks have {_UNEQUAL}")
+
+
 class RowPiece(NamedTuple):
     """Neighbouring rows of a divided dimension, as a rank holds them."""
 
@@ -197,6 +217,7 @@ class RowPiece(NamedTuple):
 def piece_of(cut: RowCut, start: int, stop: int) -> RowPiece:
     """Return the piece [start, stop) of the whole, which begins and ends at borders of segments, or inside of one that
     all ranks hold."""
+    _check_equal(cut)
     first: int | None = None
     segments: list[tuple[int, int]] = []
     begin = own = 0
@@ -219,6 +240,7 @@ def piece_of(cut: RowCut, start: int, stop: int) -> RowPiece:
 def stepped(cut: RowCut, start: int, step: int) -> tuple[RowPiece, int]:
     """Return every `step`-th row from `start` on, with the step among this rank's rows; each piece must have as many
     of each kind, as interleaved gates do."""
+    _check_equal(cut)
     if start >= step or any(length // abs(ways) % step for length, ways in cut.segments):
         raise no_rule(f"every {step}-th row from {start} on of {cut}")
     fewer = RowCut(cut.repeat, tuple((length // step, ways) for length, ways in cut.segments))
@@ -227,6 +249,7 @@ def stepped(cut: RowCut, start: int, step: int) -> tuple[RowPiece, int]:
 
 def scaled(cut: RowCut, times: int) -> RowCut:
     """Return the cut where each row becomes so many neighbours."""
+    _check_equal(cut)
     return RowCut(cut.repeat, tuple((length * times, ways) for length, ways in cut.segments))
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -284,7 +283,11 @@ def whole_rows(part: PartTensor, join: Callable[[Tensor, int], Tensor]) -> Tenso
     """Return all rows of a divided tensor in their order, plain; `join` concatenates the rows of all ranks."""
     layout = part.division
     assert layout is not None
-    whole = join(plain_of(part), layout.dim)
+    rows = plain_of(part)
+    if not layout.cut.is_equal:  # messages are of one length
+        others = [0, 0] * (rows.dim() - 1 - layout.dim)
+        rows = functional.pad(rows, [*others, 0, layout.cut.local - rows.shape[layout.dim]])
+    whole = join(rows, layout.dim)
     order = _order(layout.cut, part.ranks.size)
     return (whole if order is None else taken(whole, layout.dim, order)).contiguous()
 
@@ -294,11 +297,11 @@ def _order(cut: RowCut, size: int) -> Places | None:
     """The place of each row of the full tensor among the rows of all ranks, the first of several; None if they are in
     order."""
     place: dict[int, int] = {}
-    held = chain.from_iterable(rows_of(cut, rank, size) for rank in range(size))
-    for number, row in enumerate(held):
-        place.setdefault(row, number)
+    for rank in range(size):
+        for number, row in enumerate(rows_of(cut, rank, size), rank * cut.local):
+            place.setdefault(row, number)
     found = [place[row] for row in range(cut.total)]
-    is_ordered = found == list(range(cut.total)) and not cut.is_shared(size)
+    is_ordered = found == list(range(cut.total)) and cut.is_equal and not cut.is_shared(size)
     return None if is_ordered else runs_of(found, len(cut.listed) * size)
 
 
@@ -376,6 +379,13 @@ def part_of(func: Any, args: Args) -> PartTensor:
 def entered(tensor: Any, ranks: Ranks) -> Any:
     """Return a tensor inside of the region: this rank's rows of a part, or a plain one that enters; others as is."""
     return tensor if isinstance(tensor, PartTensor) or not isinstance(tensor, Tensor) else ranks.enter(tensor)
+
+
+def written_whole(func: Any, args: Args, kwargs: Named) -> Any:
+    """Change a plain tensor in place, by the whole tensors of parts: it may be outside of the region, as a cache is of
+    keys and values. A collective."""
+    given, by_name = pytree.tree_map_only(PartTensor, leave, (tuple(args), dict(kwargs)))
+    return func(*given, **by_name)
 
 
 def own_rows(tensor: Tensor, dim: int, need: RowCut, ranks: Ranks) -> Tensor:

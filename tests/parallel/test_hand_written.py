@@ -65,19 +65,24 @@ class LearnedMask(nn.Module):
         return x + self.attention(x, x, x, attn_mask=mask.flatten(0, 1), key_padding_mask=padding)[0]
 
 
+class _OwnForward(nn.MultiheadAttention):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
 class WholeAttention(nn.Module):
-    """An attention that cannot be divided, whose forward reads its last projection, and lists of parameters."""
+    """An attention that is not known, whose forward reads its last projection, and lists of parameters."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, add_bias_kv=True)
+        self.attention = _OwnForward(WIDTH, HEADS, batch_first=True, add_bias_kv=True)
         self.scales = nn.ParameterList([nn.Parameter(torch.linspace(0.5, 1 + at, WIDTH)) for at in range(3)])
         self.named = nn.ParameterDict({"shift": nn.Parameter(torch.linspace(-1, 1, WIDTH))})
         self.mlp = Mlp()
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.scales[:2]
-        x = x * first + self.attention(x, x, x, need_weights=False)[0] * second
+        x = x * first + self.attention(x) * second
         return self.mlp(x) * self.scales[2] + self.named["shift"]
 
 

@@ -191,7 +191,13 @@ MASKS: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
 @given(
     mask=st.sampled_from(sorted(MASKS)),
     options=st.fixed_dictionaries(
-        {"bias": st.booleans(), "batch_first": st.booleans(), "kdim": st.sampled_from([None, 6])}
+        {
+            "bias": st.booleans(),
+            "batch_first": st.booleans(),
+            "kdim": st.sampled_from([None, 6]),
+            "add_bias_kv": st.booleans(),
+            "add_zero_attn": st.booleans(),
+        }
     ),
     weights=st.sampled_from(["", "mean", "each"]),
     cross=st.booleans(),
@@ -221,6 +227,39 @@ def test_attention_with_divided_heads_is_that_of_torch(ranks, mask, options, wei
         found = [each.detach().clone() if each is not None else None for each in outputs(model)]
         grads = [each.grad for each in model.parameters()]
         return found, [each.full_tensor() if hasattr(each, "full_tensor") else each for each in grads]
+
+    expected = rank(accel.single())
+    for got in ranks.run(rank, 2, default_group=True):
+        torch.testing.assert_close(got, expected, **TOLERANCE)
+
+
+def test_a_hint_of_a_mask_that_is_not_given_is_refused(ranks):
+    """torch refuses it too; without, no mask would apply."""
+    x = torch.ones(2, 3, 8)
+
+    def rank(ctx: accel.DistContext) -> None:
+        model = accel.prepare(accel.replace(ctx, mesh="tp=2"), nn.Sequential(nn.MultiheadAttention(8, 4)))
+        with assert_raises(PrepareError, got="is_causal, which is a hint"):
+            model[0](x, x, x, is_causal=True)
+
+    ranks.run(rank, 2, default_group=True)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch makes an autograd function while it traces one, and warns of it
+def test_attention_of_torch_compiles_in_one_graph(ranks):
+    x = torch.linspace(-1, 1, 80, dtype=torch.float64).view(2, 5, 8)
+
+    def rank(ctx: accel.DistContext) -> list[torch.Tensor]:
+        model = _seeded(lambda: nn.TransformerEncoderLayer(8, 4, 16, 0.0, batch_first=True))
+        if ctx.world_size > 1:
+            torch.compiler.reset()
+            model = accel.prepare_model(accel.replace(ctx, mesh="tp=2"), model)
+            model = accel.compile_model(model, nn.TransformerEncoderLayer, backend="aot_eager", fullgraph=True)
+        given = x.clone().requires_grad_()
+        output = model(given)
+        output.square().sum().backward()
+        return [output.detach(), given.grad]
 
     expected = rank(accel.single())
     for got in ranks.run(rank, 2, default_group=True):

@@ -17,36 +17,21 @@ from torch import nn
 import accel
 from accel.errors import ConfigError, PrepareError
 from accel.parallel.axes.tensor._rules import match
-from accel.parallel.axes.tensor._styles import STYLES, needed_packs, row_exchange
+from accel.parallel.axes.tensor._styles import STYLES, row_exchange
 from accel.parallel.parts import RowCut, rows_of
 
 
-def _shared(rows: int, heads: int, size: int) -> list[list[range]]:
-    """The rows of one head for each rank, which neighbours share."""
-    cut = RowCut(1, ((rows, heads),))
-    return [[range(row, row + 1) for row in rows_of(cut, rank, size)] for rank in range(size)]
-
-
-@given(size=st.integers(1, 6), packs=st.integers(1, 4), part=st.integers(1, 3), times=st.integers(1, 3))
-def test_ranks_exchange_the_rows_that_they_need(size: int, packs: int, part: int, times: int) -> None:
-    rows = size * packs * part
-    ways = [needed_packs(rows, packs, size), _shared(size * packs * times, size, size)]
-    ways += [_shared(size * part, heads, size) for heads in range(1, size + 1) if size % heads == 0]
-    for needed in ways:
-        total = size * max(1, len({row for each in needed for rows_ in each for row in rows_}) // size)
-        stored = torch.arange(total).chunk(size)
-        plans_ = [row_exchange(total, needed, rank) for rank in range(size)]
-        sent = [torch.cat(each.sent.of(stored[rank])).split(list(each.to)) for rank, each in enumerate(plans_)]
-        for rank, each in enumerate(plans_):
-            received = [part_[rank] for part_ in sent]
-            assert [len(rows_) for rows_ in received] == list(each.back)
-            rows_ = torch.cat(received)
-            own = rows_ if each.places is None else torch.cat(each.places.of(rows_))
-            assert own.tolist() == [row for each_ in needed[rank] for row in each_]
-
-
-def test_packs_are_divided() -> None:
-    assert needed_packs(12, 3, 2) == [[range(2), range(4, 6), range(8, 10)], [range(2, 4), range(6, 8), range(10, 12)]]
+@given(size=st.integers(1, 6), packs=st.integers(1, 4), part=st.integers(1, 3), heads=st.integers(1, 6))
+def test_ranks_exchange_the_rows_that_they_need(size: int, packs: int, part: int, heads: int) -> None:
+    ways = heads if size % heads == 0 else size  # fewer heads than ranks are shared by neighbours
+    cut = RowCut(packs, ((size * part, ways),))
+    stored = torch.arange(cut.total).chunk(size)
+    exchanges = [row_exchange(cut, rank, size) for rank in range(size)]
+    sent = [torch.cat(each.sent.of(own)).split(list(each.to)) for own, each in zip(stored, exchanges, strict=True)]
+    for rank, each in enumerate(exchanges):
+        received = [pieces[rank] for pieces in sent]
+        assert [len(rows) for rows in received] == list(each.back)
+        assert torch.cat(received).tolist() == list(rows_of(cut, rank, size))
 
 
 _LAYER = nn.Linear(4, 4)
@@ -136,7 +121,10 @@ KNOWN = {
             "layers.*.self_attn.out_proj": "rowwise",
         },
     ),
-    "attention that adds a key": (lambda: nn.ModuleList([nn.MultiheadAttention(4, 2, add_zero_attn=True)]), {}),
+    "attention that adds a key": (
+        lambda: nn.ModuleList([nn.MultiheadAttention(4, 2, add_zero_attn=True)]),
+        {"0": "multihead_attention", "0.out_proj": "rowwise"},
+    ),
 }
 
 
@@ -331,11 +319,11 @@ ONE_WRONG: dict[str, tuple[Any, Any, int, str]] = {
     "recurrent": (lambda: nn.Sequential(nn.LSTM(4, 4)), {"0": "replicated_local"}, 2, "is whole on each rank"),
     "list": (lambda: nn.ParameterList([torch.ones(2)]), {"": "replicated"}, 2, "a container of parameters"),
     "attention heads": (lambda: nn.Sequential(nn.MultiheadAttention(9, 3)), {"0": "multihead_attention"}, 2, "3 heads"),
-    "added keys": (
-        lambda: nn.Sequential(nn.MultiheadAttention(4, 2, add_bias_kv=True)),
-        {"0": "multihead_attention"},
+    "an attention that does not sum its outputs": (
+        lambda: nn.Sequential(nn.MultiheadAttention(4, 2)),
+        {"0": "multihead_attention", "0.out_proj": "replicated"},
         2,
-        "adds itself",
+        r"0\.out_proj: replicated, of an attention with divided heads",
     ),
     "norms of rows": (
         lambda: nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from accel.parallel.parts._layout import RowCut, RowLayout, even, no_rule
@@ -41,7 +42,8 @@ def scaled_dot_product(func: Any, args: Args, kwargs: Named) -> Any:
     own, layout = _by_heads(tensors, ranks, is_grouped=bool(given.get("enable_gqa")))
     if len(own) > 3:
         given["attn_mask"] = own.pop()
-    if not given.get("dropout_p") or layout is None:
+    # A graph of torch.compile cannot enter another stream: there all ranks drop the same places of their heads.
+    if not given.get("dropout_p") or layout is None or is_dynamo_compiling():
         return make(func(*own, **given), layout, ranks)
     # Each rank draws for its heads, from a separate stream that is derived from the shared stream.
     seed = int(torch.randint(2**62, (), device="cpu"))

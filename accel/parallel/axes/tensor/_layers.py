@@ -25,17 +25,13 @@ from accel.parallel.axes.tensor._overlap import (
     copied_product,
     gathered_product,
     is_beside,
-    scattered_product,
-    summed_product,
 )
 from accel.parallel.axes.tensor._styles import (
     RowExchange,
     Rule,
     is_transposed,
     part_length,
-    row_exchange,
 )
-from accel.parallel.parts import make, plain_of
 from accel.tensors import is_dtensor
 
 if TYPE_CHECKING:
@@ -53,17 +49,15 @@ class Layer:
         mesh: of one axis, tp.
         group: of the ranks along tp.
         rank: of this rank along tp.
-        exchange: rows to exchange before the module computes; None where it computes with those that are stored.
     """
 
-    __slots__ = ("exchange", "group", "mesh", "rank", "rule")
+    __slots__ = ("group", "mesh", "rank", "rule")
 
     def __init__(self, rule: Rule, mesh: DeviceMesh) -> None:
         self.rule = rule
         self.mesh = mesh
         self.group: dist.ProcessGroup = mesh.get_group()
         self.rank = mesh.get_local_rank()
-        self.exchange: RowExchange | None = row_exchange(rule.rows, rule.needed, self.rank) if rule.needed else None
 
     @property
     def size(self) -> int:
@@ -86,7 +80,6 @@ class GroupLayer(Layer):
         self.rule = rule
         self.group = cast(Any, group)
         self.rank = group.rank()
-        self.exchange = row_exchange(rule.rows, rule.needed, self.rank) if rule.needed else None
 
 
 class LocalParameters(KeepsParameters):
@@ -167,45 +160,6 @@ class Head(LocalParameters):
         return gathered(padded, -1, layer.group)[..., : layer.rule.uneven].contiguous()
 
 
-class Rowwise(LocalParameters):
-    """The projection that ends an nn.MultiheadAttention."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the sum of the ranks' outputs: of all tokens, or of this rank's where ranks share them."""
-        layer = self.accel_layer
-        ranks = _ranks_of_tokens(self)
-        if is_beside(layer.rule):
-            output = self._beside(args[0], ranks)
-        else:
-            output = super().forward(*args, **kwargs)
-            output = summed(output, layer.group) if ranks is None else ranks.ended(output)
-        bias = cast(Any, self)._parameters.get("bias")
-        if bias is None:
-            return output
-        # the gradient is a sum over rows; for a single row it is the output's gradient itself
-        is_sum = output.numel() > bias.numel()
-        if ranks is None:
-            return output + local_of(bias, summands=False, fresh=is_sum).to(output.dtype)
-        own = local_of(bias, summands=True, fresh=is_sum).to(plain_of(output).dtype)
-        return output + make(own, None, ranks)
-
-    def _beside(self, x: torch.Tensor, ranks: SequenceRanks | None) -> torch.Tensor:
-        """The sum of the ranks' outputs, with messages that overlap with the matmul."""
-        group = self.accel_layer.group
-        weight = local(cast(Any, self)._parameters["weight"], self.accel_layer.rule)
-        if ranks is None:
-            return summed_product(x, weight, group)
-        shape = (*x.shape[:-1], len(weight))
-        if ranks.scatters_evenly(shape):
-            return ranks.scattered(shape, scattered_product(x, weight, group))
-        return ranks.ended(functional.linear(x, weight))
-
-    def parameters_here(self, stored: Mapping[str, nn.Parameter | None]) -> dict[str, torch.Tensor | None]:
-        """Return the local parts without the bias, which is added to the sum."""
-        here = super().parameters_here({name: each for name, each in stored.items() if name != "bias"})
-        return {**here, "bias": None} if "bias" in stored else here
-
-
 class Embedding(LocalParameters):
     """A row-sharded embedding."""
 
@@ -227,6 +181,23 @@ class Embedding(LocalParameters):
         own = cast(Any, self).__dict__["padding_idx"]
         first, rows = _rows_here(cast(nn.Embedding, self), self.accel_layer)
         return own - first if own is not None and first <= own < first + rows else None
+
+
+class Recurrent(LocalParameters):
+    """A recurrent layer of torch, which computes with a list of its parameters."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's own forward."""
+        own = vars(self)
+        stored = {name: own[name] for name in ("_parameters", "_flat_weights", "_flat_weight_refs")}
+        here = self.parameters_here(stored["_parameters"])
+        listed = [here.get(name) for name in own["_flat_weights_names"]]
+        # without references torch does not make the list anew, which moves the memory of parameters on CUDA
+        own.update(_parameters=here, _flat_weights=listed, _flat_weight_refs=[None] * len(listed))
+        try:
+            return super(LocalParameters, self).forward(*args, **kwargs)
+        finally:
+            own.update(stored)
 
 
 def entered(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -275,19 +246,16 @@ def needed_rows(stored: torch.Tensor, layer: Layer, exchange: RowExchange) -> to
     """Return the rows, [rows, ...], that this rank computes with, from those that ranks store. A collective, as its
     backward."""
     sent = torch.cat(exchange.sent.of(stored))
-    rows = exchanged(sent, exchange.to, exchange.back, layer.group)
-    return rows if exchange.places is None else torch.cat(exchange.places.of(rows))
+    return exchanged(sent, exchange.to, exchange.back, layer.group)
 
 
-def mixin_for(rule: Rule) -> type[LocalParameters] | None:
-    """Return the class to put before the class of a module without parts; None for attention, which has another one."""
+def mixin_for(rule: Rule) -> type[LocalParameters]:
+    """Return the class to put before the class of a module without parts."""
     return {
         "colwise": Head,
         "colwise_gather_output": Head,
         "embedding_rowwise": Embedding,
-        "multihead_attention": None,
         "replicated_local": ReadParameters,
-        "rowwise": Rowwise,
     }.get(rule.style, LocalParameters)
 
 

@@ -44,7 +44,7 @@ def with_overlap(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Rule]
     for path, rule in rules.items():
         if rule.style in COLWISE | ROWWISE:
             problems += [path] if not _is_product(model.get_submodule(path)) else []
-        elif rule.style != "multihead_attention" and not rule.layouts:
+        elif not rule.layouts:
             continue
         found[path] = msgspec.structs.replace(rule, overlap=True)
     if problems:

@@ -193,9 +193,8 @@ def _places(modules: Iterable[tuple[str, nn.Module]]) -> Counter[int]:
 def _styles_in(module: nn.Module, places: Counter[int]) -> Iterator[tuple[str, TensorStyle]]:
     """Styles of a module's own parts, by their names in it."""
     if isinstance(module, nn.MultiheadAttention) and _has_forward_of(module, nn.MultiheadAttention):
-        if module.bias_k is None and not module.add_zero_attn:
-            yield "", "multihead_attention"
-            yield "out_proj", "rowwise"
+        yield "", "multihead_attention"
+        yield "out_proj", "rowwise"
     elif isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
         if _feeds_forward(module):
             yield "linear1", "colwise"

@@ -19,7 +19,7 @@ from accel.parallel._private import contains_compiled, runs_in_backward
 from accel.parallel.axes.tensor._layers import Layer, LocalParameters, is_computed_again, needed_rows
 from accel.parallel.axes.tensor._overlap import copied_product, summed_product
 from accel.parallel.axes.tensor._styles import RowExchange, Rule, row_exchange
-from accel.parallel.parts import PartsInTuples, PartTensor, Ranks, RowCut, RowLayout, leave, make, plain_of, rows_of
+from accel.parallel.parts import PartsInTuples, PartTensor, Ranks, RowCut, RowLayout, leave, make, plain_of
 from accel.parallel.parts._layout import at, cut_of, even, no_rule
 from accel.parallel.parts._nested import NestedPart, entered_rows, nested, rows_in
 
@@ -151,8 +151,7 @@ def exchanges_of(layouts: Mapping[str, RowLayout], rank: int, size: int) -> dict
             alike.setdefault(cut, []).append(name)
     found: dict[tuple[str, ...], RowExchange] = {}
     for cut, names in alike.items():
-        needed = [[range(row, row + 1) for row in rows_of(cut, at, size)] for at in range(size)]
-        found[tuple(names)] = row_exchange(cut.total, needed, rank)
+        found[tuple(names)] = row_exchange(cut, rank, size)
     return found
 
 

@@ -15,9 +15,8 @@ from accel.errors._checks import did_you_mean
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._blocks import block_groups, outermost_groups
 from accel.parallel._modules import RANKS, matching, named_modules, note_module
-from accel.parallel.axes.tensor._attention import Attention, Recurrent
 from accel.parallel.axes.tensor._dependence import pattern_of
-from accel.parallel.axes.tensor._layers import Layer, ReadList, mixin_for
+from accel.parallel.axes.tensor._layers import Layer, ReadList, Recurrent, mixin_for
 from accel.parallel.axes.tensor._part_layers import LayerRanks, NestedRanks, PartParameters, RegionEnd, exchanges_of
 from accel.parallel.axes.tensor._styles import (
     ADAPTER,
@@ -29,6 +28,7 @@ from accel.parallel.axes.tensor._styles import (
     heads_in,
     is_adapted,
     is_linear,
+    layouts_of_attention,
     output_dim,
     problems_of,
     rule_for,
@@ -36,11 +36,12 @@ from accel.parallel.axes.tensor._styles import (
     with_lora,
 )
 from accel.parallel.axes.tensor._tokens import SequenceRanks, TokenRegion
+from accel.parallel.parts import RowLayout
 from accel.tensors import is_dtensor, word_layers
 from accel.topology import TensorStyle
 
 WHERE = "prepare_model, plan.tensor"
-_OF_TOKENS = ("embedding_rowwise", "multihead_attention", *COLWISE, *ROWWISE)  # take or give tokens
+_OF_TOKENS = ("embedding_rowwise", *COLWISE, *ROWWISE)  # take or give tokens
 _FAST_PATHS: Mapping[type[nn.Module], Mapping[str, int]] = {
     # torch's fused inference reads the parameters of modules that it never calls
     nn.TransformerEncoderLayer: {"activation_relu_or_gelu": 0},
@@ -66,7 +67,7 @@ def rules_of(
     if is_stage:
         full = (path for path in styles if any(True for _ in model.get_submodule(path).parameters()))
         styles = {path: styles[path] for path in full}
-    styles = with_lora(model, {**_attention_outputs(model, styles), **styles}, problems)
+    styles = with_lora(model, _with_attention_outputs(model, styles, problems), problems)
     known = {path: cast(TensorStyle, style) for path, style in styles.items() if style in STYLES}
     complete = {**{path: _unnamed(module) for path, module in named_modules(model) if _holds(module)}, **known}
     ends = set(word_layers(model).heads)
@@ -80,14 +81,13 @@ def rules_of(
         found += [uneven_heads(own, size)] if own % size and not is_shared else []
         problems += [f"{path or 'the model'}: {each}" for each in found]
         if not found:
-            around = model.get_submodule(path.rpartition(".")[0])
-            is_end = (style == "colwise" and path in ends) or isinstance(around, nn.MultiheadAttention)
+            is_end = style == "colwise" and path in ends
             rules[path] = rule_for(module, style, size, ways=own if is_shared else size, is_end=is_end)
     rules = _with_aliases(model, _with_ends(model, rules), known)
     problems += _tied_problems(model, rules)
     if problems:
         raise _refused(problems, size)
-    rules = _with_regions(model, rules, regions) if regions else rules
+    rules = _with_regions(model, rules, {**_attentions(model, rules, size), **(regions or {})})
     return _with_tokens(model, rules, known) if shares_tokens else rules
 
 
@@ -201,14 +201,29 @@ def _unnamed(module: nn.Module) -> TensorStyle:
     return "replicated_local" if isinstance(module, nn.ParameterList | nn.ParameterDict) else "replicated"
 
 
-def _attention_outputs(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """The projection that ends an nn.MultiheadAttention, which nobody needs to name: of a whole one its forward reads
-    the parameters."""
-    return {
-        f"{path}.out_proj".lstrip("."): "rowwise" if styles.get(path) == "multihead_attention" else "replicated_local"
-        for path, each in named_modules(model)
-        if isinstance(each, nn.MultiheadAttention) and _holds(each.out_proj)
-    }
+def _with_attention_outputs(model: nn.Module, styles: Mapping[str, str], problems: list[str]) -> dict[str, str]:
+    """Styles without the projection that ends an nn.MultiheadAttention with divided heads, which is divided with them;
+    of a whole one the forward reads the parameters."""
+    found = dict(styles)
+    for path, each in named_modules(model):
+        if not isinstance(each, nn.MultiheadAttention) or not _holds(each.out_proj):
+            continue
+        output = f"{path}.out_proj".lstrip(".")
+        if styles.get(path) != "multihead_attention":
+            found.setdefault(output, "replicated_local")
+        elif (style := found.pop(output, "rowwise")) != "rowwise":
+            problems.append(f"{output}: {style}, of an attention with divided heads, which sums its outputs (rowwise)")
+    return found
+
+
+def _attentions(model: nn.Module, rules: Mapping[str, Rule], size: int) -> Regions:
+    """Layouts of the parameters of each nn.MultiheadAttention with divided heads."""
+    found: dict[str, dict[str, RowLayout]] = {}
+    for path, rule in rules.items():
+        if rule.style == "multihead_attention":
+            layouts = layouts_of_attention(cast(nn.MultiheadAttention, model.get_submodule(path)), size)
+            found[path] = {f"{path}.{name}".lstrip("."): layout for name, layout in layouts.items()}
+    return found
 
 
 def passed_over(model: nn.Module, declared: Iterable[str], styles: Mapping[str, str]) -> list[str]:
@@ -342,7 +357,7 @@ def install(
         cast(Any, module).accel_layer = layer_of(rule)
         if rule.overlap:
             note_module(module, overlaps=True)
-        mixin = ReadList if isinstance(module, nn.ParameterList) else mixin_for(rule) or Attention
+        mixin = ReadList if isinstance(module, nn.ParameterList) else mixin_for(rule)
         mixin = Recurrent if isinstance(module, nn.RNNBase) else mixin
         if rule.layouts or rule.summands or (rule.tokens and rule.style == "replicated"):
             mixin = PartParameters
@@ -352,8 +367,8 @@ def install(
     if ranks is None and within:
         kind = NestedRanks if nests else LayerRanks
         kind = SequenceRanks if any(rule.tokens for rule in rules.values()) else kind
-        own = [model.get_submodule(path) for path, rule in rules.items() if rule.layouts]
-        ranks = kind(cast(Any, [*own, *within][0]).accel_layer)
+        with_parameters = [model.get_submodule(path) for path, rule in rules.items() if rule.layouts]
+        ranks = kind(cast(Any, [*with_parameters, *within][0]).accel_layer)
     for module in within:
         setattr(module, RANKS, ranks)
         layer: Layer = cast(Any, module).accel_layer

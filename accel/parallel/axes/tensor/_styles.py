@@ -11,7 +11,8 @@ import msgspec
 from torch import Tensor, nn
 
 from accel.errors._checks import with_article
-from accel.parallel.parts import RowCut, RowLayout
+from accel.parallel.parts import RowCut, RowLayout, rows_of
+from accel.parallel.parts._layout import even
 from accel.topology import TensorStyle
 
 
@@ -33,32 +34,16 @@ class RowExchange(NamedTuple):
     sent: RowPieces  # rows of this rank's part to send, by receiving rank, lowest rows first; a row may go to several
     to: Sequence[int]  # number of rows for each rank
     back: Sequence[int]  # number of rows from each rank
-    places: RowPieces | None = None  # received rows in the order in which the rank computes; None where they come in it
 
 
-def needed_packs(rows: int, packs: int, size: int) -> Sequence[Sequence[range]]:
-    """Return the rows that each rank needs of equal packs, such as queries, keys and values: its part of each."""
-    pack = rows // packs
-    part = pack // size
-    return [
-        [range(at * pack + rank * part, at * pack + (rank + 1) * part) for at in range(packs)] for rank in range(size)
-    ]
-
-
-def row_exchange(rows: int, needed: Sequence[Sequence[range]], rank: int) -> RowExchange:
-    """Return the all-to-all of one rank, from rows stored in equal parts in order to the `needed` rows of each
-    rank."""
-    size = len(needed)
-    part = rows // size
-    stored = [range(at * part, (at + 1) * part) for at in range(size)]
-    sent = [_common(stored[rank], needed[to]) for to in range(size)]
-    received = [_common(source, needed[rank]) for source in stored]
-    order = [row - rank * part for rows_to in sent for row in rows_to]
-    places: RowPieces | None = None
-    if any(before.stop > after.start for before, after in itertools.pairwise(needed[rank])):
-        place = {row: at for at, row in enumerate(itertools.chain.from_iterable(received))}
-        places = _pieces_of(len(place), [place[row] for each in needed[rank] for row in each])
-    return RowExchange(_pieces_of(part, order), [len(each) for each in sent], [len(each) for each in received], places)
+def row_exchange(cut: RowCut, rank: int, size: int) -> RowExchange:
+    """Return the all-to-all of one rank, from rows stored in equal parts in order to the rows of a cut."""
+    part = cut.total // size
+    needed = [rows_of(cut, each, size) for each in range(size)]
+    sent = [[row - rank * part for row in rows if row // part == rank] for rows in needed]
+    back = [sum(row // part == source for row in needed[rank]) for source in range(size)]
+    order = [row for rows in sent for row in rows]
+    return RowExchange(_pieces_of(part, order), [len(each) for each in sent], back)
 
 
 def _pieces_of(length: int, order: Sequence[int]) -> RowPieces:
@@ -71,11 +56,6 @@ def _pieces_of(length: int, order: Sequence[int]) -> RowPieces:
     number = {start: at for at, start in enumerate(ends[:-1])}
     sizes = [stop - start for start, stop in itertools.pairwise(ends)]
     return RowPieces(sizes, [number[row] for row in order if row in number])
-
-
-def _common(stored: range, needed: Sequence[range]) -> list[int]:
-    spans = ((max(stored.start, each.start), min(stored.stop, each.stop)) for each in needed)
-    return [row for start, stop in spans for row in range(start, stop)]
 
 
 STYLES: tuple[str, ...] = get_args(TensorStyle)
@@ -95,10 +75,6 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     summands: bool = False  # whether the gradients of its replicated parameters are summands, one on each rank
     fresh: bool = False  # whether its backward computes these gradients in memory of their own
     uneven: int = 0  # number of outputs, where ranks compute different numbers of them and gather all; 0 elsewhere
-    # Number of rows of the parameters that ranks exchange before they compute; 0 where they exchange none.
-    rows: int = 0
-    # The rows that each rank computes with, where they are not those that it stores.
-    needed: Sequence[Sequence[range]] = ()
     overlap: bool = False  # whether messages overlap with the module's matmuls
     layouts: Mapping[str, RowLayout] = {}  # layouts of its parameters that are parts in a forward, by name
     # Parts that are made whole in its outputs, where modules in it compute with parts: of "features", or "all".
@@ -121,12 +97,8 @@ def rule_for(module: nn.Module, style: TensorStyle, size: int, *, ways: int, is_
     """Return the rule of a module without a problem, by which its outputs have as many pieces as `ways`. With `is_end`
     they are plain tensors of this rank's rows."""
     dims = _dims(module, style)
-    rows = uneven = 0
-    needed: Sequence[Sequence[range]] = ()
-    if style == "multihead_attention":
-        rows = 3 * cast(nn.MultiheadAttention, module).embed_dim
-        needed = needed_packs(rows, 3, size)
-    elif style == "colwise_gather_output":
+    uneven = 0
+    if style == "colwise_gather_output":
         outputs = module.get_parameter("weight").shape[dims["weight"]]
         uneven = outputs if outputs % size else 0
     return Rule(
@@ -136,8 +108,6 @@ def rule_for(module: nn.Module, style: TensorStyle, size: int, *, ways: int, is_
         summands=style == "replicated_with_grad_allreduce",
         fresh=type(module).forward in _FRESH,
         uneven=uneven,
-        rows=rows,
-        needed=needed,
         layouts={} if is_end or style not in _BETWEEN else _layouts(module, dims, _PACKS.get(style, 1), ways),
     )
 
@@ -215,9 +185,19 @@ def _dims(module: nn.Module, style: TensorStyle) -> dict[str, int]:
         return {"weight": 1 - output_dim(module)}
     if style in ("embedding_rowwise", "embedding_colwise"):
         return {"weight": int(style == "embedding_colwise")}
-    if style == "multihead_attention":
-        return dict.fromkeys(sorted(own), 0)
     return {}
+
+
+def layouts_of_attention(module: nn.MultiheadAttention, size: int) -> dict[str, RowLayout]:
+    """Return layouts of an attention's parameters by which each rank computes some heads, by name."""
+    of_each = even(cast(int, cast(Any, module).embed_dim), size)
+    found: dict[str, RowLayout] = {"out_proj.weight": RowLayout(1, of_each)}
+    for name, _ in module.named_parameters(recurse=False):
+        if name.startswith("in_proj"):  # of queries, keys and values
+            found[name] = RowLayout(0, RowCut(3, of_each.segments))
+        else:  # an added key or value is [1, 1, features]
+            found[name] = RowLayout(2 if name in ("bias_k", "bias_v") else 0, of_each)
+    return found
 
 
 def _linear_problems(module: nn.Module, style: TensorStyle, size: int) -> Iterator[str]:
@@ -258,8 +238,6 @@ def _attention_problems(module: nn.Module, size: int) -> Iterator[str]:
     heads = cast(int, cast(Any, module).num_heads)
     if heads % size:
         yield uneven_heads(heads, size)
-    if module.bias_k is not None or module.add_zero_attn:
-        yield "keys and values that the attention adds itself (add_bias_kv, add_zero_attn)"
 
 
 def _named(module: nn.Module) -> str:

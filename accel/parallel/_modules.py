@@ -181,7 +181,6 @@ class ModuleNotes(TypedDict, total=False):
     answer: Any  # function that answers its calls. By replays, until they end
     chunks: Any  # parts of the sequence on which it runs. By chunk_sequence; read by its forwards
     compute: Any  # function that a head runs instead of its forward. By a loss without logits, for one call
-    early: Any  # matmul result of a column-wise layer, computed before its call. For one call of the module around it
     elsewhere: bool  # another stage holds it. By prepare_model, along pp; read wherever modules are chosen
     emptied: str  # engine that empties its parameters between passes. By DeepSpeed's engine; read by losses
     exchanges: Mapping[tuple[str, ...], Any]  # rows of parameters that ranks exchange. By prepare_model, along tp

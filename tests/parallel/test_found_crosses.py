@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import accel
+from accel.parallel.parts import leave
 from accel.tensors import full_tensor
 from accel.testing import Simulator
 
@@ -217,8 +218,8 @@ def test_dropout_behind_divided_layers_is_that_of_one_process(
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
-def test_dropout_inside_of_divided_layers_is_each_rank_s_own(ranks: Simulator) -> None:
-    """Ranks drop other places there, the same ones elsewhere, and their streams are alike in the end."""
+def test_dropout_inside_of_divided_layers_is_drawn_for_full_tensors(ranks: Simulator) -> None:
+    """Ranks drop their parts of the same places, and their streams are alike in the end."""
 
     def rank(ctx: accel.DistContext) -> tuple[dict[str, Tensor], Tensor]:
         model: Any = _dropping(0.3, 0.3)()
@@ -227,14 +228,15 @@ def test_dropout_inside_of_divided_layers_is_each_rank_s_own(ranks: Simulator) -
         masks: dict[str, Tensor] = {}
         for name in ("mlp.drop", "drop"):
             dropout = model.blocks[0].get_submodule(name)
-            _ = dropout.register_forward_hook(lambda *given, name=name: masks.update({name: given[2] == 0}))
+            _ = dropout.register_forward_hook(lambda *given, name=name: masks.update({name: leave(given[2]) == 0}))
         accel.seeding.set_seed(ctx, 0, data_rank=0)
         _ = model(torch.arange(24).view(2, 12), torch.ones(2, 12, dtype=torch.long))
         return masks, torch.rand(4)
 
     (one, after), (other, after_other) = ranks.run(rank, 2, default_group=True)
     assert torch.equal(one["drop"], other["drop"])
-    assert not torch.equal(one["mlp.drop"], other["mlp.drop"])
+    assert torch.equal(one["mlp.drop"], other["mlp.drop"])
+    assert one["mlp.drop"].any()
     assert torch.equal(after, after_other)
 
 

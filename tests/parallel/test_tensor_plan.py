@@ -17,30 +17,21 @@ from torch import nn
 import accel
 from accel.errors import ConfigError, PrepareError
 from accel.parallel.axes.tensor._rules import match
-from accel.parallel.axes.tensor._styles import STYLES, needed_heads, needed_packs, row_exchange
+from accel.parallel.axes.tensor._styles import STYLES, row_exchange
+from accel.parallel.parts import RowCut, rows_of
 
 
-@given(size=st.integers(1, 6), packs=st.integers(1, 4), part=st.integers(1, 3), times=st.integers(1, 3))
-def test_ranks_exchange_the_rows_that_they_need(size: int, packs: int, part: int, times: int) -> None:
-    rows = size * packs * part
-    ways = [needed_packs(rows, packs, size), needed_heads(size * packs * times, size, size)]
-    ways += [needed_heads(size * part, heads, size) for heads in range(1, size + 1) if size % heads == 0]
-    for needed in ways:
-        total = size * max(1, len({row for each in needed for rows_ in each for row in rows_}) // size)
-        stored = torch.arange(total).chunk(size)
-        plans_ = [row_exchange(total, needed, rank) for rank in range(size)]
-        sent = [torch.cat(each.sent.of(stored[rank])).split(list(each.to)) for rank, each in enumerate(plans_)]
-        for rank, each in enumerate(plans_):
-            received = [part_[rank] for part_ in sent]
-            assert [len(rows_) for rows_ in received] == list(each.back)
-            rows_ = torch.cat(received)
-            own = rows_ if each.places is None else torch.cat(each.places.of(rows_))
-            assert own.tolist() == [row for each_ in needed[rank] for row in each_]
-
-
-def test_packs_are_divided_and_heads_are_shared() -> None:
-    assert needed_packs(12, 3, 2) == [[range(2), range(4, 6), range(8, 10)], [range(2, 4), range(6, 8), range(10, 12)]]
-    assert needed_heads(8, 2, 4) == [[range(4)], [range(4)], [range(4, 8)], [range(4, 8)]]
+@given(size=st.integers(1, 6), packs=st.integers(1, 4), part=st.integers(1, 3), heads=st.integers(1, 6))
+def test_ranks_exchange_the_rows_that_they_need(size: int, packs: int, part: int, heads: int) -> None:
+    ways = heads if size % heads == 0 else size  # fewer heads than ranks are shared by neighbours
+    cut = RowCut(packs, ((size * part, ways),))
+    stored = torch.arange(cut.total).chunk(size)
+    exchanges = [row_exchange(cut, rank, size) for rank in range(size)]
+    sent = [torch.cat(each.sent.of(own)).split(list(each.to)) for own, each in zip(stored, exchanges, strict=True)]
+    for rank, each in enumerate(exchanges):
+        received = [pieces[rank] for pieces in sent]
+        assert [len(rows) for rows in received] == list(each.back)
+        assert torch.cat(received).tolist() == list(rows_of(cut, rank, size))
 
 
 _LAYER = nn.Linear(4, 4)

@@ -146,7 +146,7 @@ class DeferredLogits(Tensor):
             comm = adopt(layer.group, hidden.device)
             total: int = head.out_features
             words = Words(min(-(-total // comm.size) * comm.rank, total), total, comm)
-            hidden = hidden if layer.rule.copied else copied(hidden, layer.group)
+            hidden = copied(hidden, layer.group)
         if self.added is not None:
             added = self.added.flatten()
             if words.comm is not None and added.shape[0] != weight.shape[0]:

@@ -48,6 +48,9 @@ def linear(func: Any, args: Args, kwargs: Named) -> Any:
     x, weight, bias = given["input"], given["weight"], given.get("bias")
     other = layout_of(weight)
     if other is not None and isinstance(x, PartTensor):
+        early = x.ranks.product_of_rows(x, weight, bias) if other.dim == 0 else None
+        if early is not None:
+            return make(early, RowLayout(x.dim() - 1, other.cut), weight.ranks)
         x = x.ranks.input_of_layer(x)
     ranks = ranks_of(x, weight, bias)
     own = layout_of(x)

@@ -107,6 +107,11 @@ class Ranks:
         matmuls."""
         raise NotImplementedError
 
+    def product_of_rows(self, part: PartTensor, weight: PartTensor, bias: Tensor | None) -> Tensor | None:
+        """Return this rank's outputs of a layer with outputs that ranks divide, if they come before all of its input;
+        None elsewhere."""
+        return None
+
     def ended_product(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the sum of the outputs of a layer with inputs that ranks divide, with messages that overlap with the
         matmul. A collective."""

@@ -24,7 +24,6 @@ from accel.comm import start_gather, start_scatter, start_sum
 from accel.devices import autocast_dtype
 from accel.errors import PrepareError
 from accel.mixins import Mixin
-from accel.parallel._modules import named_modules
 from accel.parallel.axes.tensor._styles import COLWISE, ROWWISE, Rule, is_transposed
 
 if TYPE_CHECKING:
@@ -45,10 +44,9 @@ def with_overlap(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Rule]
     for path, rule in rules.items():
         if rule.style in COLWISE | ROWWISE:
             problems += [path] if not _is_product(model.get_submodule(path)) else []
-        elif not rule.layouts and (rule.style != "copy_input" or rule.copied):
+        elif not rule.layouts:
             continue
-        early = _first_product(model, path, rules) if rule.style == "copy_input" else ""
-        found[path] = msgspec.structs.replace(rule, overlap=True, early=early)
+        found[path] = msgspec.structs.replace(rule, overlap=True)
     if problems:
         named = ", ".join(f"{each} ({type(model.get_submodule(each)).__name__})" for each in problems)
         raise PrepareError(
@@ -59,25 +57,6 @@ def with_overlap(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Rule]
             fix="Leave overlap out: plan=accel.parallel.Plan(overlap=False).",
         )
     return found
-
-
-def _first_product(model: nn.Module, path: str, rules: Mapping[str, Rule]) -> str:
-    """The path, from a module that prepares its input for those inside, of the first column-wise layer that takes it;
-    "" for none."""
-    for name, _ in named_modules(model.get_submodule(path)):
-        own = rules.get(f"{path}.{name}".strip("."))
-        if name and own is not None and own.style in COLWISE and own.copied and _reaches(path, name, rules):
-            return name
-    return ""
-
-
-def _reaches(path: str, name: str, rules: Mapping[str, Rule]) -> bool:
-    """Whether the modules between pass the input of the outer one as it is."""
-    while name := name.rpartition(".")[0]:
-        between = rules.get(f"{path}.{name}".strip("."))
-        if between is not None and between.style == "copy_input" and not between.copied:
-            return False
-    return True
 
 
 def _is_product(module: nn.Module) -> bool:

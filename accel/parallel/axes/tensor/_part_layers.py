@@ -20,8 +20,8 @@ from accel.parallel._private import contains_compiled, runs_in_backward
 from accel.parallel.axes.tensor._layers import Layer, LocalParameters, is_computed_again, needed_rows
 from accel.parallel.axes.tensor._overlap import copied_product, summed_product
 from accel.parallel.axes.tensor._styles import RowExchange, Rule, row_exchange
-from accel.parallel.parts import PartsInTuples, PartTensor, Ranks, RowCut, RowLayout, leave, make, plain_of, rows_of
-from accel.parallel.parts._layout import even, no_rule
+from accel.parallel.parts import PartsInTuples, PartTensor, Ranks, RowCut, RowLayout, leave, make, plain_of
+from accel.parallel.parts._layout import at, cut_of, even, no_rule
 from accel.parallel.parts._nested import NestedPart, entered_rows, nested, rows_in
 from accel.parallel.parts._part import entered
 
@@ -116,9 +116,9 @@ class PartParameters(LocalParameters):
             raise no_rule("torch.compile of a function of modules; compile these, or the model")
         ranks = self.accel_ranks
         here = super().parameters_here(stored)
-        if rule.tokens and ranks.runs:  # gradients of what ranks do not divide are summands, but for scalars
+        if rule.summands or (rule.tokens and ranks.runs):
             for name, each in stored.items():
-                if each is not None and each.dim() and name not in rule.layouts:
+                if each is not None and name not in rule.layouts and (rule.summands or each.dim()):
                     here[name] = make(local_of(each, summands=True, fresh=rule.fresh), None, ranks)
         exchanges: Mapping[tuple[str, ...], RowExchange] = notes_of(cast(nn.Module, self)).get("exchanges", {})
         for names, exchange in exchanges.items():
@@ -127,7 +127,7 @@ class PartParameters(LocalParameters):
         for name, layout in rule.layouts.items():
             own = here.get(name)
             if own is not None:
-                here[name] = make(own, layout, ranks)
+                here[name] = make(own, at(layout.dim, cut_of(*layout.cut)), ranks)  # all rows of a single head of keys
         return here
 
     def _exchange(self, names: Sequence[str], exchange: RowExchange, here: dict[str, Tensor | None]) -> None:
@@ -149,8 +149,7 @@ def exchanges_of(layouts: Mapping[str, RowLayout], rank: int, size: int) -> dict
             alike.setdefault(cut, []).append(name)
     found: dict[tuple[str, ...], RowExchange] = {}
     for cut, names in alike.items():
-        needed = [[range(row, row + 1) for row in rows_of(cut, at, size)] for at in range(size)]
-        found[tuple(names)] = row_exchange(cut.total, needed, rank)
+        found[tuple(names)] = row_exchange(cut, rank, size)
     return found
 
 

@@ -16,7 +16,6 @@ from accel.mixins import Mixin, add_mixin
 from accel.parallel._blocks import block_groups, outermost_groups
 from accel.parallel._modules import RANKS, matching, named_modules, note_module
 from accel.parallel.axes.tensor._dependence import pattern_of
-from accel.parallel.axes.tensor._heads import heads_of, holder_of, shares_of
 from accel.parallel.axes.tensor._layers import Layer, ReadList, Recurrent, mixin_for
 from accel.parallel.axes.tensor._part_layers import LayerRanks, NestedRanks, PartParameters, RegionEnd, exchanges_of
 from accel.parallel.axes.tensor._styles import (
@@ -26,19 +25,23 @@ from accel.parallel.axes.tensor._styles import (
     STYLES,
     Regions,
     Rule,
+    heads_in,
+    is_adapted,
     is_linear,
     layouts_of_attention,
+    output_dim,
     problems_of,
     rule_for,
+    uneven_heads,
     with_lora,
 )
 from accel.parallel.axes.tensor._tokens import SequenceRanks, TokenRegion
 from accel.parallel.parts import RowLayout
-from accel.tensors import is_dtensor
+from accel.tensors import is_dtensor, word_layers
 from accel.topology import TensorStyle
 
 WHERE = "prepare_model, plan.tensor"
-_OF_TOKENS = ("embedding_rowwise", "copy_input", *COLWISE, *ROWWISE)  # take or give tokens
+_OF_TOKENS = ("embedding_rowwise", *COLWISE, *ROWWISE)  # take or give tokens
 _FAST_PATHS: Mapping[type[nn.Module], Mapping[str, int]] = {
     # torch's fused inference reads the parameters of modules that it never calls
     nn.TransformerEncoderLayer: {"activation_relu_or_gelu": 0},
@@ -67,29 +70,63 @@ def rules_of(
     styles = with_lora(model, _with_attention_outputs(model, styles, problems), problems)
     known = {path: cast(TensorStyle, style) for path, style in styles.items() if style in STYLES}
     complete = {**{path: _unnamed(module) for path, module in named_modules(model) if _holds(module)}, **known}
+    ends = set(word_layers(model).heads)
+    heads = _heads(model, known)
     rules: dict[str, Rule] = {}
-    attributes: dict[str, dict[str, int]] = {}
-    totals: dict[str, int] = {}
     for path, style in cast("dict[str, TensorStyle]", complete).items():
         module = model.get_submodule(path)
+        own, most = heads.get(path, (0, 0))
+        is_shared = own % size > 0 and size % own == most % size == 0  # heads of keys, each for several queries
         found = list(problems_of(module, style, size))
-        heads = heads_of(model, path, style, size)
-        problems += [f"{path or 'the model'}: {each}" for each in (*found, *heads.problems)]
-        if not found and not heads.problems:
-            is_copied = _is_copied(path, known)
-            rules[path] = rule_for(module, style, size, copied=is_copied, heads=heads.number)
-            for holder, values in heads.attributes.items():
-                attributes.setdefault(holder, {}).update(values)
-            if heads.total:
-                holder = holder_of(model, path)
-                totals[holder] = max(heads.total, totals.get(holder, 0))
-    rules = _with_aliases(model, rules, known)
+        found += [uneven_heads(own, size)] if own % size and not is_shared else []
+        problems += [f"{path or 'the model'}: {each}" for each in found]
+        if not found:
+            is_end = style == "colwise" and path in ends
+            rules[path] = rule_for(module, style, size, ways=own if is_shared else size, is_end=is_end)
+    rules = _with_aliases(model, _with_ends(model, rules), known)
     problems += _tied_problems(model, rules)
     if problems:
         raise _refused(problems, size)
     rules = _with_regions(model, rules, {**_attentions(model, rules, size), **(regions or {})})
-    rules = _with_shares(model, _with_attributes(model, rules, attributes), totals)
     return _with_tokens(model, rules, known) if shares_tokens else rules
+
+
+def _with_ends(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """Rules of the modules that return whole tensors: the block around each layer that computes with parts, or the
+    model."""
+    blocks = [path for group in outermost_groups(block_groups(model)) for path, _ in group.entries]
+    found = dict(rules)
+    for path, rule in rules.items():
+        if rule.layouts or rule.summands:
+            end = next((each for each in blocks if path != each and is_in(path, each)), "")
+            found[end] = msgspec.structs.replace(found.get(end) or Rule(style="replicated"), ends="features")
+    return found
+
+
+def _heads(model: nn.Module, styles: Mapping[str, str]) -> dict[str, tuple[int, int]]:
+    """The number of heads in the outputs of each column-wise layer, and the largest number in the layers of its
+    attention."""
+    counted: dict[str, tuple[str, int]] = {}
+    for path, style in styles.items():
+        if style == "colwise" and is_linear(model.get_submodule(path)):
+            holder = _holder_of(model, path)
+            layer = model.get_submodule(path)
+            outputs = layer.get_parameter("weight").shape[output_dim(layer)]
+            counted[path] = holder, heads_in(model.get_submodule(holder), outputs)
+    most: dict[str, int] = {}
+    for holder, number in counted.values():
+        most[holder] = max(number, most.get(holder, 0))
+    return {path: (number, most[holder]) for path, (holder, number) in counted.items()}
+
+
+def _holder_of(model: nn.Module, path: str) -> str:
+    """The path of the module that calls a layer, or calls what adapts it."""
+    holder = path.rpartition(".")[0]
+    while holder and (
+        is_adapted(model.get_submodule(holder)) or isinstance(model.get_submodule(holder), nn.ModuleDict)
+    ):
+        holder = holder.rpartition(".")[0]
+    return holder
 
 
 def _with_regions(model: nn.Module, rules: Mapping[str, Rule], regions: Regions) -> dict[str, Rule]:
@@ -189,21 +226,6 @@ def _attentions(model: nn.Module, rules: Mapping[str, Rule], size: int) -> Regio
     return found
 
 
-def _is_copied(path: str, styles: Mapping[str, str]) -> bool:
-    """Whether the nearest module around it that the plan names sums the gradients of its input."""
-    around = _named_around(path, styles)
-    return around is not None and styles[around] == "copy_input"
-
-
-def _named_around(path: str, named: Mapping[str, object]) -> str | None:
-    """The nearest module around a path that a plan names, or with a number of heads; None for none."""
-    while path:
-        path = path.rpartition(".")[0]
-        if path in named:
-            return path
-    return None
-
-
 def passed_over(model: nn.Module, declared: Iterable[str], styles: Mapping[str, str]) -> list[str]:
     """Return the paths of modules of several linear layers in the blocks that a declared plan divides, without those
     that styles name, or any module around or in them."""
@@ -247,15 +269,6 @@ def is_in(path: str, around: str) -> bool:
     return not around or path == around or path.startswith(f"{around}.")
 
 
-def _with_shares(model: nn.Module, rules: Mapping[str, Rule], totals: Mapping[str, int]) -> dict[str, Rule]:
-    """Rules of attentions that take what has an entry for each head."""
-    found = dict(rules)
-    for path, heads in totals.items():
-        if shares := shares_of(model.get_submodule(path)):
-            found[path] = msgspec.structs.replace(found[path], shares=shares, heads=heads)
-    return found
-
-
 def _tied_problems(model: nn.Module, rules: Mapping[str, Rule]) -> list[str]:
     """Parameters that two modules share must be divided alike."""
     seen: dict[int, tuple[str, int | None]] = {}
@@ -272,19 +285,6 @@ def _tied_problems(model: nn.Module, rules: Mapping[str, Rule]) -> list[str]:
 
 def _split(dim: int | None) -> str:
     return "whole" if dim is None else f"split along dimension {dim}"
-
-
-def _with_attributes(
-    model: nn.Module, rules: Mapping[str, Rule], attributes: Mapping[str, Mapping[str, int]]
-) -> dict[str, Rule]:
-    found = {path: dict(values) for path, values in attributes.items()}
-    styled = [path for path, rule in rules.items() if rule.style != "replicated" or rule.layouts]
-    for path, module in named_modules(model):
-        for kind, values in _FAST_PATHS.items():
-            if isinstance(module, kind) and any(each.startswith(f"{path}." if path else "") for each in styled):
-                found.setdefault(path, {}).update(values)
-    bare = {path: rules.get(path) or Rule(style="replicated") for path in (*rules, *found)}
-    return {path: msgspec.structs.replace(rule, attributes=found.get(path, {})) for path, rule in bare.items()}
 
 
 def _refused(problems: list[str], size: int) -> PrepareError:
@@ -330,6 +330,15 @@ def log_share(model: nn.Module, rules: Mapping[str, Rule], size: int, way: str, 
     logging.getLogger("accel.parallel").warning(text, name, 100 * share_of(model, rules), size, way, whole)
 
 
+def _without_fast_paths(model: nn.Module, rules: Mapping[str, Rule]) -> None:
+    divided = [path for path, rule in rules.items() if rule.dims or rule.layouts]
+    for path, module in named_modules(model):
+        for kind, values in _FAST_PATHS.items():
+            if isinstance(module, kind) and any(is_in(each, path) for each in divided):
+                for name, value in values.items():
+                    setattr(module, name, value)
+
+
 def install(
     model: nn.Module,
     rules: Mapping[str, Rule],
@@ -341,20 +350,20 @@ def install(
     """Let modules compute by their rules, each with a separate `Layer`. Modules of one class keep one class, so that
     torch.compile compiles once. Return the ranks of their parts, `ranks` if given; None without any. `nests`: tensors
     may be parts of positions too."""
+    _without_fast_paths(model, rules)
     modules: dict[type[Mixin], list[nn.Module]] = {}
     for path, rule in rules.items():
         module = model.get_submodule(path)
-        for name, value in rule.attributes.items():
-            setattr(module, name, value)
         cast(Any, module).accel_layer = layer_of(rule)
         if rule.overlap:
             note_module(module, overlaps=True)
         mixin = ReadList if isinstance(module, nn.ParameterList) else mixin_for(rule)
         mixin = Recurrent if isinstance(module, nn.RNNBase) else mixin
-        if rule.layouts or (rule.tokens and rule.style == "replicated"):
+        if rule.layouts or rule.summands or (rule.tokens and rule.style == "replicated"):
             mixin = PartParameters
         modules.setdefault(mixin, []).append(module)
-    within = [model.get_submodule(path) for path, rule in rules.items() if rule.layouts or rule.ends or rule.tokens]
+    in_parts = [path for path, rule in rules.items() if rule.layouts or rule.summands or rule.ends or rule.tokens]
+    within = [model.get_submodule(path) for path in in_parts]
     if ranks is None and within:
         kind = NestedRanks if nests else LayerRanks
         kind = SequenceRanks if any(rule.tokens for rule in rules.values()) else kind

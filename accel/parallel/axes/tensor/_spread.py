@@ -31,7 +31,6 @@ from accel.parallel._private import is_compiled
 from accel.parallel._refused import ModelRefusal, PrepareCall, RefusedFact, quantized_divided, raised, refused
 from accel.parallel._spread import ModelView, ReplicateOptions, Spread, SpreadOptions, compare_models, stage_comm
 from accel.parallel._watches import refuse_changes
-from accel.parallel.axes.tensor._dropout import Streams, use_rank_streams
 from accel.parallel.axes.tensor._layers import Layer
 from accel.parallel.axes.tensor._overlap import with_overlap
 from accel.parallel.axes.tensor._pairs import guard_pairs
@@ -258,7 +257,6 @@ def _spread(ctx: DistContext, view: ModelView, options: TensorOptions, *, is_emp
     for root in _stage_views(inner):
         own = {path: rule for path, rule in rules.items() if _is_copied(root, inner, path)}
         _ = install(root, own, lambda rule: Layer(rule, mesh), ranks)
-    use_rank_streams(inner, rules, Streams(mesh.get_local_rank(), ctx.device))
     guard_pairs(inner, pairs, patterns_of(pairs, styles))
     for module in view.inner.modules.values():
         for name, buffer in list(module.named_buffers(recurse=False)):

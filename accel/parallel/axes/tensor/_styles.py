@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast, get_args
@@ -12,7 +11,7 @@ import msgspec
 from torch import Tensor, nn
 
 from accel.errors._checks import with_article
-from accel.parallel.parts import RowCut, RowLayout
+from accel.parallel.parts import RowCut, RowLayout, rows_of
 from accel.parallel.parts._layout import even
 from accel.topology import TensorStyle
 
@@ -35,39 +34,16 @@ class RowExchange(NamedTuple):
     sent: RowPieces  # rows of this rank's part to send, by receiving rank, lowest rows first; a row may go to several
     to: Sequence[int]  # number of rows for each rank
     back: Sequence[int]  # number of rows from each rank
-    places: RowPieces | None = None  # received rows in the order in which the rank computes; None where they come in it
 
 
-def needed_packs(rows: int, packs: int, size: int) -> Sequence[Sequence[range]]:
-    """Return the rows that each rank needs of equal packs, such as queries, keys and values: its part of each."""
-    pack = rows // packs
-    part = pack // size
-    return [
-        [range(at * pack + rank * part, at * pack + (rank + 1) * part) for at in range(packs)] for rank in range(size)
-    ]
-
-
-def needed_heads(rows: int, heads: int, size: int) -> Sequence[Sequence[range]]:
-    """Return the rows that each rank needs if there are fewer heads than ranks: the rows of one head, which neighbours
-    share."""
-    head = rows // heads
-    return [[range(at * head, (at + 1) * head)] for at in (rank * heads // size for rank in range(size))]
-
-
-def row_exchange(rows: int, needed: Sequence[Sequence[range]], rank: int) -> RowExchange:
-    """Return the all-to-all of one rank, from rows stored in equal parts in order to the `needed` rows of each
-    rank."""
-    size = len(needed)
-    part = rows // size
-    stored = [range(at * part, (at + 1) * part) for at in range(size)]
-    sent = [_common(stored[rank], needed[to]) for to in range(size)]
-    received = [_common(source, needed[rank]) for source in stored]
-    order = [row - rank * part for rows_to in sent for row in rows_to]
-    places: RowPieces | None = None
-    if any(before.stop > after.start for before, after in itertools.pairwise(needed[rank])):
-        place = {row: at for at, row in enumerate(itertools.chain.from_iterable(received))}
-        places = _pieces_of(len(place), [place[row] for each in needed[rank] for row in each])
-    return RowExchange(_pieces_of(part, order), [len(each) for each in sent], [len(each) for each in received], places)
+def row_exchange(cut: RowCut, rank: int, size: int) -> RowExchange:
+    """Return the all-to-all of one rank, from rows stored in equal parts in order to the rows of a cut."""
+    part = cut.total // size
+    needed = [rows_of(cut, each, size) for each in range(size)]
+    sent = [[row - rank * part for row in rows if row // part == rank] for rows in needed]
+    back = [sum(row // part == source for row in needed[rank]) for source in range(size)]
+    order = [row for rows in sent for row in rows]
+    return RowExchange(_pieces_of(part, order), [len(each) for each in sent], back)
 
 
 def _pieces_of(length: int, order: Sequence[int]) -> RowPieces:
@@ -80,11 +56,6 @@ def _pieces_of(length: int, order: Sequence[int]) -> RowPieces:
     number = {start: at for at, start in enumerate(ends[:-1])}
     sizes = [stop - start for start, stop in itertools.pairwise(ends)]
     return RowPieces(sizes, [number[row] for row in order if row in number])
-
-
-def _common(stored: range, needed: Sequence[range]) -> list[int]:
-    spans = ((max(stored.start, each.start), min(stored.stop, each.stop)) for each in needed)
-    return [row for start, stop in spans for row in range(start, stop)]
 
 
 STYLES: tuple[str, ...] = get_args(TensorStyle)
@@ -103,20 +74,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     dims: Mapping[str, int] = {}
     summands: bool = False  # whether the gradients of its replicated parameters are summands, one on each rank
     fresh: bool = False  # whether its backward computes these gradients in memory of their own
-    copied: bool = False  # whether a module around it sums the gradients of its input
     uneven: int = 0  # number of outputs, where ranks compute different numbers of them and gather all; 0 elsewhere
-    # Number of rows of the parameters that ranks exchange before they compute; 0 where they exchange none.
-    rows: int = 0
-    # The rows that each rank computes with, where they are not those that it stores.
-    needed: Sequence[Sequence[range]] = ()
-    first: str = "input"  # name of the first argument of its forward
-    # Places of the arguments of its forward that may have an entry for each head, by name.
-    shares: Mapping[str, int] = {}
-    heads: int = 0  # number of heads of the whole module, where it has `shares`
-    attributes: Mapping[str, int] = {}  # values for attributes of the module that speak of what one rank computes
     overlap: bool = False  # whether messages overlap with the module's matmuls
-    # Path in the module of the layer that overlaps its matmul with the messages of the module's input; "" for none.
-    early: str = ""
     layouts: Mapping[str, RowLayout] = {}  # layouts of its parameters that are parts in a forward, by name
     # Parts that are made whole in its outputs, where modules in it compute with parts: of "features", or "all".
     ends: Literal["", "features", "all"] = ""
@@ -131,19 +90,15 @@ Regions = Mapping[str, Mapping[str, RowLayout]]
 _FRESH = {nn.LayerNorm.forward, nn.RMSNorm.forward, nn.GroupNorm.forward}
 
 
-def rule_for(module: nn.Module, style: TensorStyle, size: int, *, copied: bool, heads: int = 0) -> Rule:
-    """Return the rule of a module without a problem; `heads` is the number of heads in its outputs, 0 where any rank
-    can divide them."""
+_BETWEEN = (COLWISE | ROWWISE | {"embedding_colwise"}) - {"colwise_gather_output"}
+
+
+def rule_for(module: nn.Module, style: TensorStyle, size: int, *, ways: int, is_end: bool = False) -> Rule:
+    """Return the rule of a module without a problem, by which its outputs have as many pieces as `ways`. With `is_end`
+    they are plain tensors of this rank's rows."""
     dims = _dims(module, style)
-    rows = uneven = 0
-    needed: Sequence[Sequence[range]] = ()
-    if style in _PACKS:
-        rows = module.get_parameter("weight").shape[dims["weight"]]
-        needed = needed_packs(rows, _PACKS[style], size)
-    elif style == "colwise" and heads % size:
-        rows = module.get_parameter("weight").shape[dims["weight"]]
-        needed = needed_heads(rows, heads, size)
-    elif style == "colwise_gather_output":
+    uneven = 0
+    if style == "colwise_gather_output":
         outputs = module.get_parameter("weight").shape[dims["weight"]]
         uneven = outputs if outputs % size else 0
     return Rule(
@@ -152,12 +107,22 @@ def rule_for(module: nn.Module, style: TensorStyle, size: int, *, copied: bool, 
         # its own parameters see a part of the heads on each rank
         summands=style == "replicated_with_grad_allreduce",
         fresh=type(module).forward in _FRESH,
-        copied=copied,
         uneven=uneven,
-        rows=rows,
-        needed=needed,
-        first=next(iter(inspect.signature(module.forward).parameters), "input"),
+        layouts={} if is_end or style not in _BETWEEN else _layouts(module, dims, _PACKS.get(style, 1), ways),
     )
+
+
+def _layouts(module: nn.Module, dims: Mapping[str, int], packs: int, ways: int) -> dict[str, RowLayout]:
+    """Layouts of a layer's parameters: equal packs, each in as many pieces."""
+    lengths = {name: module.get_parameter(name).shape[dim] for name, dim in dims.items()}
+    return {name: RowLayout(dim, RowCut(packs, ((lengths[name] // packs, ways),))) for name, dim in dims.items()}
+
+
+def heads_in(around: nn.Module, outputs: int) -> int:
+    """Return the number of heads in the outputs of a layer, by the size of a head that the module around it names; 0
+    where it names none."""
+    width: object = getattr(around, "head_dim", None) or getattr(around, "attention_head_size", None)
+    return outputs // width if type(width) is int and outputs % width == 0 else 0
 
 
 def problems_of(module: nn.Module, style: TensorStyle, size: int) -> Iterator[str]:
@@ -296,8 +261,6 @@ def with_lora(model: nn.Module, styles: Mapping[str, str], problems: list[str]) 
             continue
         problems += [f"{path}: {each}" for each in _problems(module, style)]
         found |= {f"{path}.{part}": each for part, each in _parts(module, style)}
-        if style in COLWISE:
-            found[path] = "copy_input"
     return found
 
 

@@ -33,7 +33,7 @@ from accel.parallel._private import (
     untraced,
     without_subclasses,
 )
-from accel.parallel.axes.tensor._overlap import scattered_product
+from accel.parallel.axes.tensor._overlap import gathered_product, scattered_product
 from accel.parallel.axes.tensor._part_layers import LayerRanks
 from accel.parallel.axes.tensor._styles import Rule
 from accel.parallel.axes.tensor._trace import outputs_in
@@ -85,6 +85,11 @@ class TokenRanks(Ranks):
         """Return all tokens."""
         self._check()
         return self.layers.all_tokens(part)
+
+    def product_of_rows(self, part: PartTensor, weight: PartTensor, bias: Tensor | None) -> Tensor | None:
+        """Return this rank's outputs of a layer that takes tokens as they arrive, where messages overlap."""
+        self._check()
+        return self.layers.product_of_tokens(part, weight, bias)
 
     def _check(self) -> None:
         if not self.layers.runs:
@@ -225,25 +230,50 @@ class SequenceRanks(LayerRanks):
         if isinstance(x, PartTensor) and x.ranks.group is not self.group:
             raise no_rule(AND_POSITIONS)
 
+    def product_of_tokens(self, part: PartTensor, weight: PartTensor, bias: Tensor | None) -> Tensor | None:
+        """Return this rank's outputs of a layer by messages that overlap with the matmul, and keep all tokens for
+        others; None where they do not overlap. A collective."""
+        rows = self.even_rows(part)
+        if not self.overlaps or rows is None or self._known_tokens(part) is not None:
+            return None
+        self._keep_layout(part)
+        own_bias = None if bias is None else plain_of(bias)
+        output, whole = gathered_product(rows, plain_of(weight), own_bias, self.group)
+        self._keep_tokens(part, make(whole, None, self))
+        return output
+
     def all_tokens(self, part: PartTensor) -> PartTensor:
         """Return all tokens of a part on each rank, gathered once for all who ask in this region. A collective."""
+        known = self._known_tokens(part)
+        if known is not None:
+            return known
+        whole = self._all(part)
+        self._keep_tokens(part, whole)
+        return whole
+
+    def _known_tokens(self, part: PartTensor) -> PartTensor | None:
+        """All tokens of a part, as they were gathered before; None where they were not, or are others by now."""
         for each in self._gathered:
             if each.part is part and each.versions == (_version_of(part), _version_of(each.whole)):
                 return each.whole
-        whole = self._all(part)
+        return None
+
+    def _keep_tokens(self, part: PartTensor, whole: PartTensor) -> None:
         if self.depth:
             self._gathered.append(_GatheredTokens(part, whole, (_version_of(part), _version_of(whole))))
-        return whole
 
     def _all(self, part: PartTensor) -> PartTensor:
-        layout = part.division
-        assert layout is not None
         with without_subclasses():
-            shape = tuple(whole_shape(part))
-            if layout.dim < len(shape) - 1:
-                self._layouts[shape[:-1]] = layout
+            self._keep_layout(part)
             whole = whole_rows(part, lambda rows, dim: gathered_summed(rows, dim, self.group))
             return make(_changeable(whole), None, self)
+
+    def _keep_layout(self, part: PartTensor) -> None:
+        """Let sums of a layer that takes these tokens be scattered alike."""
+        layout = part.division
+        shape = tuple(whole_shape(part))
+        if layout is not None and layout.dim < len(shape) - 1:
+            self._layouts[shape[:-1]] = layout
 
     @untraced  # a graph counts no changes in place
     def without_rule(self, func: Any, args: Args, kwargs: Named, problem: str) -> Any:

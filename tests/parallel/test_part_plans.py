@@ -167,6 +167,27 @@ def test_each_function_of_a_block_runs_one_rule_in_few_calls() -> None:
     assert _calls(lambda: pair(x).sum().backward())[0] == ["linear", "gelu", "linear"]
 
 
+def test_a_divided_layer_that_is_called_by_itself_returns_a_whole_tensor(ranks: Simulator) -> None:
+    x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(2, 3, 8)
+
+    def rank(ctx: accel.DistContext) -> Any:
+        model: Any = stacked()
+        if ctx.world_size > 1:
+            model = accel.prepare_model(accel.replace(ctx, mesh="tp=2"), model, example=[batch_of(0, 2)[0]])
+            assert divided_share(model) > 0.8
+        given = x.clone().requires_grad_()
+        hidden = model.blocks[0].qkv(given)
+        output = model.blocks[1].out(hidden[..., 4:12].softmax(-1))
+        output.square().sum().backward()
+        layers = (model.blocks[0].qkv, model.blocks[1].out)
+        grads = [full_tensor(each.grad) for layer in layers for each in layer.parameters()]
+        return hidden.detach(), output.detach(), given.grad, grads
+
+    want = rank(accel.single())
+    for got in ranks.run(rank, 2, default_group=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+
+
 class Block(nn.Module):
     """An attention that no style divides, and a pair of layers that styles divide."""
 

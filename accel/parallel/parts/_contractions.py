@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from accel.parallel.parts._elementwise import elementwise
@@ -59,7 +60,8 @@ def linear(func: Any, args: Args, kwargs: Named) -> Any:
         if (own and own.dim != last) or (other and other.dim != 1):
             raise no_rule(_TWO)
         need = contracted_cut(over, ranks)
-        total = ranks.ended_product(own_rows(x, last, need, ranks), own_rows(weight, 1, need, ranks))
+        pair = own_rows(x, last, need, ranks), own_rows(weight, 1, need, ranks)
+        total = ranks.ended_product(*pair) if ranks.overlaps and not is_dynamo_compiling() else ranks.ended(func(*pair))
         return total if bias is None else added(total, bias)
     if own and other:
         raise no_rule(_TWO)
@@ -70,7 +72,9 @@ def linear(func: Any, args: Args, kwargs: Named) -> Any:
     if weight.dim() == 1:
         raise no_rule("with a divided weight of one dimension")
     rows = None if bias is None else own_rows(bias, 0, other.cut, ranks)
-    return make(ranks.product(x, weight, rows), RowLayout(last, other.cut), ranks)
+    if ranks.overlaps and not is_dynamo_compiling():
+        return make(ranks.product(x, weight, rows), RowLayout(last, other.cut), ranks)
+    return make(func(entered(x, ranks), weight, rows), RowLayout(last, other.cut), ranks)
 
 
 def added(one: Tensor, other: Tensor) -> Tensor:

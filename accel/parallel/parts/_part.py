@@ -38,6 +38,7 @@ from accel.parallel.parts._layout import (
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+COMPOSED: Any = functional.multi_head_attention_forward  # its rule calls functions that have rules
 Args = Sequence[Any]
 Named = Mapping[str, Any]
 Rule = Callable[[Any, Args, Named], Any]
@@ -56,9 +57,11 @@ class Ranks:
         size: of the group.
         in_rule: whether a rule of nested parts runs.
         nests: whether rows may be parts along another axis.
+        overlaps: whether messages overlap with matmuls, where torch compiles nothing.
     """
 
     nests = False
+    overlaps = False
 
     __slots__ = ("_entered", "group", "in_rule", "rank", "size")
 
@@ -100,8 +103,9 @@ class Ranks:
         return summed(summand, self.group)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return this rank's outputs of a layer with outputs that ranks divide, of an input that they do not."""
-        return functional.linear(entered(x, self), weight, bias)
+        """Return this rank's outputs of a layer with outputs that ranks divide, with messages that overlap with the
+        matmuls."""
+        raise NotImplementedError
 
     def product_of_rows(self, part: PartTensor, weight: PartTensor, bias: Tensor | None) -> Tensor | None:
         """Return this rank's outputs of a layer with outputs that ranks divide, if they come before all of its input;
@@ -109,8 +113,9 @@ class Ranks:
         return None
 
     def ended_product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the sum of the outputs of a layer with inputs that ranks divide. A collective."""
-        return self.ended(functional.linear(x, weight))
+        """Return the sum of the outputs of a layer with inputs that ranks divide, with messages that overlap with the
+        matmul. A collective."""
+        raise NotImplementedError
 
     def ended(self, summand: Tensor) -> Tensor:
         """Return the sum of the summands of a matmul over the divided dimension. A collective."""
@@ -193,14 +198,14 @@ class PartTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Args = (), kwargs: Named | None = None, scope: _Scope = without_subclasses
     ) -> Any:
-        from accel.parallel.parts._rules import COMPOSED, rule_of  # which imports this file
+        from accel.parallel.parts._rules import rule_of  # which imports this file
 
         given = {_NAMES.get(name, name): value for name, value in kwargs.items()} if kwargs else {}
         try:
             rule = rule_of(func)
             if given.get("out") is not None:
                 raise no_rule("with out=")
-            if name_of(func) in COMPOSED:
+            if func is COMPOSED:
                 return rule(func, args, given)
             with scope():
                 return rule(func, args, given)
@@ -214,15 +219,12 @@ class PartTensor(Tensor):
 
 class PartsInTuples(TorchFunctionMode):
     """Calls rules that a trace of torch.compile does not: of functions that take a tuple of parts, as it looks for
-    subclasses in lists and dicts alone, and rules of functions that have rules, in which it turns subclasses off."""
+    subclasses in lists and dicts alone, and the rule of `COMPOSED`, in which it turns subclasses off."""
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Named | None = None) -> Any:
-        from accel.parallel.parts._rules import COMPOSED
-
         if subclasses_are_on():
-            is_composed = name_of(func) in COMPOSED
             given = (*args, *(kwargs or {}).values())
-            seen: list[object] = [each for each in given if is_composed or isinstance(each, tuple)]
+            seen: list[object] = [each for each in given if func is COMPOSED or isinstance(each, tuple)]
             if any(isinstance(each, PartTensor) for each in tensors_of(seen)):
                 return PartTensor.__torch_function__(func, (), args, kwargs)
         return func(*args, **(kwargs or {}))

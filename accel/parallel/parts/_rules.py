@@ -29,9 +29,6 @@ RULES: Mapping[str, Rule] = {
 }
 
 
-COMPOSED = frozenset(("multi_head_attention_forward",))  # of functions that have rules
-
-
 @kept
 def rule_of(func: Callable[..., Any]) -> Rule:
     """Return the rule of a function, a method or the getter of an attribute; `NoRuleError` with its name for none."""

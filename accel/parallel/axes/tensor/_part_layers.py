@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from accel.mixins import Mixin
@@ -22,16 +23,18 @@ from accel.parallel.axes.tensor._styles import RowExchange, Rule, row_exchange
 from accel.parallel.parts import PartsInTuples, PartTensor, Ranks, RowCut, RowLayout, leave, make, plain_of
 from accel.parallel.parts._layout import at, cut_of, even, no_rule
 from accel.parallel.parts._nested import NestedPart, entered_rows, nested, rows_in
+from accel.parallel.parts._part import entered
 
 
 class LayerRanks(Ranks):
     """The ranks of a layer's group. Copies of a model have one of their own, and pickles one of the layer's."""
 
-    __slots__ = ("depth", "layer", "sees_tuples")
+    __slots__ = ("depth", "layer", "overlaps", "sees_tuples")
 
     def __init__(self, layer: Layer) -> None:
         super().__init__(layer.group)
         self.layer = layer
+        self.overlaps = layer.rule.overlap
         self.depth = 0  # of the regions that run
         self.sees_tuples = False  # whether the region that runs finds parts in tuples
 
@@ -42,28 +45,22 @@ class LayerRanks(Ranks):
         return type(self), (self.layer,)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return this rank's outputs of a layer; the sum of its input's gradients may overlap with matmuls."""
-        is_plain = not isinstance(x, PartTensor)
-        if not (self.overlaps and is_plain and x.requires_grad and torch.is_grad_enabled() and self.known(x) is None):
-            return super().product(x, weight, bias)
+        """Return this rank's outputs of a layer, where the sum of its input's gradients overlaps with its matmuls. The
+        first layer of an input sums them for all."""
+        needs_sum = not isinstance(x, PartTensor) and x.requires_grad and torch.is_grad_enabled()
+        if not needs_sum or self.known(x) is not None:
+            return functional.linear(entered(x, self), weight, bias)
         output, inside = copied_product(x, plain_of(weight), None if bias is None else plain_of(bias), self.group)
         self.keep(x, inside)
         return output
 
     def ended_product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the sum of the outputs of a layer, with messages that may overlap with the matmul. A collective."""
-        if not self.overlaps:
-            return super().ended_product(x, weight)
+        """Return the sum of the outputs of a layer, with messages that overlap with the matmul. A collective."""
         return summed_product(plain_of(x), plain_of(weight), self.group)
 
     def returned(self, rule: Rule, output: Any) -> Any:
         """Return what a module of a rule gives back for its output: whole tensors in the place of parts."""
         return pytree.tree_map_only(PartTensor, leave, output)
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether messages overlap with matmuls."""
-        return not is_dynamo_compiling() and not self.nests and self.layer.rule.overlap
 
     @property
     def runs(self) -> bool:
@@ -80,6 +77,7 @@ class NestedRanks(LayerRanks):
     def __init__(self, layer: Layer, *, nests: bool = True) -> None:
         super().__init__(layer)
         self.nests = nests
+        self.overlaps = False
 
     def __deepcopy__(self, memo: object) -> NestedRanks:
         return NestedRanks(self.layer, nests=self.nests)
@@ -140,7 +138,7 @@ class PartParameters(LocalParameters):
         needed = needed_rows(torch.cat(flat, 1) if len(flat) > 1 else flat[0], self.accel_layer, exchange)
         pieces: Sequence[Tensor] = cast(Any, needed).split([each.shape[1] for each in flat], 1)
         for name, own, rows in zip(names, stored, pieces, strict=True):
-            here[name] = rows.reshape(len(rows), *own.shape[1:]).movedim(0, layouts[name].dim)
+            here[name] = rows.contiguous().view(len(rows), *own.shape[1:]).movedim(0, layouts[name].dim)
 
 
 def exchanges_of(layouts: Mapping[str, RowLayout], rank: int, size: int) -> dict[tuple[str, ...], RowExchange]:
@@ -156,7 +154,8 @@ def exchanges_of(layouts: Mapping[str, RowLayout], rank: int, size: int) -> dict
 
 
 class RegionEnd(Mixin):
-    """A module around others that compute with parts; what it returns is whole."""
+    """A module around others that compute with parts, or one of these that is called by itself; what it returns is
+    whole."""
 
     accel_layer: Layer
     accel_ranks: LayerRanks
@@ -164,6 +163,8 @@ class RegionEnd(Mixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, and make parts whole that it returns."""
         ranks = self.accel_ranks
+        if not self.accel_layer.rule.ends and (ranks.depth or (not is_dynamo_compiling() and runs_in_backward())):
+            return super().forward(*args, **kwargs)
         outer = ranks.begin()
         ranks.depth += 1
         sees_around = ranks.sees_tuples

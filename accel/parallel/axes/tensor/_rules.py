@@ -377,7 +377,7 @@ def install(
         note_module(module, exchanges=exchanges_of(layer.rule.layouts, layer.rank, layer.size))
     for mixin, own in modules.items():
         add_mixin(own, mixin)
-    add_mixin([model.get_submodule(path) for path, rule in rules.items() if rule.ends], RegionEnd)
+    add_mixin([model.get_submodule(path) for path, rule in rules.items() if rule.ends or rule.layouts], RegionEnd)
     if isinstance(ranks, SequenceRanks):
         of_tokens = {path for path, rule in rules.items() if rule.tokens}
         # torch may compile any of them alone, as the head of a stage

@@ -187,7 +187,7 @@ class SequenceRanks(LayerRanks):
     def ended_product(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return this rank's tokens of the sum of a layer's outputs, with messages that may overlap with the matmul."""
         shape = (*x.shape[:-1], len(weight))
-        if self.overlaps and self.scatters_evenly(shape):
+        if self.scatters_evenly(shape):
             return self.scattered(shape, scattered_product(plain_of(x), plain_of(weight), self.group))
         return self.ended(functional.linear(x, weight))
 

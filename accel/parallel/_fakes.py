@@ -207,7 +207,9 @@ def stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     one = placeholder(tensor.dtype, tensor.shape, device)
     if type(one) is torch.Tensor:  # else the device's own class, which cannot be another one's too
         one = one.as_subclass(StandIn)
-    return nn.Parameter(one, requires_grad=False) if isinstance(tensor, nn.Parameter) else one
+    made = nn.Parameter(one, requires_grad=False) if isinstance(tensor, nn.Parameter) else one
+    note_tensor(made, placeholder=True)
+    return made
 
 
 def placeholder(dtype: torch.dtype, shape: Sequence[int], device: torch.device, *, dense: bool = False) -> torch.Tensor:

@@ -18,7 +18,8 @@ from catching import assert_raises
 from processes import end
 
 from accel.errors import CheckpointError
-from accel.storage import LOCK, take_lock
+from accel.storage import LOCK, RemotePath, as_place, take_lock
+from accel.storage._objects import put_object
 
 HOLD = """
 import sys
@@ -173,3 +174,23 @@ def test_many_writers_at_once_never_hold_it_together(abandoned: bool, tmp_path: 
         thread.join()
     assert max(most) == 1
     assert taken
+
+
+def test_a_writer_of_this_process_finds_a_lock_held_as_soon_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fsspec", reason="needs accel-torch[remote]")
+    place = as_place("memory://locks/at-once")
+    refused: list[CheckpointError] = []
+
+    def put(path: RemotePath, data: bytes, *, new: bool = False) -> None:
+        put_object(path, data, new=new)
+        monkeypatch.setattr("accel.storage._lock.put_object", put_object)
+        with assert_raises(CheckpointError, got="which is this process") as caught:
+            place.lock()
+        refused.append(caught.value)
+
+    monkeypatch.setattr("accel.storage._lock.put_object", put)
+    held = place.lock()
+    assert len(refused) == 1
+    held.check()
+    held.release()
+    assert not [each for each in threading.enumerate() if each.name.startswith("accel-beat")]

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from accel.comm import mark_recording
+from accel.fakes import fake_mode, is_fake
 from accel.mixins import add_mixin
 from accel.parallel._copies import copied_model
 from accel.parallel._modules import KeepsParameters, has_parameters, named_modules, note_tensor
 from accel.parallel._private import without_subclasses, written_arguments
-from accel.tensors import fake_mode, is_fake
 
 _LARGE = 1 << 14  # bytes
 

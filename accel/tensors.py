@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of special classes: DTensors and what this rank holds of them, weights elsewhere, quantizers' weights, fakes;
-the tensors of models and optimizers; and sums of bits, for ranks to compare.
+"""Tensors of special classes: DTensors and what this rank holds of them, weights elsewhere, quantizers' weights; the
+tensors of models and optimizers; and sums of bits, for ranks to compare.
 
 Nothing here imports torch.distributed.tensor, which takes most of a second, before there is a DTensor. A quantizer's
 weight is split into plain tensors by the engine for its package, which is imported when such a weight is met.
@@ -9,14 +9,10 @@ weight is split into plain tensors by the engine for its package, which is impor
 from __future__ import annotations
 
 import copy
-import functools
-import gc
 import importlib
 import sys
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import CellType, FunctionType
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, cast
 
 import torch
@@ -33,8 +29,8 @@ FORMATS: Mapping[str, tuple[str, str]] = {
     "bitsandbytes": ("accel.engines.quantized._describe", "take_apart"),
     "torchao": ("accel.engines.quantized._describe", "take_apart"),
 }
-_COLUMNS, _ROWS = 2**14, 32  # of words that a checksum weights together
 MARK = "accel_packed"  # attribute of a parameter of another class in place of a packed weight
+_COLUMNS, _ROWS = 2**14, 32  # of words that a checksum weights together
 
 Make = Callable[[Mapping[str, torch.Tensor]], nn.Parameter]
 
@@ -268,11 +264,6 @@ def packed_weights(model: nn.Module | Iterable[tuple[str, nn.Module]]) -> dict[s
     return found
 
 
-def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    """List the optimizers' parameters, in their order."""
-    return [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
-
-
 def part_names(model: nn.Module) -> set[str]:
     """Return the names of all parts and constants of packed weights, as `state_tensors` has them."""
     return {name for tensors in _named_parts(packed_weights(model)).values() for name in tensors}
@@ -305,6 +296,11 @@ def _named_parts(weights: Mapping[str, Packed]) -> dict[str, dict[str, torch.Ten
     return found
 
 
+def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """List the optimizers' parameters, in their order."""
+    return [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+
+
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Give a tensor the memory, device and dtype of another of its class; the other is lost.
 
@@ -315,93 +311,6 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
         cast(Any, torch)._C._swap_tensor_impl(tensor, other)  # swap_tensors refuses weak references
     else:
         cast(Any, torch.utils).swap_tensors(tensor, other)
-
-
-_CACHE = type(functools.lru_cache(lambda: None))
-_EMPTY = CellType()
-_WITHOUT_VALUES = ("FakeTensor", "FunctionalTensor")
-_NO_MODELS = frozenset({"torch", "sympy", "numpy", "hypothesis", *sys.stdlib_module_names})
-
-
-def fake_mode() -> Any:
-    """Return a mode in which new tensors have no memory; real ones may be constants among them."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # imports sympy
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def is_fake(tensor: object) -> bool:
-    """Return whether a tensor is one of a fake mode."""
-    fakes = sys.modules.get("torch._subclasses.fake_tensor")  # its import takes long, and makes the first fake one
-    return fakes is not None and isinstance(tensor, fakes.FakeTensor)
-
-
-@contextmanager
-def emptied_caches() -> Generator[None]:
-    """Empty the `functools` caches of functions that hold fake tensors, such as positions or masks, behind a block that
-    runs models on them: a later forward would get them."""
-    try:
-        yield
-    finally:
-        for each in _caches():
-            if _holds_fakes(each):
-                each.cache_clear()
-
-
-def _caches() -> list[Any]:
-    """The caches of functions in imported modules, and of methods of their classes."""
-    found: dict[int, Any] = {}  # not from gc.get_objects, which lists none after gc.freeze
-    for name, module in list(sys.modules.items()):
-        names: dict[str, Any] = getattr(module, "__dict__", {})
-        package = name.partition(".")[0]
-        if package in _NO_MODELS and name != "__main__":
-            continue
-        # Thousands of modules of packages keep their functions: each is read once, and again when it has other names or
-        # is imported anew.
-        if package == "accel" or "-packages" in str(names.get("__file__")):
-            caches, _ = _caches_of_package(name, len(names), id(names.get("__spec__")))
-        else:
-            caches = _caches_of(name, names)
-        found |= {id(each): each for each in caches}
-    return list(found.values())
-
-
-def _caches_of(name: str, names: Mapping[str, Any]) -> list[Any]:
-    """The caches of functions in a module, and of methods of its classes."""
-    values: list[Any] = list(names.values())
-    for value in tuple(values):
-        if isinstance(value, type) and value.__module__ == name:
-            values.extend(vars(value).values())
-    found: list[Any] = []
-    for each in values:
-        kind = cast(Any, type(each))  # compared by identity: a class may have no hash
-        function = each.__func__ if kind is staticmethod or kind is classmethod else each
-        if type(function) is _CACHE:
-            found.append(function)
-        elif type(function) is FunctionType and function.__closure__ is not None:
-            held = [cell.cell_contents for cell in function.__closure__ if cell != _EMPTY]
-            found.extend(one for one in held if type(one) is _CACHE)
-    return found
-
-
-@functools.cache
-def _caches_of_package(name: str, names: int, spec: int) -> tuple[list[Any], object]:
-    """The caches of an installed package's module, while it has so many names and that spec, which a reload replaces.
-    The spec comes too: while it lives, no other has its id."""
-    held: dict[str, Any] = getattr(sys.modules.get(name), "__dict__", {})
-    caches = [each for each in _caches_of(name, held) if each is not _caches_of_package]
-    return caches, held.get("__spec__")
-
-
-def _holds_fakes(cache: object) -> bool:
-    """Whether a cache has a tensor without values, also in containers."""
-    held: list[Any] = [cache]
-    for _ in range(4):
-        held = gc.get_referents(*held)
-        if any(type(each).__name__ in _WITHOUT_VALUES and isinstance(each, torch.Tensor) for each in held):
-            return True
-        held = [each for each in held if isinstance(each, dict | list | tuple)]
-    return False
 
 
 class WordLayers(NamedTuple):

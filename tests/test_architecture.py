@@ -27,7 +27,7 @@ LAYERS = [
     {"config"},
     {"env"},
     {"devices"},
-    {"mixins", "tree", "random", "storage", "tensors"},
+    {"fakes", "mixins", "tree", "random", "storage", "tensors"},
     {"comm"},
     {"context"},
     {"process", "collectives", "metrics", "memory", "loop_state", "preempt", "seeding"},

@@ -20,10 +20,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from accel.fakes import emptied_caches, fake_mode
 from accel.tensors import (
     dtensor_like,
-    emptied_caches,
-    fake_mode,
     full_tensor,
     is_dtensor,
     is_partial,

@@ -8,7 +8,13 @@ rounds of pairs (`_rounds.py`). `_call.py` has the user's place of a call; `_ren
 models: no checked message there. `_marks.py` has marks of guards, also on weights that a block has replaced.
 """
 
-from accel.comm._call import Call as Call, call_site as call_site, check_tag as check_tag, tagged as tagged
+from accel.comm._call import (
+    Call as Call,
+    FirstValue as FirstValue,
+    call_site as call_site,
+    check_tag as check_tag,
+    tagged as tagged,
+)
 from accel.comm._exchange import (
     agreed as agreed,
     agreed_values as agreed_values,

@@ -210,13 +210,21 @@ class TakenStep(msgspec.Struct, frozen=True, array_like=True):
     stepped: bool  # whether parameters were changed
     finite: bool  # whether the gradients were finite
     scale: float  # loss scale for the next step
-    sums: tuple[tuple[str, int], ...] = ()  # names and sums of replicated parameters before the step, and no decision
+    first_of: str = ""  # an optimizer's first replicated parameter, where its values were noted and nothing decided
 
     def __str__(self) -> str:
-        if self.sums:
-            return f"the values of {self.sums[0][0]} before a first step"
+        if self.first_of:
+            return f"the values of {self.first_of} before a first step"
         done = "taken" if self.stepped else "left out as empty" if self.finite else "skipped"
         return f"step {self.step} {done}, loss scale {self.scale} after it"
+
+
+class FirstValue(NamedTuple):
+    """A parameter before its first step."""
+
+    holders: str  # the ranks that hold the same elements: equal texts for equal ranks
+    name: str  # its name in the prepared model
+    bits: int  # sum of the bits that this rank holds
 
 
 class StepLog:
@@ -232,7 +240,7 @@ class StepLog:
         self.digest = 0
         self._number = 0
         self._kept: deque[TakenStep] = deque(maxlen=_MOST_KEPT)
-        self._values: deque[TakenStep] = deque(maxlen=_MOST_KEPT)  # steps come by thousands, values once a model
+        self._values: list[FirstValue] | None = None  # that no message has compared
 
     def add(self, *, updates: int, stepped: bool, finite: bool, scale: float) -> None:
         """Add a decision; `updates` is the run's steps before it. No communication."""
@@ -241,21 +249,29 @@ class StepLog:
         self._kept.append(TakenStep(self._number, self.digest, updates, stepped, finite, scale))
         self._number += 1
 
-    def add_values(self, sums: Sequence[tuple[str, int]]) -> None:
-        """Add names and sums of parameters that all ranks hold alike, before their first step. No communication."""
-        self.digest = zlib.crc32(struct.pack(f"<{len(sums)}q", *(each for _, each in sums)), self.digest)
-        self._values.append(TakenStep(self._number, self.digest, 0, True, True, 1.0, tuple(sums)))
+    def add_values(self, values: Sequence[FirstValue]) -> None:
+        """Add parameters before their first step, for the next message to compare. No communication; ranks that hold
+        none of a model's replicated parameters add an empty list."""
+        self.digest = zlib.crc32(b"values", self.digest)
+        name = values[0].name if values else "no parameter"
+        self._kept.append(TakenStep(self._number, self.digest, 0, True, True, 1.0, name))
         self._number += 1
+        self._values = [*(self._values or ()), *values]
+
+    def take_values(self) -> list[FirstValue] | None:
+        """Return the parameters since the last call; None if nothing was added, on all ranks with this digest."""
+        found, self._values = self._values, None
+        return found
 
     def clear(self) -> None:
         """Begin anew, where all ranks of the group do."""
         self.digest = self._number = 0
         self._kept.clear()
-        self._values.clear()
+        _ = self.take_values()
 
     def latest(self) -> list[TakenStep]:
-        """Return the latest decisions and values in order."""
-        return sorted([*self._values, *self._kept], key=lambda each: each.number)
+        """Return the latest decisions in order."""
+        return list(self._kept)
 
 
 def first_difference(
@@ -264,12 +280,10 @@ def first_difference(
     """Return the first decisions that differ among the latest of two ranks; None for a rank without that one."""
     one, other = ({each.number: each for each in steps} for steps in (left, right))
     # a log drops its oldest decisions, so that it begins later than the other may
-    begin = max(min((each.number for each in steps if not each.sums), default=0) for steps in (left, right))
+    begin = max(min(steps, default=0) for steps in (one, other))
     for number in sorted(one.keys() | other.keys()):
         first = one.get(number)
         second = other.get(number)
-        if first is not None and second is not None and (first.sums or second.sums) and first.sums != second.sums:
-            return first, second
         if number >= begin and (first is None or second is None or first.digest != second.digest):
             return first, second
     return None, None

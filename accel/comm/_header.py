@@ -7,7 +7,8 @@ import ctypes
 import functools
 import hashlib
 import struct
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple, NoReturn
 
@@ -16,6 +17,7 @@ import torch
 
 from accel.comm._call import (
     Call,
+    FirstValue,
     Met,
     TakenStep,
     TraceLevel,
@@ -175,8 +177,6 @@ def check_steps(comm: Comm, call: Call, heads: list[Head]) -> None:
     comm.steps.clear()  # else a caller that continues would meet this error at every later call
     kept = [msgspec.json.decode(text, type=list[TakenStep]) for text in texts]
     left, right = first_difference(*kept)
-    if left is not None and right is not None and left.sums and right.sums and left.sums != right.sums:
-        raise _different_replicas(call, other, left, right)
     raise CollectiveMismatch(
         "ranks have decided differently about an optimizer step, and hold different models since",
         expected=f"rank 0: {left or 'no further step'}",
@@ -187,15 +187,37 @@ def check_steps(comm: Comm, call: Call, heads: list[Head]) -> None:
     )
 
 
-def _different_replicas(call: Call, other: int, left: TakenStep, right: TakenStep) -> CollectiveMismatch:
-    """Make the error for replicas of other values before their first step."""
-    pairs = zip(left.sums, right.sums, strict=False)
-    names = [name for (name, one), (_, another) in pairs if one != another]
+def check_values(comm: Comm, call: Call, values: Sequence[FirstValue]) -> None:
+    """Raise `CollectiveMismatch` if ranks that hold the same parameters noted other values. A collective.
+
+    Args:
+        comm: handle of the ranks.
+        call: the message that compares.
+        values: from `StepLog.take_values`.
+    """
+    held: dict[str, dict[str, int]] = {}  # bits by name, for each set of holders
+    for each in values:
+        held.setdefault(each.holders, {})[each.name] = each.bits
+    mine = {holders: zlib.crc32(msgspec.json.encode(bits)) for holders, bits in held.items()}
+    first: dict[str, tuple[int, int]] = {}  # the first rank of each set of holders, and its digest
+    for rank, text in enumerate(_texts(comm, msgspec.json.encode(mine), range(comm.size))):
+        for holders, digest in msgspec.json.decode(text, type=dict[str, int]).items():
+            other, expected = first.setdefault(holders, (rank, digest))
+            if digest != expected:
+                comm.steps.clear()
+                raise _different_replicas(comm, call, (other, rank), held.get(holders, {}))
+
+
+def _different_replicas(comm: Comm, call: Call, ranks: tuple[int, int], bits: Mapping[str, int]) -> CollectiveMismatch:
+    """Make the error for two ranks with other bits of the parameters that both hold. A collective."""
+    texts = _texts(comm, msgspec.json.encode(bits), ranks)
+    left, right = (msgspec.json.decode(text, type=dict[str, int]) for text in texts)
+    names = [name for name in left if right.get(name) != left[name]]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return CollectiveMismatch(
         "ranks held different parameters before the first optimizer step, and train different models since",
         expected="the values that prepare sent from rank 0, or changes that are alike on every rank",
-        got=f"other values on rank {other} than on rank 0 of {', '.join(names[:_SHOWN])}{more}",
+        got=f"other values on rank {ranks[1]} than on rank {ranks[0]} of {', '.join(names[:_SHOWN])}{more}",
         where=call.label,
         fix="Load files and draw initial values before accel.prepare, or alike on every rank. If the forward sets"
         " parameters from its batch, as a data-dependent initialization does, run one forward before accel.prepare.",

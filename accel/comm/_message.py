@@ -10,7 +10,7 @@ from typing import NamedTuple, NoReturn
 import msgspec
 import torch
 
-from accel.comm._call import Call, Met, call_place
+from accel.comm._call import Call, FirstValue, Met, call_place
 from accel.comm._group import Comm
 from accel.comm._header import (
     HEADER_BYTES,
@@ -20,6 +20,7 @@ from accel.comm._header import (
     check_order,
     check_reduced_order,
     check_steps,
+    check_values,
     complement,
     fingerprint,
     raise_failure,
@@ -193,12 +194,13 @@ def start(
         payload_bytes, variant = len(failure), failure
     place = call_place() if call.ordered else b""
     head = Head(fingerprint(call.name, call.detail), variant, payload_bytes, place, comm.steps.digest, bool(failure))
+    values = comm.steps.take_values()
     # the call before matters to ordered calls alone; unordered ones between them keep it
     earlier = comm.met
     if call.ordered:
         comm.met = None
     if comm.is_large:
-        return _start_large(comm, call, sent, head, earlier, combine, failure, cause)
+        return _start_large(comm, call, sent, head, earlier, values, combine, failure, cause)
     fill(sent, failure)
     write_head(sent, head)
     arrive = start_gathered(comm, sent)
@@ -209,6 +211,8 @@ def start(
             _raise_differences(comm, call, heads, answers, failure, cause)
             if call.ordered:
                 check_order(comm, call, earlier, heads)
+        if values is not None:
+            check_values(comm, call, values)
         return answers
 
     return wait
@@ -238,6 +242,7 @@ def _start_large(
     sent: bytearray,
     head: Head,
     earlier: Met | None,
+    values: Sequence[FirstValue] | None,
     combine: Combine | None,
     failure: bytes,
     cause: BaseException | None,
@@ -255,6 +260,8 @@ def _start_large(
         if highest.failed or (lowest.fingerprint, lowest.steps) != (highest.fingerprint, highest.steps):
             answers, heads = start_gathered(comm, own)()
             _raise_differences(comm, call, heads, answers, failure, cause)
+        if values is not None:
+            check_values(comm, call, values)
         if lowest.place != highest.place:
             check_reduced_order(comm, call, earlier, head, 0 < lowest.order == highest.order)
         # without the headers of all, sizes are known only where both ends agree

@@ -163,12 +163,12 @@ def _parameter(name: str, tensor: torch.Tensor) -> Parameter:
 @contextmanager
 def built(make: Callable[[], nn.Module], source: str) -> Generator[nn.Module]:
     """Build a model on fake tensors, which have no memory, for the length of a block; `make` runs unchanged."""
-    tensors = import_module("accel.tensors")
+    fakes = import_module("accel.fakes")
     problem = "the model cannot be built and run without values"
     fix = "Check --input; code that looks at a tensor's values cannot run."
     with (
-        tensors.emptied_caches(),
-        tensors.fake_mode(),
+        fakes.emptied_caches(),
+        fakes.fake_mode(),
         users_code(problem, lambda: source, fix),
         quiet_fakes(),
     ):

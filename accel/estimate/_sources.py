@@ -192,7 +192,7 @@ def _header(file: Path) -> Header:
 def _pickled(file: Path) -> Header:
     """Return a file of torch.save as a header. It is read as weights only: no code of it runs."""
     torch: Any = import_module("torch")
-    fake: Any = import_module("accel.tensors").fake_mode()
+    fake: Any = import_module("accel.fakes").fake_mode()
     try:
         with open(open_regular(file), "rb") as opened, fake:  # tensors get no memory, and no bytes of them are read
             loaded: object = torch.load(opened, weights_only=True)

@@ -18,8 +18,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_l
 from accel.errors import ConfigError
 from accel.errors._checks import check_count, check_kind
 from accel.estimate._build import Input, as_on_gpus, quiet_fakes, storage_of, users_code
+from accel.fakes import emptied_caches, fake_mode
 from accel.random import isolated_rng
-from accel.tensors import emptied_caches, fake_mode, is_dtensor, local_part, packed
+from accel.tensors import is_dtensor, local_part, packed
 from accel.terminal import show_size, show_table
 from accel.tree import map_tensors
 

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from accel.comm import mark_recording
+from accel.fakes import fake_mode, is_fake
 from accel.mixins import add_mixin
 from accel.parallel._copies import copied_model
 from accel.parallel._modules import KeepsParameters, has_parameters, named_modules, note_tensor
 from accel.parallel._private import without_subclasses, written_arguments
-from accel.tensors import fake_mode, is_fake
 
 _LARGE = 1 << 14  # bytes
 
@@ -207,7 +207,9 @@ def stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     one = placeholder(tensor.dtype, tensor.shape, device)
     if type(one) is torch.Tensor:  # else the device's own class, which cannot be another one's too
         one = one.as_subclass(StandIn)
-    return nn.Parameter(one, requires_grad=False) if isinstance(tensor, nn.Parameter) else one
+    made = nn.Parameter(one, requires_grad=False) if isinstance(tensor, nn.Parameter) else one
+    note_tensor(made, placeholder=True)
+    return made
 
 
 def placeholder(dtype: torch.dtype, shape: Sequence[int], device: torch.device, *, dense: bool = False) -> torch.Tensor:

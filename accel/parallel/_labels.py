@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -21,9 +21,12 @@ from accel.parallel._modules import (
     unwrap_model,
 )
 from accel.parallel._private import hook_count
-from accel.tensors import is_dtensor, is_view
+from accel.tensors import is_dtensor, is_view, local_part, split_dims
 from accel.topology import Dimension, has_unknown_axis
 from accel.topology._axes import Axis
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def label_parameters(
@@ -38,16 +41,41 @@ def label_parameters(
         note_tensor(parameter, name=name, needed=needed and not name.startswith(spared), viewed=viewed)
 
 
-def new_replicas(parameters: Iterable[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """Return the replicated parameters of models that have not stepped, with names; the next call returns none."""
-    found: list[tuple[str, torch.Tensor]] = []
+class Replicated(NamedTuple):
+    """A parameter, or a part of one, that several ranks hold alike."""
+
+    holders: str  # a text of these ranks, equal on each of them
+    name: str
+    part: torch.Tensor  # what each of them holds
+
+
+def new_replicas(parameters: Iterable[torch.Tensor]) -> list[Replicated]:
+    """Return what other ranks hold too of models that have not stepped: all parameters of DDP's models, by the next
+    call none of them, and the given ones that are DTensors."""
+    found: list[Replicated] = []
     for each in parameters:
         exchanger = tensor_notes(each).get("exchanger")
         replica = None if exchanger is None else exchanger()
         if replica is not None and replica.unstepped and not steps_alone(each):
-            found += replica.unstepped
+            found += [Replicated("all", *named) for named in replica.unstepped]
             replica.unstepped.clear()
+        # those of DDP are left out: ranks may have stepped without this one, in `join_uneven_inputs`
+        elif exchanger is None and is_dtensor(each) and not each.is_meta and name_of(each):
+            ranks = _holders(each)
+            if len(ranks) > 1:
+                found.append(Replicated(str(ranks), name_of(each), local_part(each)))
     return found
+
+
+def _holders(tensor: DTensor) -> list[int]:
+    """List the ranks that hold the same elements as this one."""
+    mesh = tensor.device_mesh
+    here = mesh.get_coordinate()
+    if here is None:  # this rank holds nothing
+        return []
+    split = split_dims(tensor)
+    place = tuple(at if dim in split else slice(None) for dim, at in enumerate(here))
+    return cast(Any, mesh.mesh)[place].flatten().tolist()
 
 
 def name_of(parameter: torch.Tensor) -> str:

@@ -220,7 +220,7 @@ class TensorNotes(TypedDict, total=False):
     name: str  # its name in the prepared model. By prepare_model; read by errors
     needed: bool  # a step needs its gradient. By prepare_model; read by steps
     on_host: bool  # the optimizer keeps its state on the host. By prepare_model; read by prepare_optimizer and steps
-    placeholder: bool  # activation; another stage computes it. By stages; read by the look at a loss
+    placeholder: bool  # also activation; another stage has its values. By stages; read by the look at a loss
     reached: bool  # activation; a unit is gathered again when its gradient comes. By the unit's forward
     reports: int  # id of the parameter that a hook notes as used
     sharded: bool  # torch writes its gradient past hooks. By prepare_model, fsdp; read by steps

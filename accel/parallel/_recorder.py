@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.errors import StageError
+from accel.fakes import emptied_caches, is_fake
 from accel.parallel._calls import (
     NUMBERS,
     ChangedStates,
@@ -54,7 +55,6 @@ from accel.parallel._record import (
     is_differentiable,
 )
 from accel.random import host_streams, isolated_rng
-from accel.tensors import emptied_caches, is_fake
 from accel.tree._walk import Containers
 
 WHERE = "a record of the model's forward"

@@ -27,6 +27,7 @@ from accel.errors import DataError, PrepareError, TreeError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import is_pipelined, note_prepared, prepared_of
 from accel.parallel._private import mixes_dtensors
+from accel.parallel._sharded import load_plain
 from accel.parallel._spread import ModelView
 from accel.tensors import mesh_of, split_dims
 from accel.topology import Dimension, dimension_of
@@ -131,6 +132,10 @@ class _Compared(Mixin, nn.Module):
             if mixes_dtensors(error):
                 raise _read_without_call(error) from error
             raise
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict, or refuse one of plain tensors."""
+        return load_plain(super().load_state_dict, *args, **kwargs)
 
 
 def _read_without_call(error: Exception) -> PrepareError:

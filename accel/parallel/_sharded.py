@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +15,7 @@ from accel.comm import ranks_of_group
 from accel.context import DistContext
 from accel.errors import PrepareError
 from accel.parallel._modules import is_unit, note_tensor, sharded_roots
+from accel.parallel._private import mixes_dtensors
 from accel.parallel._torch_fsdp import is_kept, shards_of
 from accel.tensors import is_dtensor, mesh_of
 from accel.topology import Dimension, dimension_of
@@ -35,6 +36,23 @@ def is_sharded(model: nn.Module) -> bool:
 def holds_dtensors(model: nn.Module) -> bool:
     """Return whether a parameter or a buffer of a model is a DTensor."""
     return any(map(is_dtensor, chain(model.parameters(), model.buffers())))
+
+
+def load_plain(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the `load_state_dict` of a module with DTensors; raise `PrepareError` if it is given plain tensors."""
+    try:
+        return load(*args, **kwargs)
+    except RuntimeError as error:
+        if not mixes_dtensors(error):
+            raise
+        raise PrepareError(
+            "the module holds parts of its parameters, and the state dict has plain tensors",
+            expected="a state dict that is loaded before prepare, or a file",
+            got="load_state_dict of plain tensors",
+            where="load_state_dict",
+            fix="Call load_state_dict before accel.prepare. From files, each rank loads its parts by "
+            "accel.bigmodel.load_checkpoint_in_model(ctx, model, path).",
+        ) from error
 
 
 def note_shards(units: Iterable[nn.Module]) -> None:

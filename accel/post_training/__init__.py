@@ -3,14 +3,14 @@
 
 Imported by name: `from accel import post_training`. Begin with `_losses.py`: how tokens and sequences are averaged, and
 losses of pairs. `_policy.py` has policy gradients and their advantages, `_packing.py` packs rows of tokens,
-`_logprobs.py` scores them, `_reference.py` has the model without its adapters. `_samples.py` holds sequences that a
-model drew, `_sample.py` asks servers for them, `_local.py` draws them, `_buffer.py` has the states of their prompts,
-`_publish.py` sends weights.
+`_logprobs.py` scores them, also by the model without its adapters. `_samples.py` holds sequences that a model drew,
+`_sample.py` asks servers for them, `_local.py` draws them, `_buffer.py` has the states of their prompts, `_publish.py`
+sends weights.
 """
 
 from accel.post_training import servers
 from accel.post_training._buffer import FinishedPrompt, RolloutBuffer, RolloutGroup, StartedPrompt, group_samples
-from accel.post_training._logprobs import token_logprobs
+from accel.post_training._logprobs import reference, token_logprobs
 from accel.post_training._losses import (
     LossSum,
     PairLoss,
@@ -30,7 +30,6 @@ from accel.post_training._policy import (
     whiten,
 )
 from accel.post_training._publish import Published, publish
-from accel.post_training._reference import reference
 from accel.post_training._sample import (
     PendingSamples,
     SampleOptions,

@@ -220,7 +220,10 @@ class Beat:
 
 
 class RemoteLock:
-    """A lock held until `release`."""
+    """A lock held until `release`, once its object has been written.
+
+    Its thread runs before that: a writer that finds the object takes it for abandoned without the thread.
+    """
 
     __slots__ = ("_beat", "_lease", "_path")
 
@@ -262,24 +265,29 @@ def take_remote_lock(folder: RemotePath) -> RemoteLock:
     host and process."""
     path, held = folder / LOCK, None
     lease = Lease(me(), secrets.token_hex(8), time.time())
-    for _ in range(_TRIALS):
-        data = get_object(path, 0, _LONGEST)
-        held = _decode(data)
-        if data is not None and (held is None or not _is_over(folder, held)):
-            raise refusal(path, held.holder if held is not None else None)
-        if data is not None:
-            remove_objects(folder, [LOCK])
-        failure = None
-        try:
-            put_object(path, msgspec.json.encode(lease), new=True)
-        except CheckpointError as error:  # such as that it exists by now; its holder shows which
-            failure = error
-        held = _read_lease(path)
-        if held is not None and held.token == lease.token:
-            return RemoteLock(path, lease)
-        if held is None and failure is not None:
-            raise failure
-    raise refusal(path, held.holder if held is not None else None)
+    mine = RemoteLock(path, lease)
+    try:
+        for _ in range(_TRIALS):
+            data = get_object(path, 0, _LONGEST)
+            held = _decode(data)
+            if data is not None and (held is None or not _is_over(folder, held)):
+                break
+            if data is not None:
+                remove_objects(folder, [LOCK])
+            failure = None
+            try:
+                put_object(path, msgspec.json.encode(lease), new=True)
+            except CheckpointError as error:  # such as that it exists by now; its holder shows which
+                failure = error
+            held = _read_lease(path)
+            if held is not None and held.token == lease.token:
+                return mine
+            if held is None and failure is not None:
+                raise failure
+        raise refusal(path, held.holder if held is not None else None)
+    except BaseException:
+        mine.release()
+        raise
 
 
 def _read_lease(path: RemotePath) -> Lease | None:

@@ -29,6 +29,10 @@ LossFn = Callable[..., torch.Tensor]
 
 _EXPECTED = "the sum of the losses of a micro-batch's real units"
 _WHERE = "forward_backward, loss_fn="
+_PENALTY = (
+    "Leave a penalty of parameters out of the loss. Use the optimizer's weight decay, or add the penalty's gradient to"
+    " the gradients between accel.unscale_gradients and accel.optimizer_step."
+)
 _MOST_KNOWN = 64
 _DEEPEST = 3  # functions in the closures of functions
 _TWICE = 1.5  # between the 1 of a sum and the 2 of a mean
@@ -65,7 +69,10 @@ class LossProbe:
         To be called before the loss itself, which may change its arguments. Raises `StepError` for a function that
         reads what a module of another stage keeps.
         """
-        if self._done or rows < 2:
+        if self._done:
+            return ()
+        if rows < 2:
+            self._look(given, rows)
             return ()
         first = rows // 2
         found = self._values(given, rows, lambda tensor: tensor[:first].clone(), lambda tensor: tensor[first:].clone())
@@ -73,6 +80,13 @@ class LossProbe:
         if self._done:
             _note(self._model, self._key)
         return found
+
+    def _look(self, given: tuple[Any, ...], rows: int) -> None:
+        """Look once at what a loss of one row reads, on a pipeline: such rows do not show a mean."""
+        key = f"{self._key}, one row"
+        if is_pipelined(self._model) and key not in _known(self._model):
+            _ = self._values(given, rows, torch.clone)
+            _note(self._model, key)
 
     def check(self, loss: torch.Tensor, halves: tuple[float, ...], given: tuple[Any, ...], rows: int) -> None:
         """Raise `StepError` if a loss is a mean over rows, by its `halves`. Waits for the device, once a function."""
@@ -149,7 +163,8 @@ class LossProbe:
                 got=f"a tensor of shape {list(reads.shape)}",
                 where=_WHERE,
                 fix="Return what modules keep from the forward, too:"
-                " return logits, torch.stack([block.loss for block in self.blocks]).sum().",
+                " return logits, torch.stack([block.loss for block in self.blocks]).sum()."
+                f" {_PENALTY}",
             )
         if is_pipelined(self._model):
             self._check_penalty(reads)
@@ -166,13 +181,12 @@ class LossProbe:
                 expected="a loss_fn that reads the output and the targets, at most the parameters of a head",
                 got=f"parameters of {', '.join(sorted(owners))}",
                 where=_WHERE,
-                fix="Leave a penalty of parameters out of the loss. Use the optimizer's weight decay, or add the"
-                " penalty's gradient to the gradients between accel.unscale_gradients and accel.optimizer_step.",
+                fix=_PENALTY,
             )
 
 
 class _Reads(TorchFunctionMode):
-    """Notes the parameters that functions get, and the shape of a tensor in place of what another stage computes."""
+    """Notes the parameters that functions get, and the shape of a tensor in place of what another stage has."""
 
     shape: torch.Size | None = None
 
@@ -184,15 +198,12 @@ class _Reads(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call the function."""
-        parameters: set[int] = set()
-        for each in pytree.tree_leaves((args, kwargs or {})):
-            if isinstance(each, torch.Tensor) and "placeholder" in tensor_notes(each):
-                self.shape = each.shape
-            if isinstance(each, nn.Parameter):
-                parameters.add(id(each))
+        given = [each for each in pytree.tree_leaves((args, kwargs or {})) if isinstance(each, torch.Tensor)]
         result = func(*args, **(kwargs or {}))
-        if parameters and any(isinstance(each, torch.Tensor) for each in pytree.tree_leaves(result)):
-            self.parameters |= parameters  # a device or a number of elements reads no values
+        if any(isinstance(each, torch.Tensor) for each in pytree.tree_leaves(result)):
+            # a device or a number of elements reads no values
+            self.parameters |= {id(each) for each in given if isinstance(each, nn.Parameter)}
+            self.shape = next((each.shape for each in given if "placeholder" in tensor_notes(each)), self.shape)
         return result
 
 

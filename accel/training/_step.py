@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from accel import xla
-from accel.comm import refuse_replaced
+from accel.comm import FirstValue, refuse_replaced
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, StepError
 from accel.loop_state import Accumulation, LossScale
@@ -317,11 +317,17 @@ def step_objects(
 
 def _note_first_values(ctx: DistContext, optimizers: list[Optimizer]) -> None:
     """Note the values of replicas before their first step, for ranks to compare. Waits for the device then."""
-    new = [each for each in optimizers if ctx.comm.marks.find(each, "stepped") is None]
+    new = [each for each in optimizers if ctx.comm.marks.find(each, "noted") is None]
+    if not new or decide_independently(ctx.position.axes, new):
+        return
+    for each in new:
+        ctx.comm.marks.put(each, "noted")
     replicas = new_replicas(parameters_of(new))
-    if replicas and not decide_independently(ctx.position.axes, new):
-        sums = checksums({str(at): each for at, (_, each) in enumerate(replicas)})
-        ctx.comm.steps.add_values([(name, each) for (name, _), each in zip(replicas, sums.values(), strict=True)])
+    if replicas or ctx.axis("pp").size > 1:  # a stage may hold nothing that other ranks hold
+        sums = checksums({str(at): each.part for at, each in enumerate(replicas)}, by_position=True)
+        ctx.comm.steps.add_values(
+            [FirstValue(each.holders, each.name, bits) for each, bits in zip(replicas, sums.values(), strict=True)]
+        )
 
 
 def _deferred(

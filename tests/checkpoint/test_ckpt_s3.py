@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints on a real S3 server of this process: parts, conditional locks, listings, deletions."""
 
+import importlib
 import logging
 import threading
 from collections.abc import Iterator
@@ -30,6 +31,15 @@ def bucket() -> Iterator[RemotePath]:
     import fsspec
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    # S3 compares and writes in one; the server here does both in a thread for each request
+    response = importlib.import_module("moto.s3.responses").S3Response
+    put, one_at_a_time = response.put_object, threading.Lock()
+
+    def put_object(self: Any) -> Any:
+        with one_at_a_time:
+            return put(self)
+
+    response.put_object = put_object
     running = server.ThreadedMotoServer(port=0, verbose=False)
     running.start()
     _, port = running.get_host_and_port()
@@ -41,6 +51,7 @@ def bucket() -> Iterator[RemotePath]:
     fsspec.filesystem("s3", **options).call_s3("create_bucket", Bucket="bucket")
     yield RemotePath("s3://bucket", options)
     running.stop()
+    response.put_object = put
 
 
 def keys(place: RemotePath) -> list[str]:

@@ -109,11 +109,12 @@ class Attention(nn.Module):
 
 
 def train(ctx: accel.DistContext, *, accumulation: int = 1, scales: bool = False, **options: Any) -> list[list[str]]:
-    """Return what the host waited for in each optimizer step; along tp, pp and cp without the first, which compares
-    the ranks' batches, finds shapes and proves positions. `scales`: a loss scale that each step decides over, as fp16
-    has it."""
+    """Return what the host waited for in each optimizer step; along tp, pp and cp, and with replicated shards, without
+    the first, which compares the ranks' batches and parameters, finds shapes and proves positions. `scales`: a loss
+    scale that each step decides over, as fp16 has it."""
     staged = ctx.axis("pp").size > 1
-    shared = staged or ctx.axis("tp").size > 1 or ctx.axis("cp").size > 1
+    both = all(ctx.axis(name).size > 1 for name in ("dp_replicate", "dp_shard"))
+    shared = staged or both or ctx.axis("tp").size > 1 or ctx.axis("cp").size > 1
     found = list[list[str]]()
     pinning = dataclasses.replace(ctx, streams=counted_device.PinnableStreams(DEVICE))
     fused = options.get("nonfinite") == "defer"

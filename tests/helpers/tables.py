@@ -14,6 +14,8 @@ import pytest
 def rows(names: str, values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Call a test for each row, as `pytest.mark.parametrize` does, within one test; other arguments are fixtures.
 
+    Each row stands alone: the test is skipped if all rows are.
+
     Args:
         names: the arguments that a row gives, with commas between them.
         values: the rows; tuples if there are several names.
@@ -24,15 +26,20 @@ def rows(names: str, values: Iterable[Any]) -> Callable[[Callable[..., None]], C
         @functools.wraps(test)
         def run(**fixtures: Any) -> None:
             wrong: list[str] = []
+            skipped: list[str] = []
             count = 0
             for row in values if len(given) > 1 else ((each,) for each in values):
                 count += 1
                 try:
                     test(**dict(zip(given, row, strict=True)), **fixtures)
+                except pytest.skip.Exception as reason:
+                    skipped.append(str(reason))
                 except (Exception, pytest.fail.Exception) as error:
                     wrong.append(f"{row if len(row) > 1 else row[0]!r}: {type(error).__name__}: {error}")
             assert count, "the table is empty"
             assert not wrong, f"{len(wrong)} of {count} rows:\n" + "\n".join(wrong)
+            if len(skipped) == count:
+                pytest.skip("; ".join(dict.fromkeys(skipped)))
 
         signature = inspect.signature(test)
         left = [each for name, each in signature.parameters.items() if name not in given]

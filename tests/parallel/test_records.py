@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
 from accel.errors import AccelError, PrepareError, StageError
+from accel.fakes import is_fake
 from accel.parallel._copies import copied_model
 from accel.parallel._record import Label
 from accel.parallel.axes.pipeline import pipeline_of
 from accel.parallel.axes.pipeline._cut import MOST_TWICE, share_twice
 from accel.parallel.axes.pipeline._stages import recorded_calls
 from accel.random import Key
-from accel.tensors import is_fake
 from accel.testing import Simulator
 
 QUICK = ("nano_gpt", "residuals_between", "listed_losses", "moe")

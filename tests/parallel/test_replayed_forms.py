@@ -23,8 +23,8 @@ from torch.utils import checkpoint as _checkpoint
 
 import accel
 from accel.errors import StageError, StepError
+from accel.fakes import is_fake
 from accel.parallel import Plan
-from accel.tensors import is_fake
 from accel.testing import Simulator
 from accel.tree import Container
 

@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
 from accel.errors import PrepareError
+from accel.fakes import is_fake
 from accel.parallel.axes.pipeline import pipeline_of
-from accel.tensors import is_dtensor, is_fake
+from accel.tensors import is_dtensor
 from accel.testing import Simulator
 
 PARAMETERS, FIGURES = 1e-10, 1e-10

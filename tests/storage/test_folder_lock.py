@@ -18,7 +18,7 @@ from catching import assert_raises
 from processes import end
 
 from accel.errors import CheckpointError
-from accel.storage import LOCK, take_lock
+from accel.storage import LOCK, as_place, take_lock
 
 HOLD = """
 import sys
@@ -173,3 +173,25 @@ def test_many_writers_at_once_never_hold_it_together(abandoned: bool, tmp_path: 
         thread.join()
     assert max(most) == 1
     assert taken
+
+
+def test_a_writer_of_this_process_finds_a_lock_held_as_soon_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec = pytest.importorskip("fsspec", reason="needs accel-torch[remote]")
+    place = as_place("memory://locks/at-once")
+    kind = type(fsspec.filesystem("memory"))
+    write = kind.pipe_file
+    refused: list[CheckpointError] = []
+
+    def pipe_file(store: Any, *args: Any, **kwargs: Any) -> None:
+        write(store, *args, **kwargs)
+        monkeypatch.setattr(kind, "pipe_file", write)
+        with assert_raises(CheckpointError, got="which is this process") as caught:
+            place.lock()
+        refused.append(caught.value)
+
+    monkeypatch.setattr(kind, "pipe_file", pipe_file)
+    held = place.lock()
+    assert len(refused) == 1
+    held.check()
+    held.release()
+    assert not [each for each in threading.enumerate() if each.name.startswith("accel-beat")]

@@ -16,6 +16,7 @@ from torch.distributed.algorithms.join import Join
 
 import accel
 from accel.errors import CollectiveMismatch
+from accel.tensors import local_part
 from accel.testing import Simulator
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
@@ -156,6 +157,50 @@ def test_replicas_that_differ_before_their_first_step_are_told(ranks: Simulator,
         CollectiveMismatch, problem="different parameters before", got=r"on rank 1 than on rank 0 of 0\."
     ):
         _ = ranks.run(rank, 2)
+
+
+# rank with other values, and the rank that is to hold the same
+MESHES = [
+    ("dp=2", "ddp", 1, 0),
+    ("tp=2", "ddp", 1, 0),
+    ("dp=2,tp=2", "ddp", 1, 0),
+    ("dp=2,tp=2", "fsdp", 3, 2),
+    ("pp=2,dp=2", "ddp", 3, 2),
+    ("dp_replicate=2,dp_shard=2", "fsdp", 3, 1),
+]
+
+
+@pytest.mark.parametrize(("mesh", "strategy", "changed", "other"), MESHES)
+@pytest.mark.parametrize("is_changed", [True, False])
+def test_what_ranks_hold_alike_is_compared_on_every_mesh(
+    ranks: Simulator, mesh: str, strategy: str, changed: int, other: int, is_changed: bool
+):
+    """The values of one rank come in another order, so that their sum is the same."""
+    size = math.prod(int(each.partition("=")[2]) for each in mesh.split(","))
+
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+        model = accel.prepare_model(ctx, net, plan=accel.parallel.Plan(tensor={}))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if is_changed and ctx.rank == changed:
+            part = local_part(next(each for each in model.parameters() if each.ndim == 2))
+            _ = part.copy_(part.flatten().flip(0).view_as(part))
+        state = begin_batch(ctx, accel.train_state(ctx))
+        _, state = accel.forward_backward(
+            ctx, model, state, X[:2], loss_fn=lambda output: output.square().sum(), weight=2
+        )
+        _ = accel.optimizer_step(ctx, optimizer, state)
+        accel.wait_for_everyone(ctx)
+
+    if not is_changed:
+        _ = ranks.run(rank, size, default_group=True)
+        return
+    got = rf"on rank {changed} than on rank {other} of \d\.weight"
+    with assert_raises(CollectiveMismatch, problem="different parameters before", got=got):
+        _ = ranks.run(rank, size, default_group=True)
 
 
 def test_replicas_that_differ_are_told_after_any_number_of_steps(ranks: Simulator):

@@ -828,6 +828,26 @@ PROGRAMS: tuple[Program, ...] = (
         ranks=2,
     ),
     Program(
+        "parallel/_sharded.py",
+        "the module holds parts of its parameters",
+        NET + "state = net.state_dict(); folder = accel.broadcast_object_list(ctx, [tempfile.mkdtemp()])[0]\n"
+        "path = accel.save(ctx, state, f'{folder}/net.safetensors')\n"
+        "model = accel.prepare_model(ctx, net)\n",
+        "model.load_state_dict(state)",
+        "accel.bigmodel.load_checkpoint_in_model(ctx, model, path)",
+        ranks=2,
+        strategy="fsdp",
+    ),
+    Program(
+        "parallel/axes/shard/_running.py",
+        "fully_shard has sharded the module",
+        "import copy\n" + NET + "ctx = accel.replace(ctx, strategy='fsdp'); model = net\n",
+        "copy.deepcopy(accel.prepare_model(ctx, model))",
+        "frozen = accel.prepare_model(ctx, copy.deepcopy(model))",
+        "{line}; model = accel.prepare_model(ctx, model); assert torch.equal(model(x), frozen(x))",
+        ranks=2,
+    ),
+    Program(
         "parallel/axes/shard/_fully_shard.py",
         "each rank drops blocks at random",
         "class Net(nn.Module):\n    layerdrop = 0.1\n    def __init__(self):\n        super().__init__()\n"

@@ -278,23 +278,33 @@ def _stages(ctx: accel.DistContext) -> nn.Sequential:
     return net
 
 
-def _sums_of_stages(ctx: accel.DistContext, penalty: Callable[[nn.Sequential], Tensor]) -> None:
+def _sums_of_stages(ctx: accel.DistContext, penalty: Callable[[nn.Sequential], Tensor], rows: int = 8) -> None:
     net = _stages(ctx)
-    inputs = torch.linspace(-1, 1, 32).view(8, 4)
+    inputs = torch.linspace(-1, 1, 4 * rows).view(rows, 4)
 
     def loss_fn(output: Tensor) -> Tensor:
         return output.square().sum() + len(output) * penalty(net)
 
     ctx = accel.replace(ctx, mesh="pp=2")
-    _ = accel.forward_backward(ctx, net, begin_batch(ctx, accel.train_state(ctx)), inputs, loss_fn=loss_fn, weight=8)
+    _ = accel.forward_backward(ctx, net, begin_batch(ctx, accel.train_state(ctx)), inputs, loss_fn=loss_fn, weight=rows)
 
 
-def test_a_penalty_of_all_parameters_is_refused_on_the_last_stage(ranks: Simulator):
+@pytest.mark.parametrize("rows", [8, 2])  # micro-batches of four rows, and of one
+def test_a_penalty_of_one_layer_of_another_stage_is_refused(ranks: Simulator, rows: int):
+    def penalty(net: nn.Sequential) -> Tensor:
+        return net[0].get_parameter("0.weight").square().sum()
+
+    with assert_raises(accel.errors.StepError, problem="a module in another stage", got="[4, 4]", fix="weight decay"):
+        ranks.run(lambda ctx: _sums_of_stages(ctx, penalty, rows), 2, default_group=True)
+
+
+@pytest.mark.parametrize("rows", [8, 2])
+def test_a_penalty_of_all_parameters_is_refused_on_the_last_stage(ranks: Simulator, rows: int):
     def penalty(net: nn.Sequential) -> Tensor:
         return torch.stack([each.square().sum() for each in net.parameters()]).sum()
 
     with assert_raises(accel.errors.StepError, problem="parameters of all modules", got="2.0, 3.0", fix="weight decay"):
-        ranks.run(lambda ctx: _sums_of_stages(ctx, penalty), 2, default_group=True)
+        ranks.run(lambda ctx: _sums_of_stages(ctx, penalty, rows), 2, default_group=True)
 
 
 def test_a_loss_may_read_the_parameters_of_a_head(ranks: Simulator):
@@ -308,6 +318,7 @@ def test_a_loss_may_read_the_parameters_of_a_head(ranks: Simulator):
 def test_a_loss_may_count_the_elements_of_all_parameters(ranks: Simulator):
     def penalty(net: nn.Sequential) -> Tensor:
         elements = sum(each.numel() for each in net.parameters() if each.device.type == "cpu" and each.requires_grad)
+        elements += net[0].get_parameter("0.weight").numel()
         return torch.tensor(0.1 * elements)
 
     ranks.run(lambda ctx: _sums_of_stages(ctx, penalty), 2, default_group=True)

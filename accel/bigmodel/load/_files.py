@@ -19,8 +19,8 @@ from accel.checkpoint._manifest import Manifest
 from accel.checkpoint._retention import all_tensors
 from accel.errors import CheckpointError, ConfigError
 from accel.errors._checks import did_you_mean
+from accel.fakes import fake_mode
 from accel.storage import CHUNK, PAGE, ByteRanges, Header, LocalRanges, Passed, Wanted, fetch_header
-from accel.tensors import fake_mode
 
 
 def safetensors_in(ranges: ByteRanges, name: str, where: str) -> dict[str, Strided]:

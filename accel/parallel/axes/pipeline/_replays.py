@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from accel.comm import Call, Comm, agreed_values
 from accel.devices import autocast_dtype
 from accel.errors import StageError
+from accel.fakes import emptied_caches
 from accel.parallel._calls import let_answer, take_apart, unchanged
 from accel.parallel._fakes import ValuesRead
 from accel.parallel._micro_batches import MicroBatch, first_device, first_tensor, of_stage
@@ -26,7 +27,6 @@ from accel.parallel.axes.pipeline._planned import FIX, Planned, begins_by_holdin
 from accel.parallel.axes.pipeline._replayed import Calls, Replay, ReplayedModule, StageRun, running
 from accel.parallel.axes.pipeline._work import Boundary, Work, noise
 from accel.random import Key, isolated_rng
-from accel.tensors import emptied_caches
 
 _MOST_REPLAYS = 16
 _SEEDS = 2**62  # number of different seeds

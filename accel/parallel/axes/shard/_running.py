@@ -15,10 +15,12 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from accel.comm import SUM_OF, Comm, in_unit
+from accel.errors import PrepareError
 from accel.mixins import Mixin
 from accel.parallel._containers import known_parts
 from accel.parallel._modules import note_module, note_tensor, notes_of, tensor_notes, written_class
 from accel.parallel._private import runs_in_backward
+from accel.parallel._sharded import load_plain
 from accel.parallel._torch_fsdp import (
     SUMS,
     around_calls,
@@ -43,7 +45,8 @@ class CalledUnit(Mixin, nn.Module):
 
 
 class EndedUnit(Mixin, nn.Module):
-    """Mixin of units: a forward that raises has ended for later backwards. torch notes an end only in a hook."""
+    """Mixin of units: a forward that raises has ended for later backwards. torch notes an end only in a hook. Calls
+    that torch does not support on shards are refused with what to do."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
@@ -54,6 +57,21 @@ class EndedUnit(Mixin, nn.Module):
         except BaseException:
             end_failed_forward(self)
             raise
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict, or refuse one of plain tensors."""
+        return load_plain(super().load_state_dict, *args, **kwargs)
+
+    def __deepcopy__(self, memo: object) -> Any:
+        """Refuse: torch's state of a unit has no copy."""
+        raise PrepareError(
+            "fully_shard has sharded the module, and it cannot be copied",
+            expected="a copy of the plain model, or of its values",
+            got="copy.deepcopy(model)",
+            where=f"copy.deepcopy, {written_class(self).__name__}",
+            fix="Copy before accel.prepare, and prepare both: frozen = accel.prepare_model(ctx, copy.deepcopy(model)). "
+            "For averaged weights use accel.training.Ema; for the values accel.get_state_dict(ctx, model).",
+        )
 
 
 def note_units(comm: Comm, units: Mapping[str, nn.Module]) -> None:

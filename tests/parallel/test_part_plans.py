@@ -86,6 +86,8 @@ LEAST: Mapping[str, int] = {
     "reentrant": 90, "in_place": 90, "called_by_parts": 90, "nested_outputs": 90, "frozen_body": 90, "vit": 75,
     "aux_attribute": 90, "lens": 90, "single_stream": 90,
     "kept_statistics": 90, "listed_parameters": 90, "checkpointed_methods": 90,
+    "gated_normed": 95, "parallel_fused": 98, "state_space": 95, "long_convolution": 94, "sorted_experts": 95,
+    "batched_experts": 95, "rescaled": 90, "rounded": 95, "named_weights": 95,
 }  # fmt: skip
 
 

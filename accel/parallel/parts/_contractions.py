@@ -183,8 +183,6 @@ def tensordot(func: Any, args: Args, kwargs: Named) -> Any:
 
 def dotted(rank: int, other: int, dims: Any) -> str:
     """Return the equation of a tensordot of tensors of these ranks."""
-    if isinstance(dims, Tensor):
-        dims = dims.tolist()
     ones, others = (range(rank - dims, rank), range(dims)) if isinstance(dims, int) else dims
     left = list(ascii_letters[:rank])
     right = list(ascii_letters[rank : rank + other])

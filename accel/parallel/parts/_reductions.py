@@ -112,7 +112,7 @@ def _extreme(func: Any, part: PartTensor, layout: RowLayout, *, keepdim: bool) -
     rows = torch.tensor(rows_of(layout.cut, ranks.rank, ranks.size), device=own.device)[places]
     values, which = func(ranks.joined(own, dim), dim, keepdim=True)
     found = values, ranks.joined(rows, dim).gather(dim, which)
-    kinds = torch.return_types
+    kinds: Any = torch.return_types
     kind = kinds.max if name_of(func) == "max" else kinds.min
     return kind(found if keepdim else [each.squeeze(dim) for each in found])
 

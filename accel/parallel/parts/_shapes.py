@@ -338,7 +338,7 @@ def windows(func: Any, args: Args, kwargs: Named) -> Any:
 
 def shuffled(func: Any, args: Args, kwargs: Named) -> Any:
     """pixel_shuffle, pixel_unshuffle: by views, as channels become pixels or pixels channels."""
-    part: Tensor = part_of(func, args)
+    part: Any = part_of(func, args)
     by = (*args[1:], *kwargs.values())[0]
     if name_of(func) == "pixel_shuffle":
         blocks = part.unflatten(-3, (-1, by, by)).movedim((-4, -3), (-3, -1))

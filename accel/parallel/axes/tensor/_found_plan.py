@@ -177,14 +177,19 @@ class _Proofs:
         return [each for each in tables if len(each.weight) >= _LEAST_ROWS and each.weight.numel() * 100 >= total]
 
     def _heads(self, tables: Sequence[nn.Embedding]) -> list[str]:
-        """Paths of layers with as many outputs as a table has rows, which the model returns or ties to the table."""
+        """Paths of layers with as many outputs as a table has rows, which the model returns, also by functions such as
+        a soft bound, or ties to the table."""
         rows = {len(each.weight) for each in tables}
         tied = {id(each.weight) for each in tables}
-        returned = {
-            node.path
-            for node in self._trace.nodes
-            if node.path in self._linear and not set(node.outputs).isdisjoint(self._trace.outputs)
-        }
+        returned: set[str] = set()
+        numbers = {*self._trace.outputs}
+        for node in reversed(self._trace.nodes):
+            if numbers.isdisjoint(node.outputs):
+                continue
+            if node.path in self._linear:
+                returned.add(node.path)
+            else:
+                numbers.update(node.inputs)
         return [
             path
             for path, each in self._linear.items()

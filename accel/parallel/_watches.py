@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage] - torch has no other name
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from accel.context import DistContext
 from accel.errors import ConfigError
@@ -59,6 +60,8 @@ class _ParameterChanges(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if name == "__set__":
             return result
+        if name != "__get__" and isinstance(result, torch.Tensor) and result.requires_grad and is_dtensor(result):
+            self._refuse_computed(name, args)
         if (name == "__get__" and func == GET_DATA) or name == "detach":
             if isinstance(first, nn.Parameter):
                 self._views[id(result)] = result, first
@@ -66,6 +69,22 @@ class _ParameterChanges(TorchFunctionMode):
             for each in cast("list[Any]", first) if isinstance(first, list | tuple) else [first]:
                 self._note(self._views[id(each)][1] if id(each) in self._views else each, name)
         return result
+
+    def _refuse_computed(self, name: str, args: Any) -> None:
+        """Raise `ConfigError` for a function of a parameter as ranks keep it, with a gradient that ranks would not
+        complete."""
+        names = {id(each): path for path, each in self._model.named_parameters()}
+        path = next((names[id(each)] for each in pytree.tree_leaves(args) if id(each) in names), "")
+        if path:
+            raise ConfigError(
+                "the forward computes with a parameter as ranks keep it, and not with its values",
+                expected="parameters that are read as attributes of their modules, such as self.block.weight",
+                got=f"{path.removeprefix('module.')} in {name}, as from named_parameters()",
+                where="the first training forward of a prepared model",
+                fix="Read it as an attribute of its module. Along tp give that module the style replicated_local, by"
+                " plan=accel.parallel.Plan(tensor={...}); or keep parameters whole, on a mesh of dp alone:"
+                ' accel.replace(ctx, strategy="ddp").',
+            )
 
     def _note(self, changed: Any, way: str, *, also_parts: bool = False) -> None:
         is_read = also_parts and isinstance(changed, torch.Tensor) and changed.requires_grad  # as a plain tensor

@@ -661,6 +661,20 @@ PROGRAMS: tuple[Program, ...] = (
         strategy="fsdp",
     ),
     Program(
+        "parallel/_watches.py",
+        "the forward computes with a parameter as ranks keep it",
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.first, self.last = nn.Linear(2, 4), nn.Linear(4, 1)\n"
+        "    def forward(self, x):\n        halves = {name: one / 2 for name, one in self.first.named_parameters()}\n"
+        "        return self.last(torch.func.functional_call(self.first, halves, (x,)))\n"
+        "net = Net(); x = torch.ones(4, 2)\n",
+        "ctx = accel.replace(ctx, strategy='fsdp'); accel.prepare_model(ctx, net)(x)",
+        'accel.replace(ctx, strategy="ddp")',
+        "accel.prepare_model({line}, net)(x)",
+        ranks=2,
+        strategy="fsdp",
+    ),
+    Program(
         "parallel/axes/replicate/_ddp.py",
         "two prepared models share parameters",
         "from functools import partial; prepare = partial(accel.prepare_model, ctx); x = torch.ones(4, 2)\n"

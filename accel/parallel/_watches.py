@@ -60,7 +60,8 @@ class _ParameterChanges(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if name == "__set__":
             return result
-        if name != "__get__" and isinstance(result, torch.Tensor) and result.requires_grad and is_dtensor(result):
+        learns = isinstance(result, torch.Tensor) and result.requires_grad and torch.is_grad_enabled()
+        if learns and name != "__get__" and is_dtensor(result):
             self._refuse_computed(name, args)
         if (name == "__get__" and func == GET_DATA) or name == "detach":
             if isinstance(first, nn.Parameter):
@@ -113,6 +114,7 @@ class _FirstForward:
 
     def __init__(self, model: nn.Module, wrap: Callable[[Any], Any], *, prepend: bool = False) -> None:
         self._is_begun = self._is_over = False
+        self._watched = model  # a copy of it has the same hooks, as stages of a pipeline have
         self._hooks = (
             model.register_forward_pre_hook(wrap(self._begin), prepend=prepend),
             model.register_forward_hook(wrap(self._end), always_call=True),
@@ -135,6 +137,8 @@ class _FirstForward:
 
     def _begin(self, module: nn.Module, _inputs: Any) -> None:
         if torch.compiler.is_compiling() or self._is_over or not module.training or not torch.is_grad_enabled():
+            return
+        if module is not self._watched:
             return
         self._is_begun = self.begin(module)
         if not self._is_begun:

@@ -223,6 +223,28 @@ def test_a_weight_with_a_merged_correction_is_divided(multiply: Callable[[Tensor
     assert share_of(pair, rules_of(pair, plan.styles, 2, regions=plan.regions)) > 0.9
 
 
+class Listed(nn.Module):
+    """Four layers of one shape in a list, the last of which ends the attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.settings = {"heads": 4}
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, tokens, width = x.shape
+        q, k, v = (layer(x).view(rows, tokens, self.settings["heads"], -1).transpose(1, 2) for layer in self.layers[:3])
+        mixed = functional.scaled_dot_product_attention(q, k, v)
+        return self.layers[3](mixed.transpose(1, 2).reshape(rows, tokens, width))
+
+
+def test_the_bias_behind_a_sum_stays_whole_beside_layers_like_its_own() -> None:
+    torch.manual_seed(0)
+    plan = found_plan(Listed(), 2, [torch.empty(2, 4, 8)], regions_in=("",))
+    weights = {f"layers.{at}.weight" for at in range(4)}
+    assert plan.regions[""].keys() == weights | {f"layers.{at}.bias" for at in range(3)}
+
+
 @pytest.mark.nightly
 def test_blocks_of_stages_compute_with_parts(ranks: Simulator) -> None:
     plan = accel.parallel.Plan(schedule="1F1B", stages_per_rank=1, micro_batches=4)

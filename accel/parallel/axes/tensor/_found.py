@@ -369,10 +369,11 @@ class _Unit:
         """The layouts, and the same layouts for equal modules that this forward did not call, such as experts that no
         token chose."""
         patterns = {(pattern_of(name), self._shapes[name]): layout for name, layout in layouts.items()}
+        called = {name.rpartition(".")[0] for name in layouts}
         more = {
             name: patterns[key]
             for name, shape in self._shapes.items()
-            if name not in layouts and (key := (pattern_of(name), shape)) in patterns
+            if name.rpartition(".")[0] not in called and (key := (pattern_of(name), shape)) in patterns
         }
         return {**more, **layouts}
 

@@ -23,7 +23,7 @@ from accel.parallel._modules import (
     tensor_notes,
     unwrap_model,
 )
-from accel.parallel._private import GET_DATA, SET_DATA, is_compiled
+from accel.parallel._private import GET_DATA, SET_DATA, is_compiled, mixes_dtensors
 from accel.parallel._spread import ModelView
 from accel.tensors import is_dtensor, local_part
 from accel.topology import dimension_of
@@ -57,11 +57,15 @@ class _ParameterChanges(TorchFunctionMode):
                 self._note(given["weight"], "max_norm")
         if name == "__set__" and func == SET_DATA and not _is_same(first, args[1]):
             self._note(first, "data", also_parts=True)
-        result = func(*args, **(kwargs or {}))
+        try:
+            result = func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if not mixes_dtensors(error):  # for which there is an error with its line
+                self._refuse_computed(name, args)
+            raise
         if name == "__set__":
             return result
-        learns = isinstance(result, torch.Tensor) and result.requires_grad and torch.is_grad_enabled()
-        if learns and name != "__get__" and is_dtensor(result):
+        if isinstance(result, torch.Tensor) and is_dtensor(result) and torch.is_grad_enabled():
             self._refuse_computed(name, args)
         if (name == "__get__" and func == GET_DATA) or name == "detach":
             if isinstance(first, nn.Parameter):
@@ -72,10 +76,13 @@ class _ParameterChanges(TorchFunctionMode):
         return result
 
     def _refuse_computed(self, name: str, args: Any) -> None:
-        """Raise `ConfigError` for a function of a parameter as ranks keep it, with a gradient that ranks would not
-        complete."""
-        names = {id(each): path for path, each in self._model.named_parameters()}
-        path = next((names[id(each)] for each in pytree.tree_leaves(args) if id(each) in names), "")
+        """Raise `ConfigError` for a function of a parameter as ranks keep it and of a plain tensor that learns, which
+        would get a DTensor as its gradient."""
+        tensors = [each for each in pytree.tree_leaves(args) if isinstance(each, torch.Tensor)]
+        if not any(each.requires_grad and not is_dtensor(each) for each in tensors):
+            return
+        names = {id(each): path for path, each in self._model.named_parameters() if is_dtensor(each)}
+        path = next((names[id(each)] for each in tensors if id(each) in names), "")
         if path:
             raise ConfigError(
                 "the forward computes with a parameter as ranks keep it, and not with its values",

@@ -145,7 +145,7 @@ class PlanSearch:
             inner = {name for other in found if other != path and is_in(other, path) for name in self._open(other)}
             names = [name.removeprefix(prefix) for name in self._open(path) if name not in inner]
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            if problem != _ALL_WHOLE:
+            if problem != _ALL_WHOLE and self._open(path):
                 found[path] = problem
             elif names:
                 found[path] = f"no division was found for {', '.join(names[:_SHOWN])}{more}"

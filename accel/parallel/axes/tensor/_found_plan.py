@@ -164,8 +164,8 @@ class _Proofs:
         for path, each in self._modules.items():
             if type(each).forward is not nn.Linear.forward or path not in called or is_adapted(each):
                 continue
-            weight = each.get_parameter("weight")
-            if len(weight) < self._size or weight.numel() * 100 < total:
+            weight = dict(each.named_parameters(recurse=False)).get("weight")  # none of one that is parametrized
+            if weight is None or len(weight) < self._size or weight.numel() * 100 < total:
                 continue
             alike = self._with_weight(weight)
             if plan.styles.keys().isdisjoint(alike) and divided.isdisjoint(f"{own}.weight" for own in alike):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage] - torch has no other name
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from accel.context import DistContext
 from accel.errors import ConfigError
@@ -22,7 +23,7 @@ from accel.parallel._modules import (
     tensor_notes,
     unwrap_model,
 )
-from accel.parallel._private import GET_DATA, SET_DATA, is_compiled
+from accel.parallel._private import GET_DATA, SET_DATA, is_compiled, mixes_dtensors
 from accel.parallel._spread import ModelView
 from accel.tensors import is_dtensor, local_part
 from accel.topology import dimension_of
@@ -56,9 +57,16 @@ class _ParameterChanges(TorchFunctionMode):
                 self._note(given["weight"], "max_norm")
         if name == "__set__" and func == SET_DATA and not _is_same(first, args[1]):
             self._note(first, "data", also_parts=True)
-        result = func(*args, **(kwargs or {}))
+        try:
+            result = func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if not mixes_dtensors(error):  # for which there is an error with its line
+                self._refuse_computed(name, args)
+            raise
         if name == "__set__":
             return result
+        if isinstance(result, torch.Tensor) and is_dtensor(result) and torch.is_grad_enabled():
+            self._refuse_computed(name, args)
         if (name == "__get__" and func == GET_DATA) or name == "detach":
             if isinstance(first, nn.Parameter):
                 self._views[id(result)] = result, first
@@ -66,6 +74,25 @@ class _ParameterChanges(TorchFunctionMode):
             for each in cast("list[Any]", first) if isinstance(first, list | tuple) else [first]:
                 self._note(self._views[id(each)][1] if id(each) in self._views else each, name)
         return result
+
+    def _refuse_computed(self, name: str, args: Any) -> None:
+        """Raise `ConfigError` for a function of a parameter as ranks keep it and of a plain tensor that learns, which
+        would get a DTensor as its gradient."""
+        tensors = [each for each in pytree.tree_leaves(args) if isinstance(each, torch.Tensor)]
+        if not any(each.requires_grad and not is_dtensor(each) for each in tensors):
+            return
+        names = {id(each): path for path, each in self._model.named_parameters() if is_dtensor(each)}
+        path = next((names[id(each)] for each in tensors if id(each) in names), "")
+        if path:
+            raise ConfigError(
+                "the forward computes with a parameter as ranks keep it, and not with its values",
+                expected="parameters that are read as attributes of their modules, such as self.block.weight",
+                got=f"{path.removeprefix('module.')} in {name}, as from named_parameters()",
+                where="the first training forward of a prepared model",
+                fix="Read it as an attribute of its module. Along tp give that module the style replicated_local, by"
+                " plan=accel.parallel.Plan(tensor={...}); or keep parameters whole, on a mesh of dp alone:"
+                ' accel.replace(ctx, strategy="ddp").',
+            )
 
     def _note(self, changed: Any, way: str, *, also_parts: bool = False) -> None:
         is_read = also_parts and isinstance(changed, torch.Tensor) and changed.requires_grad  # as a plain tensor
@@ -94,6 +121,7 @@ class _FirstForward:
 
     def __init__(self, model: nn.Module, wrap: Callable[[Any], Any], *, prepend: bool = False) -> None:
         self._is_begun = self._is_over = False
+        self._watched = model  # a copy of it has the same hooks, as stages of a pipeline have
         self._hooks = (
             model.register_forward_pre_hook(wrap(self._begin), prepend=prepend),
             model.register_forward_hook(wrap(self._end), always_call=True),
@@ -116,6 +144,8 @@ class _FirstForward:
 
     def _begin(self, module: nn.Module, _inputs: Any) -> None:
         if torch.compiler.is_compiling() or self._is_over or not module.training or not torch.is_grad_enabled():
+            return
+        if module is not self._watched:
             return
         self._is_begun = self.begin(module)
         if not self._is_begun:

@@ -43,6 +43,8 @@ class Alone:
     def allreduce(self, *_: object) -> None:
         raise NeedsOthersError
 
+    all_gather_single = allreduce
+
 
 def alone(rank: int, size: int) -> Ranks:
     return Ranks(cast(Any, Alone(rank, size)))
@@ -210,6 +212,17 @@ CASES: Mapping[str, Callable[[Drawn], Any]] = {
     "amax": _new(lambda g, t: t.amax(dim=(g.other,))),
     "var": _new(lambda g, t: t.var(dim=g.other, correction=0)),
     "logsumexp": _new(lambda g, t: t.logsumexp(g.other)),
+    "cummax": _new(lambda g, t: t.cummax(g.other).values),
+    "spectrum": _new(lambda g, t: torch.view_as_real(torch.fft.rfft(t, dim=g.other)).sum(-1)),
+    "there and back by fft": _new(lambda g, t: torch.fft.irfft(torch.fft.fft2(t, dim=(0, g.other)), dim=0)),
+    "windows": _new(lambda g, t: t.unfold(g.other, 1, 1)),
+    "blocks of images": _new(lambda g, t: functional.unfold(t[None], (2, 1), padding=1)),
+    "pixels": _new(lambda g, t: functional.pixel_shuffle(t.repeat_interleave(4, 0), 2)),
+    "pixels as channels": _new(lambda g, t: functional.pixel_unshuffle(t.repeat(1, 2, 2), 2)),
+    "plain as a part": _of(lambda g, t, w: w.view_as(t) * t, lambda g: torch.randn(g.shape).flatten()),
+    "Frobenius norm": _new(lambda g, t: t.norm(dim=g.other)),
+    "kernels of one row": _of(lambda g, t, w: functional.conv1d(t, w), lambda g: torch.randn(5, g.shape[1], 1)),
+    "in place by itself": _new(lambda g, t: t.clone().abs_().log1p_().sin_()),
     "topk": _new(lambda g, t: t.topk(1, dim=g.other)[0]),
     "flip": _new(lambda g, t: t.flip(g.other)),
     "roll": _new(lambda g, t: t.roll(1, g.other)),
@@ -227,6 +240,7 @@ CASES: Mapping[str, Callable[[Drawn], Any]] = {
         lambda g: torch.randn(2 * g.shape[1], 1, 3),
     ),
     "dropout": _new(lambda g, t: _seeded(t, lambda each: functional.dropout(each, 0.5))),
+    "dropout of channels": _new(lambda g, t: _seeded(t, lambda each: functional.dropout1d(each, 0.5))),
     "randn_like": _new(lambda g, t: _seeded(t, torch.randn_like)),
     "dtypes": _new(lambda g, t: t.double().to(torch.float32).type_as(t)),
     "sizes": _new(lambda g, t: t.new_zeros(t.shape[g.dim], t.size(0)) + t.numel() + len(t)),
@@ -437,6 +451,31 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
         ),
         "written": Region(_written, [(2, n, 4), (n, 1)], [RowLayout(1, cut), draw.choice([None, RowLayout(0, cut)])]),
         "sums": Region(lambda x: x.sum(-1) + x.mean(1), [(3, m)], [RowLayout(1, even)]),
+        "spreads": Region(
+            lambda x: x.var(-1) + x.std(1, keepdim=True) + x.var(dim=(0, 1), correction=0),
+            [(3, m)],
+            [RowLayout(1, even)],
+        ),
+        "greatest and least": Region(
+            lambda x: (x.max(1).values * x.min(-1, keepdim=True)[0], x.max(1).indices), [(3, m)], [RowLayout(1, even)]
+        ),
+        "norms of rows": Region(lambda x: x / x.norm(dim=1, keepdim=True), [(3, m)], [RowLayout(1, even)]),
+        "tensordot": Region(
+            lambda x, w: torch.tensordot(x, w, dims=([1, 2], [0, 1])),
+            [(3, m, 2), (m, 2, 5)],
+            [RowLayout(1, even), RowLayout(0, even)],
+        ),
+        "tensordot of one": Region(
+            lambda x, w: torch.tensordot(x, w, 1), [(2, 3, 5), (5, n)], [None, RowLayout(1, cut)]
+        ),
+        "convolution across rows": Region(
+            lambda x, w, b: functional.conv1d(x, w, b), [(2, 3, n), (5, 3, 1), (5,)], [RowLayout(2, cut), None, None]
+        ),
+        "a channel each, of any cut": Region(
+            lambda x, w, b: functional.conv1d(x, w, b, groups=n, padding=1),
+            [(2, n, 3), (n, 1, 3), (n,)],
+            [RowLayout(1, cut), None, None],
+        ),
         "norm of vectors": Region(lambda x: torch.linalg.vector_norm(x, dim=-1), [(3, m)], [RowLayout(1, even)]),
         "RMS norm over all heads": Region(
             lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * w,
@@ -627,7 +666,9 @@ def a_part(shape: tuple[int, ...], dim: int) -> PartTensor:
 
 
 REFUSED: Mapping[str, tuple[str, Callable[[PartTensor], Any]]] = {
-    "no rule": ("fft_fft", torch.fft.fft),
+    "no rule": ("cdist", lambda t: torch.cdist(t, t)),
+    "a spectrum of heads": ("fft_fft", lambda t: torch.fft.fft(t, dim=1)),
+    "kernels of several rows": ("conv1d", lambda t: functional.conv1d(t.mT, torch.ones(3, 4, 3), padding=1)),
     "softmax over heads": ("softmax", lambda t: t.softmax(1)),
     "some heads": ("index_select", lambda t: t.index_select(1, torch.tensor([0, 2]))),
     "one head": ("__getitem__", lambda t: t[:, 1]),

@@ -661,6 +661,22 @@ PROGRAMS: tuple[Program, ...] = (
         strategy="fsdp",
     ),
     Program(
+        "parallel/_watches.py",
+        "the forward computes with a parameter as ranks keep it",
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.first, self.last = nn.Linear(2, 4), nn.Linear(4, 1)\n"
+        "        self.gain = nn.Parameter(torch.ones(()))\n"
+        "    def forward(self, x):\n"
+        "        scaled = {name: one * self.gain for name, one in self.first.named_parameters()}\n"
+        "        return self.last(torch.func.functional_call(self.first, scaled, (x,)))\n"
+        "net = Net(); x = torch.ones(4, 2)\n",
+        "plan = accel.parallel.Plan(tensor={'first': 'colwise', 'last': 'rowwise'})\n"
+        "accel.prepare_model(accel.replace(ctx, mesh='tp=2', plan=plan), net)(x)",
+        'accel.replace(ctx, strategy="ddp")',
+        "accel.prepare_model({line}, net)(x)",
+        ranks=2,
+    ),
+    Program(
         "parallel/axes/replicate/_ddp.py",
         "two prepared models share parameters",
         "from functools import partial; prepare = partial(accel.prepare_model, ctx); x = torch.ones(4, 2)\n"

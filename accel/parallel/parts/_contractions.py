@@ -181,6 +181,24 @@ def einsum(func: Any, args: Args, kwargs: Named) -> Any:
     return ranks.ended(found)
 
 
+def tensordot(func: Any, args: Args, kwargs: Named) -> Any:
+    """tensordot, by an equation."""
+    given = named("a b dims", args, kwargs)
+    one, other = given["a"], given["b"]
+    return einsum(func, (dotted(one.dim(), other.dim(), given.get("dims", 2)), one, other), {})
+
+
+def dotted(rank: int, other: int, dims: Any) -> str:
+    """Return the equation of a tensordot of tensors of these ranks."""
+    ones, others = (range(rank - dims, rank), range(dims)) if isinstance(dims, int) else dims
+    left = list(ascii_letters[:rank])
+    right = list(ascii_letters[rank : rank + other])
+    for one, two in zip(ones, others, strict=True):
+        right[two] = left[one]
+    kept = [each for each in (*left, *right) if (each in left) != (each in right)]
+    return f"{''.join(left)},{''.join(right)}->{''.join(kept)}"
+
+
 def terms_of(equation: str, dims: Sequence[int]) -> tuple[list[str], str]:
     """Return the letters of each operand and of the result, with letters for `...`."""
     left, arrow, result = equation.replace(" ", "").partition("->")
@@ -216,5 +234,6 @@ RULES = {
     **dict.fromkeys(("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "linalg_matmul"), product),
     **dict.fromkeys(("addmm", "baddbmm"), added_product),
     "einsum": einsum,
+    "tensordot": tensordot,
     "embedding": embedding,
 }

@@ -39,6 +39,8 @@ def convolved(func: Any, args: Args, kwargs: Named) -> Any:
     out, into = (1, 0) if turns else (0, 1)
     own = layout_of(x)
     other = layout_of(weight)
+    if own is not None and own.dim > channels and other is None and _is_of_one_row(weight, own.dim - channels, given):
+        return make(func(x, *(entered(each, ranks) for each in (weight, bias)), **given), own, ranks)
     if own is not None and own.dim != channels:
         raise no_rule("of a part along another dimension than channels")
     if own is None and other is None:
@@ -64,19 +66,31 @@ def convolved(func: Any, args: Args, kwargs: Named) -> Any:
     return make(func(entered(x, ranks), weight, rows, **given), RowLayout(channels, other.cut), ranks)
 
 
+def _is_of_one_row(weight: Tensor, place: int, given: Named) -> bool:
+    """Whether a kernel reads one row along a dimension of the image, for each row that it makes."""
+
+    def along(name: str, default: int) -> Any:
+        found = given.get(name, default)
+        return found if isinstance(found, int | str) else tuple(found)[(place - 1) % len(found)]
+
+    is_padded = along("padding", 0) not in (0, "valid", "same") or along("output_padding", 0) != 0
+    return weight.shape[place + 1] == 1 and along("stride", 1) == 1 and not is_padded
+
+
 def _by_groups(
     func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, own: RowLayout, given: dict[str, Any], ranks: Ranks
 ) -> Any:
-    """Groups of channels, full on each rank, such as groups of one segment, or of one channel each."""
+    """Groups of channels, full on each rank: groups of one channel each, or groups of one segment."""
     groups = given["groups"]
     channels, outputs = own.cut.total, whole_shape(weight)[0]
-    is_one = len(own.cut.listed) == 1
-    if groups % ranks.size or own.cut.is_shared(ranks.size) or outputs % channels or not (is_one or groups == channels):
+    of_one = groups == channels
+    is_even = len(own.cut.listed) == 1 and not own.cut.is_shared(ranks.size) and groups % ranks.size == 0
+    if outputs % channels or not (of_one or is_even):
         raise no_rule(f"of {groups} groups, not whole on each rank")
-    times = outputs // channels
-    need = scaled(own.cut, times)
+    need = scaled(own.cut, outputs // channels)
     rows = None if bias is None else own_rows(bias, 0, need, ranks)
-    found = func(x, own_rows(weight, 0, need, ranks), rows, **{**given, "groups": groups // ranks.size})
+    own_groups = own.cut.local if of_one else groups // ranks.size
+    found = func(x, own_rows(weight, 0, need, ranks), rows, **{**given, "groups": own_groups})
     return make(found, RowLayout(own.dim, need), ranks)
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from accel.parallel.parts._part import (
     PartTensor,
     aligned,
     make,
+    name_of,
     named,
     own_rows,
     part_of,
@@ -141,21 +142,22 @@ def alike(func: Any, args: Args, kwargs: Named) -> Any:
 
 
 def dropped(func: Any, args: Args, kwargs: Named) -> Any:
-    """dropout: all ranks draw for the full tensor and keep their part, so the result is the same as in one process."""
+    """dropout to dropout3d: all ranks draw for the full tensor and keep their part, as one process does."""
     part = part_of(func, args)
     given = named("input p training inplace", args, kwargs)
     rate = given.get("p", 0.5)
     if not given.get("training", True) or not rate:
         return part
+    drop: Callable[..., Any] = getattr(functional, name_of(func))
     if part.division is None:
-        return make(functional.dropout(part, rate), None, part.ranks)
-    return make(part * own_mask(part, rate), part.division, part.ranks)
+        return make(drop(part, rate), None, part.ranks)
+    return make(part * own_mask(part, rate, drop), part.division, part.ranks)
 
 
-def own_mask(part: PartTensor, rate: float) -> Tensor:
+def own_mask(part: PartTensor, rate: float, drop: Callable[..., Any] = functional.dropout) -> Tensor:
     """Return this rank's part of a mask of dropout for a whole tensor: 0 or `1 / (1 - rate)`."""
     ones = torch.ones(whole_shape(part), dtype=part.dtype, device=part.device)
-    mask = functional.dropout(ones, rate)
+    mask = drop(ones, rate)
     return mask if part.division is None else own_rows(mask, part.division.dim, part.division.cut, part.ranks)
 
 
@@ -187,7 +189,8 @@ _BROADCAST = _names("""
     add sub mul div float_power clamp clamp_min clamp_max clip masked_fill lerp addcmul addcdiv maximum
     minimum fmax fmin eq ne lt le gt ge less less_equal greater greater_equal not_equal logical_and logical_or
     logical_xor bitwise_and bitwise_or bitwise_xor atan2 fmod remainder true_divide floor_divide rsub multiply
-    subtract divide logaddexp xlogy polar complex hypot add_ sub_ mul_ div_ clamp_ masked_fill_ copy_ clamp_min_
+    subtract divide logaddexp logaddexp2 xlogy polar complex hypot copysign isclose heaviside
+    add_ sub_ mul_ div_ clamp_ masked_fill_ copy_ clamp_min_
     clamp_max_ addcmul_ addcdiv_ pow_ lerp_ __add__ __radd__ __iadd__ __sub__ __isub__ __mul__ __rmul__
     __imul__ __truediv__ __div__ __itruediv__ __and__ __rand__ __or__ __ror__
     __xor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __rfloordiv__ __mod__ __rmod__
@@ -208,7 +211,9 @@ _SAME = _names("""
     logical_not bitwise_not isnan isinf isfinite nan_to_num erf erfc erfinv logit threshold conj angle __neg__
     __pos__ __invert__ __abs__ real imag relu_ exp_ neg_ tanh_ sigmoid_ sqrt_ rsqrt_ zero_ fill_ contiguous clone
     detach type double float half bfloat16 long int bool positive conj_physical resolve_conj resolve_neg zeros_like
-    ones_like empty_like full_like data requires_grad_
+    ones_like empty_like full_like data requires_grad_ acosh asinh atanh sinc lgamma digamma celu fix signbit byte
+    short cdouble cfloat cpu cuda abs_ log_ log1p_ square_ sin_ cos_ reciprocal_ round_ floor_ ceil_ nan_to_num_ celu_
+    logical_not_ erf_ expm1_ trunc_
 """)
 _FACTS = _names("""
     dim ndimension is_floating_point is_contiguous is_complex is_signed is_conj is_neg element_size get_device
@@ -227,7 +232,7 @@ RULES = {
     **dict.fromkeys(_FACTS, facts),
     "grad": _no_gradient,
     **dict.fromkeys(("item", "tolist", "__bool__", "__float__", "__int__", "__index__"), alike),
-    "dropout": dropped,
+    **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d"), dropped),
     **dict.fromkeys(("rand_like", "randn_like"), drawn_like),
     "passed": passage,
     "weighted": same,

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils import _pytree as pytree
 
 from accel.parallel.parts._elementwise import elementwise
-from accel.parallel.parts._layout import RowLayout, at, cut_of, dims_of, no_rule
+from accel.parallel.parts._layout import RowLayout, at, cut_of, dims_of, no_rule, rows_of
 from accel.parallel.parts._part import (
     Args,
     Named,
@@ -26,10 +28,11 @@ from accel.parallel.parts._part import (
     part_of,
     plain_of,
     ranks_of,
+    whole_shape,
 )
 
 
-def along(place: int, default: int | None = -1) -> Rule:
+def along(place: int, default: int | Sequence[int] | None = -1) -> Rule:
     """Return the rule of a function that keeps the shape, along dimensions that must not be the divided one. Its
     argument for them has this place, or the name `dim`."""
 
@@ -78,10 +81,40 @@ def reduced(func: Any, args: Args, kwargs: Named) -> Any:
         place = layout.dim if given.get("keepdim") else layout.dim - sum(each < layout.dim for each in dims)
         return _like(func(*args, **kwargs), RowLayout(place, layout.cut), part)
     size = part.ranks.size
-    if name not in ("sum", "mean") or layout.cut.is_shared(size):
+    if layout.cut.is_shared(size):
+        raise no_rule("over rows that several ranks hold")
+    if name in ("var", "std"):
+        return _spread(name, part, dims, given)
+    if name in ("max", "min") and dims == [layout.dim]:
+        return _extreme(func, part, layout, keepdim=bool(given.get("keepdim")))
+    if name not in ("sum", "mean"):
         raise no_rule("over the divided dimension")
     total = part.ranks.total(func(*args, **kwargs))
     return total / size if name == "mean" else total
+
+
+def _spread(name: str, part: PartTensor, dims: list[int], given: Named) -> Tensor:
+    """var, std: by the mean and the sum of squares of all ranks."""
+    correction = given.get("correction", 1 if given.get("unbiased", True) else 0)
+    rows = plain_of(part)
+    shape = whole_shape(part)
+    count = math.prod(shape[dim] for dim in dims)
+    mean = part.ranks.enter(part.ranks.total(rows.sum(dims, keepdim=True))) / count
+    squares = (rows - mean).square().sum(dims, keepdim=bool(given.get("keepdim")))
+    found = part.ranks.total(squares) / max(count - correction, 0)
+    return found.sqrt() if name == "std" else found
+
+
+def _extreme(func: Any, part: PartTensor, layout: RowLayout, *, keepdim: bool) -> Any:
+    """max, min along the divided dimension: of the extremes of all ranks, with rows of the whole as indices."""
+    ranks, dim = part.ranks, layout.dim
+    own, places = func(plain_of(part), dim, keepdim=True)
+    rows = torch.tensor(rows_of(layout.cut, ranks.rank, ranks.size), device=own.device)[places]
+    values, which = func(ranks.joined(own, dim), dim, keepdim=True)
+    found = values, ranks.joined(rows, dim).gather(dim, which)
+    kinds: Any = torch.return_types
+    kind = kinds.max if name_of(func) == "max" else kinds.min
+    return kind(found if keepdim else [each.squeeze(dim) for each in found])
 
 
 def norm(func: Any, args: Args, kwargs: Named) -> Any:
@@ -89,6 +122,7 @@ def norm(func: Any, args: Args, kwargs: Named) -> Any:
     given = named("input ord dim keepdim", args, kwargs)
     part = part_of(func, args)
     order = given.get("p", given.get("ord", 2)) or 2
+    order = 2 if order == "fro" else order  # the default of Tensor.norm
     if not isinstance(order, int | float) or order in (float("inf"), -float("inf")) or given.get("dtype") is not None:
         raise no_rule(f"of order {order}")
     powers = make(part.abs().pow(order), part.division, part.ranks)
@@ -197,11 +231,15 @@ def topped(func: Any, args: Args, kwargs: Named) -> Any:
     return _like(func(*args, **kwargs), at(part.division.dim, part.division.cut) if part.division else None, part)
 
 
+_SPECTRA = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
+_ALONG_DIMS = {"": along(2), "2": along(2, (-2, -1)), "n": along(2, None)}  # by the end of the function's name
+_ALONG = ("softmax", "log_softmax", "softmin", "_softmax")
 _OVER = (
     "sum", "mean", "amax", "amin", "max", "min", "any", "all", "var", "std", "logsumexp", "prod", "argmax", "argmin",
 )  # fmt: skip
 RULES = {
-    **dict.fromkeys(("softmax", "log_softmax", "softmin", "_softmax", "cumsum", "cumprod", "logcumsumexp"), along(1)),
+    **dict.fromkeys((*_ALONG, "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"), along(1)),
+    **{f"fft_{kind}{dims}": rule for kind in _SPECTRA for dims, rule in _ALONG_DIMS.items()},
     "flip": flipped,
     "roll": along(2, None),
     "glu": halved,

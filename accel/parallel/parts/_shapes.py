@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from accel.parallel.parts._layout import RowCut, RowLayout, at, dims_of, finest, no_rule, piece_of, scaled, viewed
 from accel.parallel.parts._part import (
@@ -53,8 +54,10 @@ def view(func: Any, args: Args, kwargs: Named) -> Any:
 
 
 def view_as(func: Any, args: Args, kwargs: Named) -> Any:
-    """view_as, reshape_as."""
-    return _reshaped(part_of(func, args), whole_shape(args[1]))
+    """view_as, reshape_as; of a plain tensor it is plain."""
+    tensor, other = args[:2]
+    shape = whole_shape(other)
+    return _reshaped(tensor, shape) if isinstance(tensor, PartTensor) else tensor.reshape(shape)
 
 
 def flatten(func: Any, args: Args, kwargs: Named) -> Any:
@@ -315,6 +318,38 @@ def pad(func: Any, args: Args, kwargs: Named) -> Any:
     return make(func(part, *args[1:], **kwargs), layout, part.ranks)
 
 
+def windows(func: Any, args: Args, kwargs: Named) -> Any:
+    """Tensor.unfold, along a dimension that all ranks hold; functional.unfold, by channels."""
+    part = part_of(func, args)
+    layout = part.division
+    found = func(*args, **kwargs)
+    if layout is None:
+        return make(found, None, part.ranks)
+    if func is functional.unfold:
+        by = named("input kernel_size", args, kwargs)["kernel_size"]
+        if layout.dim != part.dim() - 3:
+            raise no_rule("of a part along another dimension than channels")
+        cells = by * by if isinstance(by, int) else math.prod(by)
+        return make(found, RowLayout(found.dim() - 2, scaled(layout.cut, cells)), part.ranks)
+    if layout.dim == named("input dimension size step", args, kwargs)["dimension"] % part.dim():
+        raise no_rule("along the divided dimension")
+    return make(found, layout, part.ranks)
+
+
+def shuffled(func: Any, args: Args, kwargs: Named) -> Any:
+    """pixel_shuffle, pixel_unshuffle: by views, as channels become pixels or pixels channels."""
+    part: Any = part_of(func, args)
+    by = (*args[1:], *kwargs.values())[0]
+    if name_of(func) == "pixel_shuffle":
+        blocks = part.unflatten(-3, (-1, by, by)).movedim((-4, -3), (-3, -1))
+        return blocks.flatten(-2).flatten(-3, -2)
+    blocks = part.unflatten(-1, (-1, by)).unflatten(-3, (-1, by)).movedim((-3, -1), (-4, -3))
+    return blocks.flatten(-5, -3)
+
+
+shuffled.composed = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def size(func: Any, args: Args, kwargs: Named) -> Any:
     """size, shape."""
     shape = whole_shape(args[0])
@@ -370,6 +405,8 @@ RULES = {
     **dict.fromkeys(("cat", "concat", "concatenate"), join),
     "stack": stack,
     "pad": pad,
+    "unfold": windows,
+    **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle"), shuffled),
     **dict.fromkeys(("size", "shape"), size),
     **dict.fromkeys(("numel", "nelement"), count),
     "__len__": length,

@@ -12,6 +12,7 @@ from .further_manners import FURTHER_MANNERS
 from .manners import MANNERS
 from .other_decoders import OTHER_DECODERS
 from .other_manners import OTHER_MANNERS
+from .repositories import REPOSITORIES
 from .towers import TOWERS
 from .vision import VISION
 
@@ -26,6 +27,7 @@ MODELS: tuple[Handwritten, ...] = (
     *MANNERS,
     *OTHER_MANNERS,
     *FURTHER_MANNERS,
+    *REPOSITORIES,
 )
 
 

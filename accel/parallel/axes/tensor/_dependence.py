@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from accel.parallel.parts import RowLayout, rows_of
 from accel.parallel.parts._attention import written_out
-from accel.parallel.parts._contractions import terms_of
+from accel.parallel.parts._contractions import dotted, terms_of
 from accel.parallel.parts._layout import RowCut, cut_of, even, fit
 
 Layouts = Mapping[str, RowLayout]
@@ -46,6 +47,7 @@ Candidate = Mapping[str, RowLayout | NeededRows]
 _MATMULS: Mapping[str, tuple[int, int, int, int]] = {
     "linear": (0, 1, -1, 1),
     "addmm": (1, 2, -1, 0),
+    "baddbmm": (1, 2, -1, -2),
     "matmul": (0, 1, -1, -2),
     "__matmul__": (0, 1, -1, -2),
     "mm": (0, 1, -1, -2),
@@ -54,8 +56,11 @@ _MATMULS: Mapping[str, tuple[int, int, int, int]] = {
     "conv2d": (0, 1, 1, 1),
 }
 _OPERATORS = frozenset({"matmul", "__matmul__", "bmm", "mm"})
+_ADDED = frozenset({"addmm", "baddbmm"})  # to their first argument
 _JOINS = frozenset({"cat", "concat", "concatenate"})
 _WITH_DEAD = frozenset({"relu", "relu_", "relu6", "hardtanh", "clamp"})  # of units without a gradient
+_NORMS = frozenset({"layer_norm", "rms_norm"})
+_STATISTICS = frozenset({"mean", "sum", "var", "std", "norm", "linalg_vector_norm", "max", "amax"})
 _STEPS = 12  # of a way from parameters to a weight that is made of them
 
 
@@ -67,11 +72,16 @@ class _Matmul(NamedTuple):
     dims: tuple[int, int]  # contracted dimensions of both
 
 
+_Contraction = tuple[Sequence[_Matmul], RowCut]  # matmuls that are divided together, and the cut of what they contract
+_Needed = dict[tuple[str, int], list[frozenset[int]]]  # by the name and dimension of a parameter, the rows of each rank
+
+
 class _MatmulRecorder(TorchFunctionMode):
     """Records the matmuls of a forward. A separate path of gradients begins at each of them."""
 
-    def __init__(self, parameters: Mapping[int, str], size: int) -> None:
+    def __init__(self, parameters: Mapping[int, str], size: int, *, passes_norms: bool) -> None:
         super().__init__()
+        self._passes_norms = passes_norms
         self.matmuls: list[_Matmul] = []
         self.weights: list[Tensor] = []
         self.joined: dict[int, RowCut] = {}  # of tensors that were concatenated, by their length together
@@ -86,8 +96,16 @@ class _MatmulRecorder(TorchFunctionMode):
                 return written_out(*args, **named)
         if name in _WITH_DEAD and args[0].is_floating_point():
             return functional.softplus(args[0])
+        if self._passes_norms and name in _NORMS:
+            return _scaled(*args, **named)
+        if self._passes_norms and name in _STATISTICS and (named.get("keepdim") or True in args[2:]):
+            return pytree.tree_map_only(Tensor, Tensor.detach, func(*args, **named))
         if name in _JOINS:
             self._note_joined(*args, **named)
+        if name == "tensordot":
+            dims = named.get("dims", args[2] if len(args) > 2 else 2)
+            func, named = torch.einsum, {}
+            name, args = "einsum", (dotted(args[0].dim(), args[1].dim(), dims), *args[:2])
         if name == "einsum" and len(args) > 1 and isinstance(args[0], str):
             operands = args[1] if isinstance(args[1], list | tuple) else args[1:]
             return func(args[0], *self._einsum(args[0], [*operands]))
@@ -136,7 +154,7 @@ class _MatmulRecorder(TorchFunctionMode):
                 return None
             of_input = x.dim() - weight.dim() + 1
         if self._is_weight(weight):
-            bias = named.get("bias", args[0] if name == "addmm" else args[2] if len(args) > 2 else None)
+            bias = named.get("bias", args[0] if name in _ADDED else args[2] if len(args) > 2 else None)
             self._note(weight, bias)
             args[first] = x.detach().requires_grad_()
         elif name in _OPERATORS and self._is_weight(x):  # experts in one tensor
@@ -172,15 +190,28 @@ class _MatmulRecorder(TorchFunctionMode):
         return True
 
 
-def dependent_layouts(whole: nn.Module, forward: Callable[[nn.Module], object], size: int) -> list[Candidate]:
+def _scaled(
+    x: Tensor, _shape: object, weight: Tensor | None = None, bias: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """The result of a norm, but for its statistics."""
+    del eps
+    scaled = x if weight is None else x * weight
+    return scaled if bias is None else scaled + bias
+
+
+def dependent_layouts(
+    whole: nn.Module, forward: Callable[[nn.Module], object], size: int, *, passes_norms: bool = False
+) -> list[Candidate]:
     """Return layouts of parameters, by name, that each end in a matmul.
 
     Layouts with one pattern of paths are one mapping.
     `forward` runs a module with values, in evaluation mode; its gradients are left as they are.
+    A norm of features makes each depend on all. With `passes_norms` statistics count as constants, so that layouts of
+    the layers around a norm are found.
     """
     parameters = dict(whole.named_parameters())
     names = {id(each): name for name, each in parameters.items()}
-    recorder = _MatmulRecorder(names, size)
+    recorder = _MatmulRecorder(names, size, passes_norms=passes_norms)
     with torch.enable_grad(), recorder:
         _ = forward(whole)
     search = _Search(parameters, names, recorder, size)
@@ -209,6 +240,7 @@ class _Search:
         self._names = names
         self._recorder = recorder
         self._size = size
+        self._known: dict[object, _Needed] = {}
         self._draw = torch.Generator().manual_seed(5)
         used = {name: None for each in recorder.weights for name in self._made_of(each)}
         self._used = list(used)
@@ -232,6 +264,7 @@ class _Search:
         """The largest weight that is contracted, with the way of its cut, and all layouts, of each set of matmuls that
         are divided together."""
         found: list[tuple[str, Candidate]] = []
+        even_ones: list[_Contraction] = []
         for matmuls in self._together():
             length = matmuls[0].weight.shape[matmuls[0].dims[1]]
             alike = all(
@@ -243,14 +276,37 @@ class _Search:
             ways = {"": even(length, self._size)}
             if length in self._recorder.joined:  # features of several layers side by side
                 ways["joined"] = self._recorder.joined[length]
+            even_ones.append((matmuls, ways[""]))
             for way, cut in ways.items():
-                layouts, rows = self._layouts(matmuls, cut)
-                matrices = [name for name in layouts if self._parameters[name].dim() > 1]
-                is_known = not way or all(isinstance(each, RowLayout) for each in layouts.values())
-                if rows and is_known and set(matrices) - set(rows):
-                    largest = max(rows, key=lambda name: self._parameters[name].numel())
-                    found.append((f"{largest} {way}", layouts))
+                found += self._named(way, self._layouts([(matmuls, cut)]))
+        for several in self._beside(even_ones):
+            found += self._named("beside", self._layouts(several))
         return found
+
+    def _named(self, way: str, candidate: tuple[Candidate, list[str]]) -> list[tuple[str, Candidate]]:
+        """The layouts with the name of the largest weight that is contracted, and the way; none where no other matrix
+        is divided."""
+        layouts, rows = candidate
+        matrices = [name for name in layouts if self._parameters[name].dim() > 1]
+        is_known = not way or all(isinstance(each, RowLayout) for each in layouts.values())
+        if not rows or not is_known or not set(matrices) - set(rows):
+            return []
+        largest = max(rows, key=lambda name: self._parameters[name].numel())
+        return [(f"{largest} {way}", layouts)]
+
+    def _beside(self, contractions: Sequence[_Contraction]) -> list[list[_Contraction]]:
+        """Sets of matmuls, each with some rows of one parameter, as the fused layer of a parallel block has rows of the
+        attention and of the MLP."""
+        found: dict[str, list[_Contraction]] = {}
+        for each in contractions:
+            for (name, dim), ranks in self._before([each]).items():
+                if (
+                    dim == 0
+                    and len(self._shape(name)) > 1
+                    and len(frozenset[int]().union(*ranks)) < self._shape(name)[dim]
+                ):
+                    found.setdefault(name, []).append(each)
+        return [several for several in found.values() if len(several) > 1]
 
     def _together(self) -> list[list[_Matmul]]:
         """Groups of matmuls that are divided together, because they have a weight or an input in common."""
@@ -269,14 +325,22 @@ class _Search:
             found[root(id(each.input))].append(each)
         return list(found.values())
 
-    def _layouts(self, matmuls: Sequence[_Matmul], chunks: RowCut) -> tuple[Candidate, list[str]]:
+    def _before(self, contractions: Sequence[_Contraction]) -> _Needed:
+        """Rows of the parameters behind the inputs of matmuls."""
+        return _together_needed(
+            self._needed([(each.input, each.dims[0]) for each in matmuls], chunks) for matmuls, chunks in contractions
+        )
+
+    def _layouts(self, contractions: Sequence[_Contraction]) -> tuple[Candidate, list[str]]:
         """Layouts of the parameters behind the inputs and of the weights, and the names of the latter."""
-        before = self._needed([(each.input, each.dims[0]) for each in matmuls], chunks)
-        contracted = self._needed([(each.weight, each.dims[1]) for each in matmuls], chunks)
+        before = self._before(contractions)
+        contracted = _together_needed(
+            self._needed([(each.weight, each.dims[1]) for each in matmuls], chunks) for matmuls, chunks in contractions
+        )
         layouts: dict[str, RowLayout] = {}
         divided = {name for (name, dim), ranks in contracted.items() if fit(ranks, self._shape(name)[dim]) is not None}
-        for each in matmuls:  # a weight computed from a parameter of the same shape with coupled rows
-            if id(each.weight) not in self._names:
+        for each, chunks in ((each, chunks) for matmuls, chunks in contractions for each in matmuls):
+            if id(each.weight) not in self._names:  # computed from a parameter of the same shape with coupled rows
                 alike = [name for name in self._made_of(each.weight) if self._shape(name) == each.weight.shape]
                 layouts |= {name: RowLayout(each.dims[1], chunks) for name in {*alike} - divided}
         rows = list(layouts)
@@ -288,7 +352,7 @@ class _Search:
                 cut = fit(ranks, self._shape(name)[dim])
                 if cut is None and not is_weight and len({*ranks}) > 1 and len(self._shape(name)) > 1:
                     _ = others.setdefault(name, NeededRows(dim, tuple(ranks)))
-                if cut is None or cut.total % self._size or (is_weight and cut.repeat > chunks.repeat):
+                if cut is None or cut.total % self._size:
                     continue
                 layouts[name] = RowLayout(dim, cut)
                 rows += [name] * is_weight
@@ -297,10 +361,14 @@ class _Search:
     def _shape(self, name: str) -> torch.Size:
         return self._parameters[name].shape
 
-    def _needed(
-        self, tensors: Sequence[tuple[Tensor, int]], chunks: RowCut
-    ) -> dict[tuple[str, int], list[frozenset[int]]]:
+    def _needed(self, tensors: Sequence[tuple[Tensor, int]], chunks: RowCut) -> _Needed:
         """Rows of each parameter and dimension that each rank's chunk of tensors depends on."""
+        key = (*((id(tensor), dim) for tensor, dim in tensors), chunks)
+        if key not in self._known:
+            self._known[key] = self._found_needed(tensors, chunks)
+        return self._known[key]
+
+    def _found_needed(self, tensors: Sequence[tuple[Tensor, int]], chunks: RowCut) -> _Needed:
         found: dict[tuple[str, int], list[set[int]]] = {}
         distinct = {id(tensor): (tensor, dim) for tensor, dim in tensors}
         for rank in range(self._size):
@@ -313,6 +381,16 @@ class _Search:
             if not any(len(rows[rank]) < self._shape(name)[axis] for (name, axis), rows in found.items()):
                 return {}  # this rank needs all rows of all of them, as behind a norm of the sum of all blocks
         return {key: [frozenset(each) for each in rows] for key, rows in found.items()}
+
+
+def _together_needed(several: Iterable[_Needed]) -> _Needed:
+    """The rows that ranks need for one or another of several sets of matmuls."""
+    found: _Needed = {}
+    for each in several:
+        for key, ranks in each.items():
+            before = found.get(key, [frozenset[int]()] * len(ranks))
+            found[key] = [one | other for one, other in zip(before, ranks, strict=True)]
+    return found
 
 
 def _rows_in(grad: Tensor) -> list[list[int]]:

@@ -23,6 +23,7 @@ from accel.topology import TensorStyle
 
 Styles = Mapping[str, TensorStyle]
 _LEAST_SHARE = 0.01  # of a module's parameters that are whole, for it to be searched
+_MUCH = 0.1  # for it to be searched once more
 LARGEST = 2**28  # parameters of a module around others that is searched with values in float64
 _ALL_WHOLE = "no division was found for its parameters"
 _SHOWN = 3  # names in a reason
@@ -35,6 +36,9 @@ class _Found(NamedTuple):
     problem: str  # why what is left stays whole
     # Layouts by which ranks would compute something else.
     wrong: frozenset[tuple[str, RowLayout | NeededRows]] = frozenset()
+
+
+_NOTHING = _Found({}, "")
 
 
 class PlanSearch:
@@ -98,6 +102,9 @@ class PlanSearch:
         is_around = any(other != path and is_in(other, path) for other in self._units)
         if len(whole) < 2 or share < _LEAST_SHARE * total or (is_around and total > LARGEST):
             return
+        around = {name for other, layouts in self.regions.items() if is_in(path, other) for name in layouts}
+        if path not in self.regions and not around.isdisjoint(self._names[id(each)] for each in module.parameters()):
+            return  # what it computes with its own layouts is not proved with those of a module around it
         found = self._of_equal(path)
         prefix = f"{path}." if path else ""
         self._wrong |= {(prefix + name, layout) for name, layout in found.wrong}
@@ -122,7 +129,7 @@ class PlanSearch:
             inner = {name for other in found if other != path and is_in(other, path) for name in self._open(other)}
             names = [name.removeprefix(prefix) for name in self._open(path) if name not in inner]
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            if problem != _ALL_WHOLE:
+            if problem != _ALL_WHOLE and self._open(path):
                 found[path] = problem
             elif names:
                 found[path] = f"no division was found for {', '.join(names[:_SHOWN])}{more}"
@@ -163,14 +170,25 @@ class PlanSearch:
             ]
             whole = {name.removeprefix(prefix) for name in self._open(path)}
             found = unit.layouts(candidates, whole, {*outside})
+            if self._is_more(path, found.layouts):
+                others, _ = self._candidates_of(repr((signatures, facts)), unit, passes_norms=True)
+                found = unit.layouts(others, whole - {*found.layouts}, {*outside}, found)
             self._known[key] = found._replace(problem=found.problem or problem or _ALL_WHOLE)
         return self._known[key]
 
-    def _candidates_of(self, key: str, unit: _Unit) -> tuple[list[Candidate], str]:
+    def _is_more(self, path: str, layouts: Layouts) -> bool:
+        """Whether enough of a module is whole with these layouts for a search that passes norms."""
+        prefix = f"{path}." if path else ""
+        whole = [name for name in self._open(path) if name.removeprefix(prefix) not in layouts]
+        total = sum(each.numel() for each in self._model.get_submodule(path).parameters())
+        return len(whole) > 1 and sum(self._parameters[name].numel() for name in whole) >= _MUCH * total
+
+    def _candidates_of(self, key: str, unit: _Unit, *, passes_norms: bool = False) -> tuple[list[Candidate], str]:
         """Candidates of a module or an equal one, and why there are no more."""
+        key = f"{key} {passes_norms}"
         if key not in self._candidates:
             try:
-                self._candidates[key] = unit.candidates(), ""
+                self._candidates[key] = unit.candidates(passes_norms=passes_norms), ""
             except Exception as error:  # whatever a forward says of values that are drawn
                 self._candidates[key] = [], short(error)
         return self._candidates[key]
@@ -199,21 +217,29 @@ class _Unit:
         self._size = size
         self._shapes = {name: each.shape for name, each in module.named_parameters()}
 
-    def candidates(self) -> list[Candidate]:
+    def candidates(self, *, passes_norms: bool) -> list[Candidate]:
         """Return the layouts that the module's gradients show, those with most elements first."""
         with cast(Any, torch.random).fork_rng(devices=[]):
             call = self._calls[0]
             values = drawn_inputs(call)
-            found = dependent_layouts(redrawn(self._module), lambda whole: run_valued(whole, call, values), self._size)
+            found = dependent_layouts(
+                redrawn(self._module),
+                lambda whole: run_valued(whole, call, values),
+                self._size,
+                passes_norms=passes_norms,
+            )
         return sorted(found, key=self._elements, reverse=True)
 
     def _elements(self, layouts: Candidate) -> int:
         return sum(self._shapes[name].numel() for name in layouts)
 
-    def layouts(self, candidates: Sequence[Candidate], whole: set[str], outside: set[str]) -> _Found:
-        """Layouts of whole parameters; none of modules that others read `outside`."""
+    def layouts(
+        self, candidates: Sequence[Candidate], whole: set[str], outside: set[str], before: _Found = _NOTHING
+    ) -> _Found:
+        """Layouts of whole parameters, with those that were found before; none of modules that others read
+        `outside`."""
         styled = self._styled()
-        problem = ""
+        problem = before.problem
         fitting: list[Layouts] = []
         for layouts in candidates:
             own = {name: each for name, each in layouts.items() if name.rpartition(".")[0] not in styled}
@@ -222,8 +248,8 @@ class _Unit:
             problem = problem or _misfit(own)
             if not _misfit(own):
                 fitting.append(cast(Layouts, own))
-        chosen: dict[str, RowLayout] = {}
-        wrongs: set[tuple[str, RowLayout | NeededRows]] = set()
+        chosen: dict[str, RowLayout] = {**before.layouts}
+        wrongs: set[tuple[str, RowLayout | NeededRows]] = {*before.wrong}
         taken = {name for layouts in self._inner.values() for name in layouts}
         for layouts in sorted(fitting, key=self._elements, reverse=True):
             if not taken.isdisjoint(layouts) or any(chosen.get(name, each) != each for name, each in layouts.items()):
@@ -246,10 +272,11 @@ class _Unit:
         """The layouts, and the same layouts for equal modules that this forward did not call, such as experts that no
         token chose."""
         patterns = {(pattern_of(name), self._shapes[name]): layout for name, layout in layouts.items()}
+        called = {name.rpartition(".")[0] for name in layouts}
         more = {
             name: patterns[key]
             for name, shape in self._shapes.items()
-            if name not in layouts and (key := (pattern_of(name), shape)) in patterns
+            if name.rpartition(".")[0] not in called and (key := (pattern_of(name), shape)) in patterns
         }
         return {**more, **layouts}
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from accel.errors import PrepareError
 from accel.parallel._blocks import block_groups, outermost_groups
 from accel.parallel._modules import example_of, named_modules, without_cache
 from accel.parallel.axes.tensor._found import LARGEST, PlanSearch, Styles, words_of
@@ -61,8 +62,17 @@ def found_plan(
     search.look(within)
     if not search.regions and not search.styles:
         return FoundPlan({}, search.left)
+    before = FoundPlan({**search.styles}, search.left, regions=search.regions)
+    search.take(proofs.rest(before) if with_ends else {})
     plan = FoundPlan(search.styles, search.left, regions=search.regions)
-    return proofs.with_tokens(plan) if shares_tokens else plan
+    if not shares_tokens:
+        return plan
+    try:
+        return proofs.with_tokens(plan)
+    except PrepareError:
+        if plan.styles == before.styles:
+            raise
+        return proofs.with_tokens(before)
 
 
 def _recorded(model: nn.Module, times: int, example: Mapping[str, Any] | Sequence[Any] | None) -> ForwardTrace | None:
@@ -122,13 +132,7 @@ class _Proofs:
         scatters = 0
         for unit in units:
             prefix = f"{unit}." if unit else ""
-            inside = (path for path in styles if path.startswith(prefix))
-            own: Styles = {path.removeprefix(prefix): styles[path] for path in inside}
-            regions: Regions = {
-                f"{path}."[len(prefix) :].rstrip("."): {name[len(prefix) :]: each for name, each in layouts.items()}
-                for path, layouts in plan.regions.items()
-                if is_in(path, unit)
-            }
+            own, regions = _inside(unit, styles, plan.regions)
             for call in (each for each in self._trace.calls if each.path == unit):
                 verdict = self.verdict(unit, call, own, regions=regions, shares_tokens=True)
                 if verdict.problem:
@@ -139,6 +143,31 @@ class _Proofs:
         if not scatters:
             raise tokens_refused("no layer that ranks divide returns [batch, tokens, features]")
         return plan._replace(styles=styles, gathers=(*gathers,))
+
+    def rest(self, plan: FoundPlan) -> Styles:
+        """Styles of linear layers that a plan leaves whole, and that are a large part of the model: each rank computes
+        some outputs, and gathers all."""
+        divided = {name for layouts in plan.regions.values() for name in layouts}
+        total = sum(each.numel() for each in self._model.parameters())
+        called = {call.path for call in self._trace.calls}
+        found: dict[str, TensorStyle] = {}
+        for path, each in self._modules.items():
+            if type(each).forward is not nn.Linear.forward or path not in called or is_adapted(each):
+                continue
+            weight = dict(each.named_parameters(recurse=False)).get("weight")  # none of one that is parametrized
+            if weight is None or len(weight) < self._size or weight.numel() * 100 < total:
+                continue
+            alike = self._with_weight(weight)
+            if plan.styles.keys().isdisjoint(alike) and divided.isdisjoint(f"{own}.weight" for own in alike):
+                found |= alike
+        for unit in plan.regions:
+            if any(is_in(path, unit) for path in found):
+                styles, regions = _inside(unit, {**plan.styles, **found}, plan.regions)
+                calls = [call for call in self._trace.calls if call.path == unit]
+                verdicts = [self.verdict(unit, call, styles, regions=regions) for call in calls]
+                if any(each.problem for each in verdicts):
+                    found = {path: style for path, style in found.items() if not is_in(path, unit)}
+        return found
 
     def _features(self, path: str) -> int:
         layer = _layer(self._modules[path])
@@ -167,14 +196,19 @@ class _Proofs:
         return [each for each in tables if len(each.weight) >= _LEAST_ROWS and each.weight.numel() * 100 >= total]
 
     def _heads(self, tables: Sequence[nn.Embedding]) -> list[str]:
-        """Paths of layers with as many outputs as a table has rows, which the model returns or ties to the table."""
+        """Paths of layers with as many outputs as a table has rows, which the model returns, also by functions such as
+        a soft bound, or ties to the table."""
         rows = {len(each.weight) for each in tables}
         tied = {id(each.weight) for each in tables}
-        returned = {
-            node.path
-            for node in self._trace.nodes
-            if node.path in self._linear and not set(node.outputs).isdisjoint(self._trace.outputs)
-        }
+        returned: set[str] = set()
+        numbers = {*self._trace.outputs}
+        for node in reversed(self._trace.nodes):
+            if numbers.isdisjoint(node.outputs):
+                continue
+            if node.path in self._linear:
+                returned.add(node.path)
+            else:
+                numbers.update(node.inputs)
         return [
             path
             for path, each in self._linear.items()
@@ -221,6 +255,18 @@ def styles_for(model: nn.Module, plan: FoundPlan, size: int) -> dict[str, Tensor
     for layouts in plan.regions.values():
         found |= words_of(model, layouts, size)
     return {**found, **plan.styles}
+
+
+def _inside(unit: str, styles: Styles, regions: Regions) -> tuple[Styles, Regions]:
+    """The styles and layouts in a module, by paths and names in it."""
+    prefix = f"{unit}." if unit else ""
+    own: Styles = {path.removeprefix(prefix): style for path, style in styles.items() if path.startswith(prefix)}
+    inner: Regions = {
+        f"{path}."[len(prefix) :].rstrip("."): {name[len(prefix) :]: each for name, each in layouts.items()}
+        for path, layouts in regions.items()
+        if is_in(path, unit)
+    }
+    return own, inner
 
 
 def _layer(module: nn.Module) -> nn.Module:

@@ -262,7 +262,8 @@ def _spread(ctx: DistContext, view: ModelView, options: TensorOptions, *, is_emp
                 setattr(module, name, values)
     after = view.after()
     label_parameters(after.inner.parameters)
-    refuse_changes(after.inner)
+    for root in _stage_views(inner) or [after.inner.model]:
+        refuse_changes(ModelView(root))
     if options.head == "colwise":
         for root in (inner, *_stage_views(inner)):
             set_own_loss(ctx, root)

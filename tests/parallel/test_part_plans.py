@@ -261,7 +261,7 @@ class Listed(nn.Module):
 
 def test_the_bias_behind_a_sum_stays_whole_beside_layers_like_its_own() -> None:
     torch.manual_seed(0)
-    plan = found_plan(Listed(), 2, [torch.empty(2, 4, 8)], regions_in=("",))
+    plan = found_plan(Listed(), 2, [torch.empty(2, 4, 8)])
     weights = {f"layers.{at}.weight" for at in range(4)}
     assert plan.regions[""].keys() == weights | {f"layers.{at}.bias" for at in range(3)}
 
@@ -537,11 +537,10 @@ class Projected(nn.Module):
 
 
 def test_large_layers_that_nothing_else_divides_gather_their_outputs(ranks: Simulator) -> None:
-    plan = found_plan(Projected(), 2, [torch.empty(2, 3, 5)], regions_in=("",))
+    plan = found_plan(Projected(), 2, [torch.empty(2, 3, 5)])
     gathered = {path for path, style in plan.styles.items() if style == "colwise_gather_output"}
     assert gathered == {"into", "out"}
     assert "out" not in str(plan.left)
-    assert found_plan(Projected(), 2, [torch.empty(2, 3, 5)]).styles.keys() == {"block.up", "block.down"}
     x = torch.linspace(-1, 1, 60, dtype=torch.float64).view(4, 3, 5)
 
     def rank(ctx: accel.DistContext) -> Any:
@@ -573,7 +572,7 @@ class ReadBody(nn.Module):
 def test_a_module_whose_weight_another_reads_has_not_the_plan_of_an_equal_one() -> None:
     plan = found_plan(ReadBody(), 2, [ROWS])
     assert set(plan.regions) == {"other"}
-    assert plan.left == {"body": "no division was found for 0.weight, 2.weight"}
+    assert plan.left == {"body": "no division was found for 0.weight"}
 
 
 @pytest.mark.nightly

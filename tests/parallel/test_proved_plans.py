@@ -471,7 +471,7 @@ def test_integers_of_the_example_keep_their_values() -> None:
     source, target = torch.tensor([[0, 2, 1, 0, 2, 2, 1], [1, 0, 0, 2, 1, 1, 2]])
     example = [torch.ones(3, 3), source, target]
     found = accel.parallel.tensor_plan(Graph(), example=example)
-    assert found == {"inner.up": "colwise", "inner.down": "rowwise"}
+    assert found == {"first": "colwise_gather_output", "inner.up": "colwise", "inner.down": "rowwise"}
     assert torch.equal(source, torch.tensor([0, 2, 1, 0, 2, 2, 1]))
 
 

@@ -59,8 +59,6 @@ INSERTED = (
     Inserted("SeesPlain", "parallel/axes/shard/_whole.py", "prepare_model: fsdp"),
     # Each part of the sequence goes through the division along tp.
     Inserted("Chunked", "parallel/_chunked.py", "chunk_sequence"),
-    Inserted("_Whole", "parallel/axes/tensor/_pairs.py", "prepare_model: tp"),
-    Inserted("_PairPart", "parallel/axes/tensor/_pairs.py", "prepare_model: tp"),
     Inserted("_ByPositions", "parallel/axes/context/_forward.py", "prepare_model: cp"),
     Inserted("RegionEnd", "parallel/axes/tensor/_part_layers.py", "prepare_model: tp"),
     Inserted("LocalParameters", "parallel/axes/tensor/_layers.py", "prepare_model: tp"),

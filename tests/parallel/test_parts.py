@@ -476,6 +476,9 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
             [(2, n, 3), (n, 1, 3), (n,)],
             [RowLayout(1, cut), None, None],
         ),
+        "sums of unequal rows": Region(
+            lambda x: x.sum(-1) + x.mean(1) + x.norm(dim=1) + x.norm(1, -1), [(3, 7)], [RowLayout(1, unequal)]
+        ),
         "norm of vectors": Region(lambda x: torch.linalg.vector_norm(x, dim=-1), [(3, m)], [RowLayout(1, even)]),
         "RMS norm over all heads": Region(
             lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * w,
@@ -673,6 +676,7 @@ REFUSED: Mapping[str, tuple[str, Callable[[PartTensor], Any]]] = {
     "some heads": ("index_select", lambda t: t.index_select(1, torch.tensor([0, 2]))),
     "one head": ("__getitem__", lambda t: t[:, 1]),
     "a half of two heads": ("view", lambda t: t.view(2, 3, 2, 4).transpose(1, 2).reshape(2, 24)),
+    "the memory of a kernel": ("data_ptr", lambda t: t.data_ptr()),
     "a value": ("item", lambda t: t[:1, :, :1].flatten().item()),
     "greatest over heads": ("amax", lambda t: t.amax(1)),
     "other rows beside": ("add", lambda t: t + torch.ones(5, 4)),

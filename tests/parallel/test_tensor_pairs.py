@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs that a plan finds in an nn.Sequential train as one process does through it, and are refused elsewhere."""
+"""Pairs that a plan finds in an nn.Sequential train as one process does, however the model calls their layers."""
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -108,30 +107,33 @@ def on_tp(ranks: Simulator, rank: Callable[[accel.DistContext], Any], mesh: str 
     return ranks.run(lambda ctx: rank(accel.replace(ctx, mesh=mesh, **options)), size, default_group=True)
 
 
-@pytest.mark.parametrize("use", [by_index, by_slice, by_last, elementwise])
+@pytest.mark.parametrize("use", [by_slice, by_last, elementwise])
 @pytest.mark.parametrize("named", [False, True])
-def test_a_part_that_runs_by_itself_is_refused_and_the_line_to_write_is_right(
-    ranks: Simulator, use: Use, named: bool
-) -> None:
-    """Every found pair is in the line, and with it the model is that of one process."""
+def test_layers_that_run_one_by_one_train_as_one_process(ranks: Simulator, use: Use, named: bool) -> None:
+    """Functions between them see the whole shape, and sum over ranks where they need all features."""
 
-    def rank(ctx: accel.DistContext) -> tuple[str, dict[str, torch.Tensor]]:
+    def rank(ctx: accel.DistContext) -> dict[str, torch.Tensor]:
         model = accel.prepare_model(ctx, Net(use, named=named))
-        with (
-            assert_raises(PrepareError, problem="is called by itself", got=r"a call of b\.0\.s") as error,
-            torch.no_grad(),
-        ):
-            model(ROWS)
-        model = Net(use, named=named)
-        line = error.value.fix.partition("plan=")[2].partition("). Leave out")[0] + ")"
-        plan = eval(line, {"accel": accel, "model": model})
-        return line, gradients(ctx, accel.prepare_model(ctx, model, plan=plan))
+        assert model.get_parameter("b.1.s.up.weight" if named else "b.1.s.0.weight").to_local().shape == (3, 4)
+        return gradients(ctx, model)
 
     expected = gradients(accel.single(), Net(use, named=named))
-    names = ["b.*.s.up", "b.*.s.down"] if named else ["b.0.s.0", "b.0.s.3", "b.1.s.0", "b.1.s.3"]
-    for line, got in on_tp(ranks, rank):
-        assert [name for name in names if f'"{name}": "replicated"' in line] == names
-        assert "other" not in line
+    for got in on_tp(ranks, rank):
+        torch.testing.assert_close(got, expected)
+
+
+def test_a_function_between_that_needs_all_features_is_refused_and_the_line_to_write_is_right(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> dict[str, torch.Tensor]:
+        model = accel.prepare_model(ctx, Net(by_index))
+        with assert_raises(PrepareError, got="softmax") as error, torch.no_grad():
+            model(ROWS)
+        model = Net(by_index)
+        line = error.value.fix.partition("plan=")[2].removesuffix(".")
+        plan = eval(line, {"accel": accel, "model": model, "batch": [ROWS]})
+        return gradients(ctx, accel.prepare_model(ctx, model, plan=plan))
+
+    expected = gradients(accel.single(), Net(by_index))
+    for got in on_tp(ranks, rank):
         torch.testing.assert_close(got, expected)
 
 
@@ -139,30 +141,26 @@ def _reads(module: nn.Module, *_: Any) -> None:
     assert isinstance(module, nn.Module)
 
 
-HOOKS: dict[str, Callable[[nn.Sequential], Any]] = {
-    "outputs of the first": lambda s: s[0].register_forward_hook(_reads),
-    "outputs of the middle": lambda s: s[1].register_forward_hook(partial(_reads)),
-    "inputs of the middle": lambda s: s[2].register_forward_pre_hook(_reads),
-    "inputs of the last": lambda s: s[3].register_forward_pre_hook(_reads),
+HOOKS: dict[str, Callable[[nn.Sequential, Any], Any]] = {
+    "outputs of the first": lambda s, see: s[0].register_forward_hook(lambda _m, _args, output: see(output)),
+    "outputs of the middle": lambda s, see: s[1].register_forward_hook(lambda _m, _args, output: see(output)),
+    "inputs of the middle": lambda s, see: s[2].register_forward_pre_hook(lambda _m, args: see(*args)),
+    "inputs of the last": lambda s, see: s[3].register_forward_pre_hook(lambda _m, args: see(*args)),
 }
 
 
 @pytest.mark.parametrize("at", HOOKS)
-def test_a_hook_between_is_refused_until_it_is_taken_away(ranks: Simulator, at: str) -> None:
-    def rank(ctx: accel.DistContext) -> dict[str, torch.Tensor]:
-        model = Net(whole)
-        if ctx.rank:
-            handle = HOOKS[at](model.b[1].s)
-            model = accel.prepare_model(ctx, model)
-        else:
-            model = accel.prepare_model(ctx, model)
-            handle = HOOKS[at](model.b[1].s)
-        with assert_raises(PrepareError, problem="a forward hook reads a part", got=r"the hook _reads on b\.1\.s\.\d"):
-            model(ROWS)
+def test_a_hook_between_sees_a_part_with_the_whole_shape(ranks: Simulator, at: str) -> None:
+    def rank(ctx: accel.DistContext) -> Any:
+        seen: list[Any] = []
+        model = accel.prepare_model(ctx, Net(whole)) if ctx.world_size > 1 else Net(whole)
+        handle = HOOKS[at](model.b[1].s, lambda each: seen.append((each.shape, float(each.detach().square().sum()))))
+        found = gradients(ctx, model)
         handle.remove()
-        return gradients(ctx, model)
+        return seen, found
 
-    expected = gradients(accel.single(), Net(whole))
+    expected = rank(accel.single())
+    assert expected[0][0][0] == (3, 6)
     for got in on_tp(ranks, rank):
         torch.testing.assert_close(got, expected)
 
@@ -234,18 +232,4 @@ def test_units_of_fully_shard_stand_between(ranks: Simulator) -> None:
 
     expected = gradients(accel.single(), Net(whole))
     for got in on_tp(ranks, rank, "dp=2,tp=2", strategy="fsdp"):
-        torch.testing.assert_close(got, expected)
-
-
-def test_a_plan_that_is_passed_is_taken_as_it_is(ranks: Simulator) -> None:
-    """Element-wise functions between two layers are right, which the one who writes the plan knows."""
-
-    def rank(ctx: accel.DistContext) -> dict[str, torch.Tensor]:
-        model = Net(elementwise)
-        return gradients(
-            ctx, accel.prepare_model(ctx, model, plan=accel.parallel.Plan(tensor=accel.parallel.tensor_plan(model)))
-        )
-
-    expected = gradients(accel.single(), Net(elementwise))
-    for got in on_tp(ranks, rank):
         torch.testing.assert_close(got, expected)

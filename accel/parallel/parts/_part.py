@@ -38,7 +38,8 @@ from accel.parallel.parts._layout import (
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-COMPOSED: Any = functional.multi_head_attention_forward  # its rule calls functions that have rules
+# Their rules call functions that have rules.
+_COMPOSED = (functional.multi_head_attention_forward, functional.pixel_shuffle, functional.pixel_unshuffle)
 Args = Sequence[Any]
 Named = Mapping[str, Any]
 Rule = Callable[[Any, Args, Named], Any]
@@ -205,7 +206,7 @@ class PartTensor(Tensor):
             rule = rule_of(func)
             if given.get("out") is not None:
                 raise no_rule("with out=")
-            if func is COMPOSED:
+            if func in _COMPOSED:
                 return rule(func, args, given)
             with scope():
                 return rule(func, args, given)
@@ -219,12 +220,12 @@ class PartTensor(Tensor):
 
 class PartsInTuples(TorchFunctionMode):
     """Calls rules that a trace of torch.compile does not: of functions that take a tuple of parts, as it looks for
-    subclasses in lists and dicts alone, and the rule of `COMPOSED`, in which it turns subclasses off."""
+    subclasses in lists and dicts alone, and rules of `_COMPOSED`, in which it turns subclasses off."""
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Named | None = None) -> Any:
         if subclasses_are_on():
             given = (*args, *(kwargs or {}).values())
-            seen: list[object] = [each for each in given if func is COMPOSED or isinstance(each, tuple)]
+            seen: list[object] = [each for each in given if func in _COMPOSED or isinstance(each, tuple)]
             if any(isinstance(each, PartTensor) for each in tensors_of(seen)):
                 return PartTensor.__torch_function__(func, (), args, kwargs)
         return func(*args, **(kwargs or {}))

@@ -80,17 +80,18 @@ def reduced(func: Any, args: Args, kwargs: Named) -> Any:
     if layout.dim not in dims:
         place = layout.dim if given.get("keepdim") else layout.dim - sum(each < layout.dim for each in dims)
         return _like(func(*args, **kwargs), RowLayout(place, layout.cut), part)
-    size = part.ranks.size
-    if layout.cut.is_shared(size):
+    if layout.cut.is_shared(part.ranks.size):
         raise no_rule("over rows that several ranks hold")
     if name in ("var", "std"):
         return _spread(name, part, dims, given)
-    if name in ("max", "min") and dims == [layout.dim]:
+    if name in ("max", "min") and dims == [layout.dim] and layout.cut.is_equal:
         return _extreme(func, part, layout, keepdim=bool(given.get("keepdim")))
     if name not in ("sum", "mean"):
         raise no_rule("over the divided dimension")
-    total = part.ranks.total(func(*args, **kwargs))
-    return total / size if name == "mean" else total
+    summand = func(*args, **kwargs)
+    if name == "mean":  # of this rank's rows, which may be fewer than others'
+        summand = summand * (part.size(layout.dim) / layout.cut.total)
+    return part.ranks.total(summand)
 
 
 def _spread(name: str, part: PartTensor, dims: list[int], given: Named) -> Tensor:
@@ -121,9 +122,9 @@ def norm(func: Any, args: Args, kwargs: Named) -> Any:
     """norm, linalg.vector_norm, by sums of powers."""
     given = named("input ord dim keepdim", args, kwargs)
     part = part_of(func, args)
-    order = given.get("p", given.get("ord", 2)) or 2
-    order = 2 if order == "fro" else order  # the default of Tensor.norm
-    if not isinstance(order, int | float) or order in (float("inf"), -float("inf")) or given.get("dtype") is not None:
+    order = given.get("p", given.get("ord", 2))
+    order = 2 if order in (None, "fro") else order
+    if not isinstance(order, int | float) or not 0 < order < float("inf") or given.get("dtype") is not None:
         raise no_rule(f"of order {order}")
     powers = make(part.abs().pow(order), part.division, part.ranks)
     total = reduced(torch.sum, (powers,), {"dim": given.get("dim"), "keepdim": given.get("keepdim", False)})

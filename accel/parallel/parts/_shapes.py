@@ -347,9 +347,6 @@ def shuffled(func: Any, args: Args, kwargs: Named) -> Any:
     return blocks.flatten(-5, -3)
 
 
-shuffled.composed = True  # pyright: ignore[reportFunctionMemberAccess]
-
-
 def size(func: Any, args: Args, kwargs: Named) -> Any:
     """size, shape."""
     shape = whole_shape(args[0])

@@ -34,7 +34,6 @@ from accel.parallel._watches import refuse_changes
 from accel.parallel.axes.tensor._attention import use_own_heads
 from accel.parallel.axes.tensor._layers import Layer
 from accel.parallel.axes.tensor._overlap import with_overlap
-from accel.parallel.axes.tensor._pairs import guard_pairs
 from accel.parallel.axes.tensor._rules import WHERE, install, lines_of, log_share, rules_of
 from accel.parallel.axes.tensor._styles import Rule, problems_of
 from accel.parallel.axes.tensor._tensor_plan import (
@@ -44,9 +43,7 @@ from accel.parallel.axes.tensor._tensor_plan import (
     finds,
     found_beside,
     found_for,
-    found_pairs,
     left_whole,
-    patterns_of,
     tensor_plan,
     with_head,
 )
@@ -229,7 +226,6 @@ def _spread(ctx: DistContext, view: ModelView, options: TensorOptions, *, is_emp
     inner = view.inner.model
     styles = _styles(inner, options, _size(ctx))
     rules = _rules(ctx, inner, styles, options, is_stage=ctx.axis("pp").size > 1)
-    pairs = [] if isinstance(options.tensor, Mapping) else found_pairs(inner)
     compare_models(ctx, options, view.inner.parameters)
     if ctx.rank == 0 and styles is options.tensor and styles and not options.is_found:
         log_share(inner, rules, _size(ctx), "styles of your own", {})
@@ -252,7 +248,6 @@ def _spread(ctx: DistContext, view: ModelView, options: TensorOptions, *, is_emp
         own = {path: rule for path, rule in rules.items() if _is_copied(root, inner, path)}
         _ = install(root, own, lambda rule: Layer(rule, mesh), ranks)
     use_own_heads(inner)
-    guard_pairs(inner, pairs, patterns_of(pairs, styles))
     for module in view.inner.modules.values():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if is_empty and buffer.is_meta:

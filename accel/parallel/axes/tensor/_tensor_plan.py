@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast, get_args
 
 from torch import nn
@@ -14,7 +14,7 @@ from accel.errors._checks import check_choice
 from accel.parallel._blocks import block_groups, outermost_groups
 from accel.parallel._modules import example_of, matching, named_modules
 from accel.parallel.axes.tensor._found_plan import FoundPlan, found_plan, styles_for
-from accel.parallel.axes.tensor._pairs import LinearPair, known_pairs, known_styles
+from accel.parallel.axes.tensor._pairs import known_styles
 from accel.parallel.axes.tensor._rules import is_in, modules_around, passed_over
 from accel.parallel.axes.tensor._styles import COLWISE, is_linear
 from accel.tensors import word_layers
@@ -123,7 +123,7 @@ def declared_plan(
 
 def _patterns(model: nn.Module, styles: Mapping[str, TensorStyle], head: HeadStyle | None) -> dict[str, TensorStyle]:
     styles = styles if head is None else with_head(model, styles, head)
-    return _collapsed(styles, _paths_of(found_pairs(model)), [path for path, _ in named_modules(model)])
+    return collapsed(model, styles)
 
 
 def _own_styles(model: nn.Module, declared: dict[str, TensorStyle]) -> dict[str, TensorStyle]:
@@ -196,30 +196,6 @@ def _tied(model: nn.Module, declared: Mapping[str, TensorStyle]) -> dict[str, Te
     }
 
 
-def collapsed(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
-    """Return styles by patterns, where all modules that one matches have the same style. Pure."""
-    return _collapsed(styles, (), [path for path, _ in named_modules(model)])
-
-
-def found_pairs(model: nn.Module) -> list[LinearPair]:
-    """Return the pairs of layers that `tensor_plan` divides only because of their places in an nn.Sequential. Pure."""
-    try:
-        declared = _declared_styles(model)
-    except PrepareError:
-        declared = {}  # styles that have no counterpart here; styles found in the forward replace them
-    return [pair for pair in known_pairs(model) if declared.keys().isdisjoint(pair.ends)]
-
-
-def patterns_of(pairs: Iterable[LinearPair], plan: Iterable[str]) -> dict[str, str]:
-    """Return the pattern of a plan for each path of the two layers of pairs. Pure."""
-    paths = _paths_of(pairs)
-    return {path: pattern for pattern in plan for path in matching(paths, pattern)}
-
-
-def _paths_of(pairs: Iterable[LinearPair]) -> list[str]:
-    return [path for pair in pairs for path in pair.ends]
-
-
 def _declared_styles(model: nn.Module) -> dict[str, TensorStyle]:
     found: dict[str, TensorStyle] = {}
     for path, declared in _declarations(model):
@@ -279,13 +255,13 @@ def _of_all_heads(model: nn.Module, styles: Mapping[str, TensorStyle]) -> list[s
     return found
 
 
-def _collapsed(styles: Mapping[str, TensorStyle], paired: Iterable[str], paths: list[str]) -> dict[str, TensorStyle]:
-    """Put `*` for numbers in paths, where all modules that it matches have the same style, paired or not."""
+def collapsed(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
+    """Return styles by patterns, with `*` for numbers in paths, where all modules that one matches have the same style.
+    Pure."""
+    paths = [path for path, _ in named_modules(model)]
     found: dict[str, TensorStyle] = {}
-    pairs = set(paired)
     for path, style in styles.items():
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
-        hits = matching(paths, pattern)
-        alike = all(styles.get(hit) == style and (hit in pairs) == (path in pairs) for hit in hits)
-        found[pattern if alike else path] = style
+        is_alike = all(styles.get(hit) == style for hit in matching(paths, pattern))
+        found[pattern if is_alike else path] = style
     return found

@@ -21,6 +21,7 @@ from accel.parallel.parts._part import (
     Rule,
     entered,
     layout_of,
+    layouts_of,
     make,
     name_of,
     named,
@@ -187,6 +188,8 @@ def group_normed(func: Any, args: Args, kwargs: Named) -> Any:
     ranks = ranks_of(args, kwargs)
     layout = layout_of(given["input"])
     if layout is None:
+        if layouts_of(each for each in given.values() if isinstance(each, Tensor)):
+            raise no_rule("with a divided weight and another input")
         return make(func(**{name: entered(each, ranks) for name, each in given.items()}), None, ranks)
     cut = layout.cut
     groups = given["num_groups"]

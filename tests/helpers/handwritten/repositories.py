@@ -219,6 +219,21 @@ class Named(nn.Module):
         return torch.tensordot(mixed, self.weights["o"], dims=1)
 
 
+class Einsums(nn.Module):
+    """Weights with a dimension of heads, and one einsum for values and the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv = (nn.Parameter(0.2 * torch.randn(WIDTH, HEADS, 4)) for _ in range(3))
+        self.wo = nn.Parameter(0.2 * torch.randn(HEADS, 4, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (torch.einsum("btd,dhk->bthk", x, each) for each in (self.wq, self.wk, self.wv))
+        scores = 50 * torch.tanh(torch.einsum("bthk,bshk->bhts", q, k) / 50)
+        past = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        return torch.einsum("bhts,bshk,hkd->btd", torch.where(past, scores, -2e38).softmax(-1), v, self.wo)
+
+
 def _model(name: str, mixer: Callable[[], nn.Module], inner: Any = None, tags: str = "language") -> Handwritten:
     return entry(name, lambda: Model(mixer, inner), loss=cross_entropy, tags=tags)
 
@@ -233,4 +248,5 @@ REPOSITORIES = (
     _model("rescaled", lambda: Attention(Rescaled), tags="language causal"),
     _model("rounded", lambda: Attention(Rounded), tags="language causal"),
     _model("named_weights", Named, tags="language causal"),
+    _model("einsums", Einsums, tags="language causal"),
 )

@@ -120,7 +120,7 @@ class _MatmulRecorder(TorchFunctionMode):
             self.joined[sum(lengths)] = cut
 
     def _einsum(self, equation: str, tensors: list[Tensor]) -> list[Tensor]:
-        """The operands, with a copy of the one that is contracted with a weight: along the first dimension that
+        """The operands, with copies of the ones that are contracted with a weight: along the first dimension that
         ranks can share, such as heads or experts."""
         terms, result = terms_of(equation, [each.dim() for each in tensors])
         self._note(*tensors)
@@ -131,9 +131,9 @@ class _MatmulRecorder(TorchFunctionMode):
         for dim, letter in enumerate(terms[own]):
             others = [at for at, term in enumerate(terms) if at != own and letter in term]
             if others and letter not in result and tensors[own].shape[dim] % self._size == 0:
-                at = others[0]
-                self.matmuls.append(_Matmul(tensors[at], tensors[own], (terms[at].index(letter), dim)))
-                tensors[at] = tensors[at].detach().requires_grad_()
+                for at in [at for at in others if tensors[at].requires_grad] or others[:1]:
+                    self.matmuls.append(_Matmul(tensors[at], tensors[own], (terms[at].index(letter), dim)))
+                    tensors[at] = tensors[at].detach().requires_grad_()
                 return tensors
         return tensors
 

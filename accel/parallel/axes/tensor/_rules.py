@@ -32,7 +32,8 @@ from accel.parallel.axes.tensor._styles import (
     rule_for,
     with_lora,
 )
-from accel.parallel.axes.tensor._tokens import SequenceRanks, TokenRegion
+from accel.parallel.axes.tensor._tokens import SequenceRanks
+from accel.parallel.parts import PartRegion
 from accel.tensors import is_dtensor
 from accel.topology import TensorStyle
 
@@ -356,5 +357,5 @@ def install(
         regions = [model.get_submodule(path) for path in rules.keys() | modules_around(of_tokens)]
         for module in regions:
             setattr(module, RANKS, ranks)
-        add_mixin(regions, TokenRegion)
+        add_mixin(regions, PartRegion)
     return ranks

@@ -43,8 +43,9 @@ INSERTED = (
     Inserted("Stoppable", "parallel/axes/pipeline/_replayed.py", "prepare_model: pp"),
     # torch keeps graphs by the first frame that is not torch's own.
     Inserted("_Traced", "parallel/_compile.py", "compile_model"),
-    # What follows sees parts of tokens in the place of a compiled region's arguments.
-    Inserted("TokenRegion", "parallel/axes/tensor/_tokens.py", "prepare_model: tp"),
+    # What follows sees parts in the place of a compiled region's arguments.
+    Inserted("PartRegion", "parallel/parts/_region.py", "prepare_model: tp"),
+    Inserted("PositionRegion", "parallel/axes/context/_inner.py", "first compiled forward: cp"),
     Inserted("EndedUnit", "parallel/axes/shard/_running.py", "prepare_model: fsdp"),
     # A call of the unit copies and fills containers anew.
     Inserted("CalledUnit", "parallel/axes/shard/_running.py", "prepare_model: fsdp"),

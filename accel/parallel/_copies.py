@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from accel.parallel._modules import wrapped_name
-from accel.parallel.parts._elementwise import changes
+from accel.parallel.parts._elementwise import writes
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
@@ -108,7 +108,7 @@ class WideMode(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("float", "half", "bfloat16"):
             return self._wide(args[0])
-        kept = 1 if changes(name) or name == "__setitem__" else 0  # what a function changes stays itself
+        kept = 1 if writes(name) else 0  # what a function changes stays itself
         given, named = self._mapped((tuple(args[kept:]), kwargs or {}))
         found = func(*args[:kept], *given, **named)
         return found if kept else self._mapped(found)  # new tensors are narrow

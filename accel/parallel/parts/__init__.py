@@ -6,7 +6,7 @@ of (length, ways), repeated. Rank r of n holds piece `r * ways // n` of each seg
 how plain tensors enter a region of parts and how a region ends. `_rules.py` has the table: each function of torch has
 a rule in a file of its family, and a function without one raises `NoRuleError` with its name. The law of every rule:
 a rank's rows of what a function makes of the whole are what its rule makes of the rank's rows. `_nested.py` has parts
-of two axes, with rows that are parts themselves.
+of two axes, with rows that are parts themselves. `_region.py` has modules that torch compiles.
 """
 
 from accel.parallel.parts._layout import (
@@ -16,10 +16,13 @@ from accel.parallel.parts._layout import (
     rows_of as rows_of,
 )
 from accel.parallel.parts._part import (
-    PartsInTuples as PartsInTuples,
     PartTensor as PartTensor,
     Ranks as Ranks,
     leave as leave,
     make as make,
     plain_of as plain_of,
+)
+from accel.parallel.parts._region import (
+    PartRegion as PartRegion,
+    PartsInGraph as PartsInGraph,
 )

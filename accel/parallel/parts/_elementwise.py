@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -90,6 +91,15 @@ def changes(name: str) -> bool:
     """Return whether a function of this name changes its first argument."""
     is_operator = name.startswith("__i") and name not in _READS
     return is_operator or (name.endswith("_") and not name.endswith("__"))
+
+
+# Functions that change their first argument; names of a trace of torch.compile can only be looked up.
+_WRITES = dict.fromkeys(("__setitem__", *filter(changes, chain(dir(Tensor), dir(torch), dir(functional)))))
+
+
+def writes(name: str) -> bool:
+    """Return whether a function of this name changes its first argument, or an item of it."""
+    return name in _WRITES if is_dynamo_compiling() else changes(name) or name == "__setitem__"
 
 
 def _changed(func: Any, args: Args, kwargs: Named) -> Any:

@@ -32,8 +32,14 @@ class NoRuleError(PrepareError):
     """A function has no rule for parts, or none for these arguments."""
 
 
-def no_rule(problem: str) -> NoRuleError:
+class TracedNoRuleError(Exception):
+    """A `NoRuleError` in a trace of torch.compile, which follows no `__init__` of errors. Its problem is `args[2]`."""
+
+
+def no_rule(problem: str) -> Exception:
     """Return the error of a function that cannot compute on parts; its name is put before the problem of arguments."""
+    if is_dynamo_compiling():
+        return TracedNoRuleError("", "", problem)
     return NoRuleError(
         "a function has no rule for a tensor that ranks along tp divide",
         expected="functions that give each rank, from its rows, its part of the result on all rows",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils import _pytree as pytree
 
 from accel.comm import ThreadGroup, copied, gathered, summed
@@ -27,6 +27,7 @@ from accel.parallel.parts._layout import (
     Places,
     RowCut,
     RowLayout,
+    TracedNoRuleError,
     finest,
     kept,
     no_rule,
@@ -59,12 +60,13 @@ class Ranks:
         in_rule: whether a rule of nested parts runs.
         nests: whether rows may be parts along another axis.
         overlaps: whether messages overlap with matmuls, where torch compiles nothing.
+        given: layouts of the parts among the leaves of the arguments of a compiled call, by their number; None inside.
     """
 
     nests = False
     overlaps = False
 
-    __slots__ = ("_entered", "group", "in_rule", "rank", "size")
+    __slots__ = ("_entered", "given", "group", "in_rule", "rank", "size")
 
     def __init__(self, group: dist.ProcessGroup | ThreadGroup) -> None:
         self.group: Any = group
@@ -72,6 +74,7 @@ class Ranks:
         self.size = group.size()
         self.in_rule = False
         self._entered: Entered = {}
+        self.given: tuple[tuple[int, RowLayout | None], ...] | None = None
 
     def enter(self, tensor: Tensor) -> Tensor:
         """Return a plain tensor for use inside: its backward sums gradients over ranks, once for all who take it."""
@@ -134,6 +137,10 @@ class Ranks:
         """Return this rank's rows of a tensor, which may be parts along another axis, as a part."""
         raise NotImplementedError
 
+    def in_graph(self, rows: Tensor, layout: RowLayout | None) -> PartTensor:
+        """Return this rank's rows of a tensor as a part, at a border of a graph of torch.compile."""
+        return make(rows, layout, self)
+
     def without_rule(self, func: Any, args: Args, kwargs: Named, problem: str) -> Any:
         """Compute a function that has no rule for its arguments; raise `NoRuleError` where these ranks cannot."""
         raise no_rule(_named_problem(func, problem))
@@ -148,6 +155,7 @@ class Ranks:
         self._entered = outer
 
 
+_NO_RULE = (NoRuleError, TracedNoRuleError)
 _NAMES: Mapping[str, str] = {"axis": "dim", "keepdims": "keepdim"}  # of NumPy, which torch takes for its own
 
 
@@ -209,26 +217,16 @@ class PartTensor(Tensor):
             if func in _COMPOSED:
                 return rule(func, args, given)
             with scope():
-                return rule(func, args, given)
-        except NoRuleError as error:
-            problem = error.got
+                try:
+                    return rule(func, args, given)
+                except _NO_RULE as error:  # torch.compile does not leave a block that an error leaves
+                    problem = error.args[2]
+        except _NO_RULE as error:
+            problem = error.args[2]
         if isinstance(func, Operator) and runs_in_backward():  # of a gradient, by a mode such as a counter of FLOPs
             with without_subclasses():
                 return func(*args, **(kwargs or {}))
         return ranks_of(args, kwargs).without_rule(func, args, kwargs or {}, problem)
-
-
-class PartsInTuples(TorchFunctionMode):
-    """Calls rules that a trace of torch.compile does not: of functions that take a tuple of parts, as it looks for
-    subclasses in lists and dicts alone, and rules of `_COMPOSED`, in which it turns subclasses off."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Named | None = None) -> Any:
-        if subclasses_are_on():
-            given = (*args, *(kwargs or {}).values())
-            seen: list[object] = [each for each in given if func in _COMPOSED or isinstance(each, tuple)]
-            if any(isinstance(each, PartTensor) for each in tensors_of(seen)):
-                return PartTensor.__torch_function__(func, (), args, kwargs)
-        return func(*args, **(kwargs or {}))
 
 
 def make(rows: Tensor, layout: RowLayout | None, ranks: Ranks) -> PartTensor:

@@ -6,11 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.utils import checkpoint
 
 from accel.comm import exchanged, gathered, gathered_summed, peer_error, records
@@ -34,6 +35,9 @@ from accel.parallel.axes.context._split import (
 )
 from accel.parallel.parts import PartTensor, leave
 from accel.topology import ContextMethod
+
+if TYPE_CHECKING:
+    from accel.parallel.axes.context._positions import PositionRanks
 
 _TILE = 256  # queries at least of a run under a window
 
@@ -285,6 +289,26 @@ def context_attention(
     check_method(q, terms, chosen, size)
     function = near_attention if chosen == "ring" and near is not None else _METHODS[chosen]
     return _across(ctx, function, q, k, v, terms)
+
+
+def attention_of_all(
+    ranks: PositionRanks, own: list[Tensor], mask: Tensor | None, is_causal: bool, scale: float | None
+) -> Tensor:
+    """Return attention of this rank's queries to the keys of all ranks, by the method of the plan. Messages of the
+    method "gather" are part of a graph of torch.compile; graphs break at others."""
+    has_heads = own[0].dim() == 4
+    q, k, v = (each if has_heads else each.unsqueeze(1) for each in own)
+    if mask is not None and mask.dim() == 3 and not has_heads:
+        mask = mask.unsqueeze(1)
+    ranks.meet(*q.shape)
+    if is_dynamo_compiling() and planned_method(ranks.ctx) == "gather":
+        q, k, v = _as_autocast(q, k, v)
+        mask = None if mask is None else mask[(None,) * (4 - mask.ndim)]
+        terms = Terms(is_causal, float(q.shape[-1] ** -0.5) if scale is None else scale, mask=mask)
+        out = gather_attention(q, k, v, ranks.group, terms)
+    else:
+        out = ranks.met(context_attention(ranks.ctx, q, k, v, causal=is_causal, scale=scale, attn_mask=mask))
+    return out if has_heads else out.squeeze(1)
 
 
 @untraced

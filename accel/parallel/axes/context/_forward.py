@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from accel.comm import Call, exchange_values, shared_failure
@@ -20,10 +21,15 @@ from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._copies import WideMode, gradients_of
 from accel.parallel._modules import note_module, notes_of, sharded_roots, written_class
-from accel.parallel._private import called_eagerly, is_compiled, is_of_inputs, run_eagerly, runs_in_backward, untraced
+from accel.parallel._private import (
+    called_eagerly,
+    is_of_inputs,
+    runs_in_backward,
+    untraced,
+)
 from accel.parallel.axes.context._attention import whole_positions
 from accel.parallel.axes.context._checks import refuse_reentrant
-from accel.parallel.axes.context._inner import InnerModels, listed
+from accel.parallel.axes.context._inner import InnerModels, compile_inside, listed, noted, uncompiled_for
 from accel.parallel.axes.context._positions import DifferentRankError, PositionRanks, SelectedTensor, whole_of
 from accel.parallel.axes.context._split import (
     all_positions,
@@ -36,7 +42,6 @@ from accel.parallel.axes.context._split import (
 )
 from accel.parallel.parts import NoRuleError, PartTensor, plain_of, rows_of
 from accel.parallel.parts._nested import hold_plain_rows
-from accel.parallel.parts._part import tensors_of
 from accel.random import isolated_rng
 from accel.tensors import is_dtensor
 from accel.tree import map_tensors
@@ -111,6 +116,7 @@ class _Positions:
         is_proved: whether a call was compared with one of all positions.
         crosses: whether the model calls `context_attention` itself, and gets own positions as they are.
         is_running: whether a forward of the model runs.
+        in_region: whether a `PositionRegion` runs.
         guards: hooks that refuse separate calls of parts of the model.
     """
 
@@ -125,6 +131,7 @@ class _Positions:
         self.is_proved = False
         self.crosses = False
         self.is_running = False
+        self.in_region = False
         self.guards: list[RemovableHandle] = []
 
     @untraced
@@ -142,7 +149,7 @@ class _Positions:
             if self.crosses:
                 return forward(*given.inputs, **given.keywords)
             inputs, keywords = self._parts_of(given, self.dim)
-            run_eagerly(module)  # and in a backward that computes blocks again
+            compile_inside(module, self.ranks, self)
             output = forward(*inputs, **keywords)
         finally:
             self.is_running = False
@@ -165,6 +172,8 @@ class _Positions:
 
     def refuse_alone(self, module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         """Raise `ConfigError` if a loop calls a part of the model with positions that need others, as its hook."""
+        if is_dynamo_compiling() and self.in_region:
+            return  # which has asked
         in_backward = runs_in_backward()
         runs = self.is_running and not in_backward
         if runs and not has_all_positions(self.ctx):
@@ -232,9 +241,8 @@ class _Positions:
                     hold_plain_rows(module)
                 else:
                     note_attention(self.ctx)  # or no position needs another
-                    compiled = any(is_compiled(each) for each in module.modules())
                     if self.ctx.is_main_process:
-                        self._log(module, is_compiled=compiled or is_traced)
+                        self._log(module, uncompiled_for(module, self.ranks, is_traced=is_traced))
                 self.is_proved = True
                 self.dim = dim
                 return
@@ -260,10 +268,10 @@ class _Positions:
         has_rows = any(at is not None for at in found[None])
         return ([(None, None)] if first == 1 and has_rows else []), ways
 
-    def _log(self, model: nn.Module, *, is_compiled: bool) -> None:
-        if is_compiled:
-            text = "%s runs as it is, uncompiled, along cp=%d: call accel.parallel.context_attention in its attention"
-            _LOG.warning(text, written_class(model).__name__, self.ranks.size)
+    def _log(self, model: nn.Module, reason: str) -> None:
+        if reason:
+            text = "%s runs as it is, uncompiled, along cp=%d: %s"
+            _LOG.warning(text, written_class(model).__name__, self.ranks.size, reason)
         if self.ranks.whole:
             text = "%s: each rank along cp=%d computes all positions in %s"
             _LOG.info(text, written_class(model).__name__, self.ranks.size, ", ".join(self.ranks.whole))
@@ -335,7 +343,7 @@ class _Positions:
                 if expected is None:
                     continue
                 inputs, keywords = self._parts_of(own, dim)
-                with _noted(module, self.ranks):
+                with noted(module, self.ranks):
                     got = _outputs_of(forward(*inputs, **keywords))
                 if difference := self._difference(expected, got, compared):
                     raise PrepareError("", got=difference)
@@ -420,29 +428,6 @@ class _Positions:
                 if not off <= _tolerance(parameter) * size:
                     return f"a gradient of a parameter of shape {list(parameter.shape)} is off"
         return ""
-
-
-@contextlib.contextmanager
-def _noted(model: nn.Module, ranks: PositionRanks) -> Generator[None]:
-    """Note modules of a model: in `ranks.across` if positions need other ranks there, in `ranks.plain` if the module
-    gets no part."""
-
-    def begin(module: nn.Module, inputs: Any, keywords: Any) -> None:
-        ranks.callers.append(module)
-        if not any(isinstance(each, PartTensor) for each in tensors_of((inputs, keywords))):
-            ranks.plain.add(module)
-
-    def end(*_module: Any) -> None:
-        _ = ranks.callers.pop()
-
-    hooks = [each.register_forward_pre_hook(begin, with_kwargs=True) for each in model.modules()]
-    hooks += [each.register_forward_hook(end, always_call=True) for each in model.modules()]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        ranks.callers.clear()
 
 
 def _proved(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:

@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of transformers inside of a user's module: they get own positions, and the code around them gets parts."""
+"""Modules inside of a model that computes with parts: models of transformers, which get own positions, and modules that
+torch compiles."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
+from accel.mixins import add_mixin
+from accel.parallel._modules import RANKS, note_module, notes_of
+from accel.parallel._private import contains_compiled, forward_pre_hooks, is_compiled, run_eagerly
+from accel.parallel.axes.context._kernels import last_queries
 from accel.parallel.axes.context._positions import PositionRanks
 from accel.parallel.axes.context._split import is_cut
-from accel.parallel.parts import PartTensor
+from accel.parallel.parts import PartRegion, PartsInGraph, PartTensor
 from accel.parallel.parts._part import tensors_of
 from accel.tree import map_tensors
 
@@ -94,3 +101,76 @@ def listed(tree: Any) -> list[Tensor]:
     found: list[Tensor] = []
     map_tensors(found.append, tree)
     return found
+
+
+@contextlib.contextmanager
+def noted(model: nn.Module, ranks: PositionRanks) -> Generator[None]:
+    """Note modules of a model: in `ranks.across` if positions need other ranks there, in `ranks.plain` if the module
+    gets no part."""
+
+    def begin(module: nn.Module, inputs: Any, keywords: Any) -> None:
+        ranks.callers.append(module)
+        if not any(isinstance(each, PartTensor) for each in tensors_of((inputs, keywords))):
+            ranks.plain.add(module)
+
+    def end(*_module: Any) -> None:
+        _ = ranks.callers.pop()
+
+    hooks = [each.register_forward_pre_hook(begin, with_kwargs=True) for each in model.modules()]
+    hooks += [each.register_forward_hook(end, always_call=True) for each in model.modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        ranks.callers.clear()
+
+
+class PositionRegion(PartRegion, nn.Module):
+    """A module of a model that computes with parts, which torch may compile."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module. A graph does not see what is around it, so a call alone is refused here."""
+        positions: Any = notes_of(self).get("positions")
+        if is_dynamo_compiling():
+            return super().__call__(*args, **kwargs)
+        if positions.refuse_alone in forward_pre_hooks(self).values():
+            positions.refuse_alone(self, args, kwargs)
+        positions.ranks.counts_changes = not torch.is_inference_mode_enabled()
+        is_inner, positions.in_region = positions.in_region, True
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            positions.in_region = is_inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, on parts; in a graph, by a mode."""
+        with PartsInGraph() if is_dynamo_compiling() else contextlib.nullcontext():
+            return super().forward(*args, **kwargs)
+
+
+def uncompiled_for(model: nn.Module, ranks: PositionRanks, *, is_traced: bool) -> str:
+    """Return the reason for which compiled modules of a model run as they are; "" for none. `is_traced`: whether torch
+    compiles a call of the model."""
+    if is_traced or is_compiled(model):
+        return 'compile its blocks alone, accel.compile_model(model, "repeated")'
+    divided = any(vars(each).get(RANKS) not in (None, ranks) for each in model.modules())
+    if divided and contains_compiled(model):
+        return "ranks along tp divide the same tensors; call accel.parallel.context_attention in its attention"
+    return ""
+
+
+def compile_inside(model: nn.Module, ranks: PositionRanks, positions: Any) -> None:
+    """Let compiled modules of a model take parts at the borders of their graphs. Mutates them, by a class; if they
+    cannot, they run as they are from now on. `positions`: calls of the model."""
+    if not contains_compiled(model):
+        return
+    if uncompiled_for(model, ranks, is_traced=False):
+        run_eagerly(model)  # and in a backward that computes blocks again
+        return
+    _ = cast(Any, torch.compiler).allow_in_graph(last_queries)
+    compiled = [each for each in model.modules() if is_compiled(each)]
+    for each in compiled:
+        note_module(each, positions=positions)
+        setattr(each, RANKS, ranks)
+    add_mixin(compiled, PositionRegion)

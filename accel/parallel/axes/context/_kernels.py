@@ -225,7 +225,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms, seen: Seen) -> Tensor:
         return attention(q, k, v, attn_mask=mask if bias is None else bias, scale=terms.scale)
     if not terms.causal or q.shape[2] == k.shape[2]:
         return attention(q, k, v, is_causal=terms.causal, scale=terms.scale)
-    return attention(q, k, v, attn_mask=_lower_right(q, k), scale=terms.scale)
+    return last_queries(q, k, v, terms.scale)
+
+
+def last_queries(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Return the causal attention of the last of several positions."""
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=_lower_right(q, k), scale=scale)
 
 
 def _mask_of(q: Tensor, k: Tensor, terms: Terms, seen: Seen, *, is_hint: bool) -> Tensor | None:

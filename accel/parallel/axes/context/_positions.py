@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
@@ -22,11 +23,11 @@ from accel.comm import copied, gathered, gathered_summed
 from accel.context import DistContext, group_of
 from accel.errors import ConfigError
 from accel.parallel._private import runs_in_backward, without_subclasses
-from accel.parallel.axes.context._attention import context_attention
+from accel.parallel.axes.context._attention import attention_of_all
 from accel.parallel.axes.context._split import note_attention, sorted_positions
 from accel.parallel.parts import NoRuleError, PartTensor, Ranks, RowLayout, leave, make, plain_of
 from accel.parallel.parts._contractions import terms_of
-from accel.parallel.parts._elementwise import ELEMENTWISE, changes, elementwise
+from accel.parallel.parts._elementwise import ELEMENTWISE, elementwise, writes
 from accel.parallel.parts._layout import RowCut, balanced, no_rule
 from accel.parallel.parts._part import layouts_of, name_of, named, own_rows, ranks_of, tensors_of, whole_shape
 
@@ -64,10 +65,11 @@ class PositionRanks(Ranks):
         across: modules that needed positions of other ranks in the noted calls.
         plain: modules that were given no part, of the calls that were noted.
         whole: names of the functions that computed all positions on each rank.
+        counts_changes: whether torch counts changes in place, in the calls of compiled modules.
         agrees: whether ranks compare the next call before each collective, as in a proof, where a single rank may fail.
     """
 
-    __slots__ = ("across", "agrees", "callers", "ctx", "plain", "whole")
+    __slots__ = ("across", "agrees", "callers", "counts_changes", "ctx", "plain", "whole")
 
     def __init__(self, ctx: DistContext) -> None:
         super().__init__(cast(Any, group_of(ctx, "cp")))
@@ -77,6 +79,7 @@ class PositionRanks(Ranks):
         self.plain: set[nn.Module] = set()
         self.whole: dict[str, None] = {}
         self.agrees = False
+        self.counts_changes = True
 
     def __deepcopy__(self, _memo: object) -> PositionRanks:
         """Return the ranks for a copy of the model: process groups are not copied."""
@@ -91,7 +94,7 @@ class PositionRanks(Ranks):
 
         In the backward of a function of the user's it is a gradient, which the step sums: this rank's summand.
         """
-        if runs_in_backward() and not torch.is_grad_enabled():
+        if not is_dynamo_compiling() and runs_in_backward() and not torch.is_grad_enabled():
             return summand
         self.meet(*summand.shape)
         total = copied(super().total(summand), self.group)
@@ -105,7 +108,8 @@ class PositionRanks(Ranks):
     def meet(self, *facts: int) -> None:
         """Note that positions need the positions of other ranks, before a collective of these facts. If ranks agree,
         this is a collective: it raises `DifferentRankError` on all of them if one comes with other facts."""
-        self.across |= dict.fromkeys(self.callers)
+        if not is_dynamo_compiling():  # the proof has noted them
+            self.across |= dict.fromkeys(self.callers)
         if not self.agrees:
             return
         with without_subclasses(), torch.no_grad():
@@ -161,11 +165,11 @@ class PositionRanks(Ranks):
         """Gather what a function needs of other ranks, or raise `NoRuleError`."""
         name = name_of(func)
         parts = [each for each in tensors_of((args, kwargs)) if isinstance(each, PartTensor)]
-        if name in ELEMENTWISE and changes(name) and args[0] is parts[0]:
+        if name in ELEMENTWISE and writes(name) and args[0] is parts[0]:
             return func(args[0], *_of_rows(args, kwargs, parts[0])[0][1:], **kwargs)
         if kwargs.get("out") is not None:
             raise _refused(name, problem)
-        if changes(name) or name == "__setitem__":
+        if writes(name):
             return _changed(func, args, kwargs)
         if all(not each.is_floating_point() and not each.is_complex() for each in parts):
             return _selected(func, args, kwargs)  # ids and the like: a number each
@@ -181,7 +185,8 @@ class PositionRanks(Ranks):
             given, named_ones = gathers(args, kwargs)
             if sum(isinstance(each, PartTensor) for each in tensors_of((given, named_ones))) < len(parts):
                 return func(*given, **named_ones)
-        self.whole[name] = None
+        if not is_dynamo_compiling():
+            self.whole[name] = None
         found = _selected(func, args, kwargs)
         layout = next((each.division for each in parts if each.division is not None), None)
         if layout is None:
@@ -235,7 +240,7 @@ class SelectedTensor(PartTensor):
         named_ones = dict(kwargs or {})
         if isinstance(named_ones.get("out"), SelectedTensor):
             raise _refused(name, "with out=")
-        is_written = changes(name) or name == "__setitem__" or named_ones.get("inplace")
+        is_written = writes(name) or named_ones.get("inplace")
         if isinstance(target, SelectedTensor) and is_written:
             return target.write(func, _whole(args[1:]), _whole(named_ones))
         found = func(*_of_selected(tuple(args)), **_of_selected(named_ones))
@@ -282,6 +287,8 @@ def _views(found: Any, base: PartTensor, whole: Tensor) -> Any:
         listed = cast("Sequence[Any]", found)
         kind: Any = type(listed)
         return kind([_views(each, base, whole) for each in listed])
+    if is_dynamo_compiling() and found._base is None and cast(PositionRanks, base.ranks).counts_changes:
+        return found  # no view; a graph breaks at others
     if type(found) is not Tensor or found.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
         return found
     with without_subclasses():
@@ -466,7 +473,7 @@ def _attended(
     own = query.division if isinstance(query, PartTensor) else None
     mask = _own_queries(attn_mask, own, ranks)
     if crosses:
-        out = _across(ranks, [plain_of(each) for each in (query, key, value)], mask, is_causal, scale)
+        out = attention_of_all(ranks, [plain_of(each) for each in (query, key, value)], mask, is_causal, scale)
     else:
         out = functional.scaled_dot_product_attention(
             plain_of(query), key, value, mask, scale=scale, enable_gqa=enable_gqa
@@ -483,16 +490,3 @@ def _own_queries(mask: Tensor | None, own: RowLayout | None, ranks: PositionRank
         mask = cast(Tensor, whole_of(mask))
     with without_subclasses():
         return plain_of(mask if whole_shape(mask)[rows] == 1 else own_rows(mask, rows, own.cut, ranks))
-
-
-def _across(
-    ranks: PositionRanks, own: list[Tensor], mask: Tensor | None, is_causal: bool, scale: float | None
-) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks, by the method of the plan."""
-    has_heads = own[0].dim() == 4
-    q, k, v = (each if has_heads else each.unsqueeze(1) for each in own)
-    if mask is not None and mask.dim() == 3 and not has_heads:
-        mask = mask.unsqueeze(1)
-    ranks.meet(*q.shape)
-    out = ranks.met(context_attention(ranks.ctx, q, k, v, causal=is_causal, scale=scale, attn_mask=mask))
-    return out if has_heads else out.squeeze(1)

@@ -10,6 +10,7 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, DataError
@@ -106,8 +107,10 @@ def planned_method(ctx: DistContext) -> ContextMethod | None:
 
 
 def note_attention(ctx: DistContext) -> None:
-    """Note that attention crossed the ranks along cp. Mutates the context's handle."""
-    ctx.comm.notes[_ATTENDED] = "yes"
+    """Note that attention crossed the ranks along cp. Mutates the context's handle, unless torch compiles the call: a
+    call before has noted it."""
+    if not is_dynamo_compiling():
+        ctx.comm.notes[_ATTENDED] = "yes"
 
 
 def attends(ctx: DistContext, call: Callable[[], object]) -> bool:

@@ -20,7 +20,7 @@ from accel.parallel._private import contains_compiled, runs_in_backward
 from accel.parallel.axes.tensor._layers import Layer, LocalParameters, is_computed_again, needed_rows
 from accel.parallel.axes.tensor._overlap import copied_product, summed_product
 from accel.parallel.axes.tensor._styles import RowExchange, Rule, row_exchange
-from accel.parallel.parts import PartsInTuples, PartTensor, Ranks, RowLayout, leave, make, plain_of
+from accel.parallel.parts import PartsInGraph, PartTensor, Ranks, RowLayout, leave, make, plain_of
 from accel.parallel.parts._layout import at, cut_of, even, no_rule
 from accel.parallel.parts._nested import NestedPart, entered_rows, nested, rows_in
 from accel.parallel.parts._part import entered
@@ -157,7 +157,7 @@ class RegionEnd(Mixin):
             ranks.sees_tuples = not ranks.nests and (is_dynamo_compiling() or contains_compiled(cast(Any, self)))
         try:
             if ranks.sees_tuples:
-                with PartsInTuples():
+                with PartsInGraph():
                     output = super().forward(*args, **kwargs)
             else:
                 output = super().forward(*args, **kwargs)

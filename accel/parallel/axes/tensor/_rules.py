@@ -35,8 +35,8 @@ from accel.parallel.axes.tensor._styles import (
     uneven_heads,
     with_lora,
 )
-from accel.parallel.axes.tensor._tokens import SequenceRanks, TokenRegion
-from accel.parallel.parts import RowLayout
+from accel.parallel.axes.tensor._tokens import SequenceRanks
+from accel.parallel.parts import PartRegion, RowLayout
 from accel.tensors import is_dtensor, word_layers
 from accel.topology import TensorStyle
 
@@ -384,5 +384,5 @@ def install(
         regions = [model.get_submodule(path) for path in rules.keys() | modules_around(of_tokens)]
         for module in regions:
             setattr(module, RANKS, ranks)
-        add_mixin(regions, TokenRegion)
+        add_mixin(regions, PartRegion)
     return ranks

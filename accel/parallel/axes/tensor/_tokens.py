@@ -9,45 +9,29 @@ other ranks gathers them: a part of tokens is one more way to hold a whole tenso
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Sequence
-from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from accel.comm import gathered_summed, scattered
 from accel.errors import TreeError
-from accel.mixins import Mixin
-from accel.parallel._modules import written_class
-from accel.parallel._private import (
-    REGION,
-    alike,
-    call_in_one_graph,
-    is_compiled,
-    runs_in_backward,
-    untraced,
-    without_subclasses,
-)
+from accel.parallel._private import runs_in_backward, untraced, without_subclasses
 from accel.parallel.axes.tensor._overlap import gathered_product, scattered_product
 from accel.parallel.axes.tensor._part_layers import LayerRanks
 from accel.parallel.axes.tensor._styles import Rule
 from accel.parallel.axes.tensor._trace import outputs_in
 from accel.parallel.parts import PartTensor, Ranks, RowLayout, leave, make, plain_of
-from accel.parallel.parts._elementwise import changes
+from accel.parallel.parts._elementwise import writes
 from accel.parallel.parts._layout import cut_of, even, no_rule
 from accel.parallel.parts._part import Args, Named, name_of, own_rows, tensors_of, whole_rows, whole_shape
 from accel.tensors import is_view
 from accel.tree import map_tensors
 
 AND_POSITIONS = "sequence=True, where ranks along tp would divide the positions of a rank along cp again"
-_UNCOMPILED = "%s: a module between which ranks share tokens has a graph break and stays uncompiled: %s"
-# Functions that change their first argument; names of a trace of torch.compile can only be looked up.
-_WRITES = dict.fromkeys(("__setitem__", *filter(changes, chain(dir(Tensor), dir(torch), dir(functional)))))
 
 
 class _GatheredTokens(NamedTuple):
@@ -108,17 +92,15 @@ class SequenceRanks(LayerRanks):
         tokens: the ranks of these parts.
         scatters: number of sums that were scattered by tokens.
         gathers: names of functions that needed tokens of other ranks, outside of divided layers.
-        given: layouts of the parts among the leaves of the arguments of a compiled call, by their number; None inside.
     """
 
-    __slots__ = ("_gathered", "_layouts", "gathers", "given", "scatters", "tokens")
+    __slots__ = ("_gathered", "_layouts", "gathers", "scatters", "tokens")
 
     def __init__(self, layer: Any) -> None:
         super().__init__(layer)
         self.tokens = TokenRanks(self)
         self.scatters = 0
         self.gathers: dict[str, None] = {}
-        self.given: tuple[tuple[int, RowLayout | None], ...] | None = None
         self._gathered: list[_GatheredTokens] = []
         self._layouts: dict[tuple[int, ...], RowLayout] = {}  # of gathered tokens, by the shape without features
 
@@ -145,6 +127,10 @@ class SequenceRanks(LayerRanks):
             return super().enter(tensor)
         finally:
             self.end(outer)
+
+    def in_graph(self, rows: Tensor, layout: RowLayout | None) -> PartTensor:
+        """Return this rank's rows of a tensor as a part: of tokens, if ranks divide it."""
+        return make(rows, layout, self if layout is None else self.tokens)
 
     def returned(self, rule: Rule, output: Any) -> Any:
         """Return what a module of a rule gives back: this rank's tokens inside of the model, and whole tensors at its
@@ -288,7 +274,7 @@ class SequenceRanks(LayerRanks):
             return self._alike(func, args, kwargs)
         if len(of_tokens) == len(divided):
             self.gathers[name] = None
-        if (name in _WRITES or kwargs.get("inplace")) and any(args[0] is each for each in of_tokens):
+        if (writes(name) or kwargs.get("inplace")) and any(args[0] is each for each in of_tokens):
             return self._written(func, args[0], args[1:], kwargs)
         given, named = pytree.tree_map_only(PartTensor, self._whole, (tuple(args), dict(kwargs)))
         return func(*given, **named)
@@ -298,7 +284,7 @@ class SequenceRanks(LayerRanks):
         model all is plain, such as a loss that the model keeps in an attribute."""
         target = args[0] if args else None
         is_plain = isinstance(target, Tensor) and not isinstance(target, PartTensor)
-        if not self.runs or (is_plain and name_of(func) in _WRITES):
+        if not self.runs or (is_plain and writes(name_of(func))):
             given, named = pytree.tree_map_only(PartTensor, leave, (tuple(args), dict(kwargs)))
             return func(*given, **named)
 
@@ -326,90 +312,6 @@ class SequenceRanks(LayerRanks):
         with without_subclasses():
             _ = plain_of(target).copy_(own_rows(whole, layout.dim, layout.cut, self))
         return target
-
-
-class _Rows(NamedTuple):
-    """A part, as torch takes it into a graph and out of it."""
-
-    rows: Tensor  # this rank's, plain
-    layout: RowLayout | None
-
-    @classmethod
-    def all_in(cls, tree: Any) -> Any:
-        """Return a tree with these in the place of parts."""
-        return pytree.tree_map_only(PartTensor, lambda part: cls(_own_tensor(part), part.division), tree)
-
-
-class TokenRegion(Mixin):
-    """A module around layers between which ranks share tokens. If torch compiles it, parts become tensors at the
-    borders of its graph."""
-
-    accel_ranks: SequenceRanks
-    _compiled_call_impl: Any
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, with this rank's rows in the place of parts if torch compiles the call."""
-        own: Any = super()
-        if is_dynamo_compiling() or not is_compiled(cast(nn.Module, self)):
-            return own.__call__(*args, **kwargs)
-        ranks = self.accel_ranks
-        region = vars(self).get(REGION)
-        outer = ranks.begin()  # a graph would look at what has entered
-        try:
-            given, named = self._rows_of(args, kwargs)
-            if region is None or region.fullgraph:
-                return self._parts_in(own.__call__(*given, **named))
-            found, problem = call_in_one_graph(own.__call__, *given, **named)
-        finally:
-            ranks.given = None
-            ranks.end(outer)
-        if not problem:
-            return self._parts_in(found)
-        logging.getLogger("accel.parallel").warning(_UNCOMPILED, written_class(cast(nn.Module, self)).__name__, problem)
-        self._compiled_call_impl = None
-        return own.__call__(*args, **kwargs)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward, on parts."""
-        ranks = self.accel_ranks
-        layouts, ranks.given = ranks.given, None
-        if layouts is None:
-            return super().forward(*args, **kwargs)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        for at, layout in layouts:
-            leaves[at] = self._part(leaves[at], layout)
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
-        try:
-            return _Rows.all_in(super().forward(*args, **kwargs))
-        finally:
-            _ = ranks.begin()  # parts do not leave the graph
-
-    def _rows_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Arguments with this rank's rows in the place of parts; notes the layouts by the number of the leaf."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        parts = [(at, each) for at, each in enumerate(leaves) if isinstance(each, PartTensor)]
-        self.accel_ranks.given = tuple((at, each.division) for at, each in parts)
-        for at, each in parts:
-            leaves[at] = _own_tensor(each)
-        return pytree.tree_unflatten(leaves, spec)
-
-    def _part(self, rows: Tensor, layout: RowLayout | None) -> PartTensor:
-        ranks = self.accel_ranks
-        return make(rows, layout, ranks if layout is None else ranks.tokens)
-
-    def _parts_in(self, tree: Any) -> Any:
-        def part(each: Any) -> Any:
-            return self._part(each.rows, each.layout) if isinstance(each, _Rows) else each
-
-        return pytree.tree_map(part, tree, is_leaf=lambda each: isinstance(each, _Rows))
-
-
-def _own_tensor(part: PartTensor) -> Tensor:
-    """This rank's rows as a plain tensor that is no view, as torch.compile looks at what it is a view of."""
-    if is_dynamo_compiling():
-        return plain_of(part)
-    with without_subclasses():
-        return alike(part, part.size())
 
 
 def _changeable(tensor: Tensor) -> Tensor:

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules that torch compiles and that compute with parts: parts become plain tensors at the borders of a graph."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from accel.mixins import Mixin
+from accel.parallel._modules import written_class
+from accel.parallel._private import (
+    REGION,
+    alike,
+    call_in_one_graph,
+    is_compiled,
+    run_eagerly,
+    subclasses_are_on,
+    user_hooks,
+    without_subclasses,
+)
+from accel.parallel.parts._layout import RowLayout
+from accel.parallel.parts._part import Args, Named, PartTensor, Ranks, plain_of, tensors_of
+
+_UNCOMPILED = "%s: a module that computes with parts of tensors stays uncompiled: %s"
+
+
+class PartsInGraph(TorchFunctionMode):
+    """Calls the rules of all functions of parts, in a trace of torch.compile, which would leave subclasses off in the
+    `__torch_function__` of one: functions of parts that gather others call further ones."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Named | None = None) -> Any:
+        if subclasses_are_on() and any(isinstance(each, PartTensor) for each in tensors_of((args, kwargs or {}))):
+            with self:
+                return PartTensor.__torch_function__(func, (), args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+class _Rows(NamedTuple):
+    """A part, as torch takes it into a graph and out of it."""
+
+    rows: Tensor  # this rank's, plain
+    layout: RowLayout | None
+
+    @classmethod
+    def all_in(cls, tree: Any) -> Any:
+        """Return a tree with these in the place of parts."""
+        return pytree.tree_map_only(PartTensor, lambda part: cls(_own_tensor(part), part.division), tree)
+
+
+class PartRegion(Mixin):
+    """A module whose inputs and outputs are parts. If torch compiles it, they are tensors at the borders of its graph.
+
+    Attributes:
+        accel_ranks: the ranks of these parts.
+    """
+
+    accel_ranks: Ranks
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, with this rank's rows in the place of parts if torch compiles the call."""
+        own: Any = super()
+        if is_dynamo_compiling() or not is_compiled(cast(nn.Module, self)):
+            return own.__call__(*args, **kwargs)
+        ranks = self.accel_ranks
+        region = vars(self).get(REGION)
+        problem = self._problem_with(args, kwargs)
+        if not problem:
+            outer = ranks.begin()  # a graph would look at what has entered
+            try:
+                given, named = self._rows_of(args, kwargs)
+                if region is None or region.fullgraph:
+                    return self._parts_in(own.__call__(*given, **named))
+                found, problem = call_in_one_graph(own.__call__, *given, **named)
+            finally:
+                ranks.given = None
+                ranks.end(outer)
+            if not problem:
+                return self._parts_in(found)
+        module = cast(nn.Module, self)
+        logging.getLogger("accel.parallel").warning(_UNCOMPILED, written_class(module).__name__, problem)
+        run_eagerly(module)
+        return own.__call__(*args, **kwargs)
+
+    def _problem_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Return the reason for which a graph would not do what the module does; "" for none."""
+        if user_hooks(cast(nn.Module, self)):
+            return "hooks, which would not get parts"
+        is_changeable = any(isinstance(each, list | dict) for each in (*args, *kwargs.values()))
+        return "a list or a dict among its inputs, in which the caller may look for new items" if is_changeable else ""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, on parts."""
+        ranks = self.accel_ranks
+        layouts, ranks.given = ranks.given, None
+        if layouts is None:
+            return super().forward(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        for at, layout in layouts:
+            leaves[at] = ranks.in_graph(leaves[at], layout)
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        try:
+            return _Rows.all_in(super().forward(*args, **kwargs))
+        finally:
+            _ = ranks.begin()  # parts do not leave the graph
+
+    def _rows_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Arguments with this rank's rows in the place of parts; notes the layouts by the number of the leaf."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        parts = [(at, each) for at, each in enumerate(leaves) if isinstance(each, PartTensor)]
+        self.accel_ranks.given = tuple((at, each.division) for at, each in parts)
+        for at, each in parts:
+            leaves[at] = _own_tensor(each)
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _parts_in(self, tree: Any) -> Any:
+        def part(each: Any) -> Any:
+            return self.accel_ranks.in_graph(each.rows, each.layout) if isinstance(each, _Rows) else each
+
+        return pytree.tree_map(part, tree, is_leaf=lambda each: isinstance(each, _Rows))
+
+
+def _own_tensor(part: PartTensor) -> Tensor:
+    """This rank's rows as a plain tensor that is no view, as torch.compile looks at what it is a view of."""
+    if is_dynamo_compiling():
+        return plain_of(part)
+    with without_subclasses():
+        return alike(part, part.size())

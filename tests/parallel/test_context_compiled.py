@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled blocks of models as written, along cp: one graph with its messages, and the values of one process."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from catching import assert_raises
+from handwritten import Handwritten, named
+from handwritten_runs import called
+from test_context_models import LENGTH, cut, floats, own_of, weighted
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import accel
+from accel.errors import ConfigError
+from accel.testing import Simulator
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's, of a trace
+
+
+@pytest.fixture(autouse=True)
+def _own_graphs() -> Iterator[None]:
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def heads_of(x: Tensor) -> Tensor:
+    return x.view(x.shape[0], x.shape[1], 2, -1).transpose(1, 2)
+
+
+def masked(x: Tensor) -> Tensor:
+    order = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    scores = (heads_of(x) @ heads_of(x).transpose(-1, -2)).masked_fill(~order, -torch.inf)
+    return (scores.softmax(-1) @ heads_of(x)).transpose(1, 2).reshape(x.shape)
+
+
+def by_torch(x: Tensor) -> Tensor:
+    """Attention by torch's function: causal, and with a bias of all positions."""
+    places = torch.arange(x.shape[1])
+    bias = -(places[:, None] - places).abs().to(x.dtype)
+    causal = functional.scaled_dot_product_attention(heads_of(x), heads_of(x), heads_of(x), is_causal=True)
+    biased = functional.scaled_dot_product_attention(heads_of(x), heads_of(x), heads_of(x), attn_mask=bias)
+    return (causal + biased).transpose(1, 2).reshape(x.shape)
+
+
+def over_positions(x: Tensor) -> Tensor:
+    """Functions of all positions, and a table of positions."""
+    steps = torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
+    return x.cumsum(1) / steps - x.mean(1, keepdim=True) + x.roll(1, 1) * torch.einsum("btc,bsc->bts", x, x)[..., :4]
+
+
+class Mixing(nn.Module):
+    """A block: a function of positions of a projection, and a residual."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mix = mix
+        self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mix(self.linear(self.norm(x)))
+
+
+class Stack(nn.Module):
+    """Two blocks, which may be called by a checkpoint."""
+
+    def __init__(self, *blocks: nn.Module, again: bool = False) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(4, 4), nn.ModuleList(blocks)
+        self.again = again
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+        return x
+
+
+def check(ranks: Simulator, plain: nn.Module, inputs: Any, *, fullgraph: bool = True, again: bool = False) -> None:
+    """Compare outputs and gradients of compiled blocks with those of one process."""
+    plain = plain.double()
+    expected = copy.deepcopy(plain)
+    whole = floats(called(expected, inputs))
+    draws = [torch.randn(each.shape, generator=torch.Generator().manual_seed(1)).to(each) for each in whole]
+    weighted(whole, draws).backward()
+
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, copy.deepcopy(plain))
+        if again:
+            model = accel.checkpoint_activations(model)
+        model = accel.compile_model(model, "repeated", backend="aot_eager", fullgraph=fullgraph)
+        for _ in range(2):
+            model.zero_grad()
+            own = floats(called(model, cut(ctx, inputs)))
+            shares = [own_of(ctx, draw, mine) for draw, mine in zip(draws, own, strict=True)]
+            weighted(own, shares).backward()
+        for each, want in zip(own, whole, strict=True):
+            torch.testing.assert_close(each, own_of(ctx, want, each), rtol=0, atol=1e-10)
+        pairs = zip(accel.unwrap_model(model).parameters(), expected.parameters(), strict=True)
+        for mine, want in pairs:
+            torch.testing.assert_close(accel.reduce(ctx, mine.grad), want.grad, rtol=0, atol=1e-10)
+
+    ranks.run(rank, 2, default_group=True, timeout_s=300)
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+X = torch.randn(2, LENGTH, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("mix", [masked, by_torch, over_positions], ids=lambda each: each.__name__)
+def test_a_compiled_block_has_one_graph(ranks: Simulator, mix: Callable[[Tensor], Tensor], again: bool) -> None:
+    check(ranks, Stack(Mixing(mix), Mixing(mix), again=again), {"x": X})
+    assert graphs() == 2  # of each rank
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("entry", "again"),
+    [
+        pytest.param(*named("nano_gpt"), False, id="nano_gpt"),
+        pytest.param(*named("nano_gpt"), True, id="nano_gpt, recomputed", marks=pytest.mark.slow),
+        pytest.param(*named("llama"), False, id="llama", marks=pytest.mark.slow),
+        pytest.param(*named("grouped_gpt"), False, id="grouped_gpt", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_blocks_of_hand_written_models_have_one_graph(
+    ranks: Simulator, entry: Handwritten, again: bool
+) -> None:
+    check(ranks, entry.make(), entry.batch(5, 3, LENGTH).inputs, again=again)
+    assert 0 < graphs() <= 4
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+class Keeping(Mixing):
+    """Adds a value that the first block has put into the caller's dict."""
+
+    def forward(self, x: Tensor, kept: dict[str, Tensor] | None = None) -> Tensor:
+        assert kept is not None
+        return super().forward(x) + kept.setdefault("first", x)
+
+
+class KeepingStack(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        kept: dict[str, Tensor] = {}
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, kept)
+        return x
+
+
+class HookedStack(Stack):
+    """Adds what hooks of its blocks have seen."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        hooks = [each.register_forward_hook(lambda _module, _given, out: seen.append(out)) for each in self.blocks]
+        x = super().forward(x)
+        for each in hooks:
+            each.remove()
+        return x + torch.stack(seen).sum(0).cumsum(1)
+
+
+def written(x: Tensor) -> Tensor:
+    """Changes a view of some positions."""
+    x = x * 1
+    row = x[:, 1]
+    row += 1
+    return x * x.cumsum(1)
+
+
+CASES = {
+    "a list or a dict among its inputs": KeepingStack(Keeping(masked), Keeping(masked)),
+    "hooks, which would not get parts": HookedStack(Mixing(masked), Mixing(masked)),
+    "Unsupported method call": Stack(Mixing(written), Mixing(written)),
+}
+
+
+@pytest.mark.parametrize("reason", [*CASES])
+def test_a_block_that_is_no_graph_computes_uncompiled_and_says_why(
+    ranks: Simulator, caplog: pytest.LogCaptureFixture, reason: str
+) -> None:
+    with caplog.at_level(logging.WARNING, "accel.parallel"):
+        check(ranks, CASES[reason], {"x": X}, fullgraph=False)
+    said = [each.getMessage() for each in caplog.records if "stays uncompiled" in each.getMessage()]
+    assert said
+    assert all(reason in each for each in said)
+    assert not graphs()
+
+
+def test_a_compiled_block_is_refused_alone(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, Stack(Mixing(masked), Mixing(masked)).double())
+        model = accel.compile_model(model, "repeated", backend="aot_eager", fullgraph=True)
+        own = cut(ctx, {"x": X})["x"]
+        for _ in range(2):
+            _ = model(own)
+        inner: Any = accel.unwrap_model(model)
+        for each in (inner, copy.deepcopy(inner)):
+            with assert_raises(ConfigError, problem="a part of the model was called alone"):
+                each.blocks[0](own)
+
+    ranks.run(rank, 2, default_group=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -318,6 +318,19 @@ def has_relative_bias(module: nn.Module) -> bool:
     if not getattr(module, "has_relative_attention_bias", False):
         return False
     return "past_seen_tokens" in inspect.signature(getattr(module, "compute_bias", list)).parameters
+
+
+def needs_all_positions(module: nn.Module) -> bool:
+    """Return whether a module's outputs follow from all positions of a sequence: a rotary table with frequencies
+    for the largest position, or a router of experts with a capacity."""
+    kinds = getattr(module, "rope_type", "")
+    names = cast("Mapping[str, str]", kinds).values() if isinstance(kinds, Mapping) else [kinds]
+    return hasattr(module, "expert_capacity") or any("dynamic" in str(name) or name == "longrope" for name in names)
+
+
+def scales_by_position(module: nn.Module) -> bool:
+    """Return whether an attention scales its queries by positions that it counts, as layers of Llama 4 do."""
+    return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
 
 
 def check_inputs(known: Mapping[str, Any], size: int, *, has_positions: bool, takes_samples: bool = False) -> None:

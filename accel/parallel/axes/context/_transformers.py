@@ -26,13 +26,16 @@ from accel.parallel.axes.context._checks import (
     has_relative_bias,
     is_attention,
     mask_refused,
+    needs_all_positions,
     numbers_positions,
+    scales_by_position,
     stacks_of,
     text_decoder,
 )
 from accel.parallel.axes.context._kernels import Masks
 from accel.parallel.axes.context._split import own_positions, places, position_axis
 from accel.topology import ContextMethod
+from accel.tree import map_tensors
 
 NAME = "accel_context"  # of the attention, and of the keyword that carries the context to it
 # keywords of attentions that mean other scores or masks, and reach the function where a model has them
@@ -88,8 +91,13 @@ def use_context_attention(ctx: DistContext, model: Any, method: ContextMethod) -
                     _ = child.register_forward_pre_hook(_take_context, with_kwargs=True)
             if not has_positions and numbers_positions(module):
                 _ = module.register_forward_pre_hook(partial(_numbered, ctx), with_kwargs=True)
-            if has_relative_bias(module) and "position_bias" in forward_names(module):
-                _ = module.register_forward_pre_hook(partial(_biased, ctx), with_kwargs=True)
+            if has_relative_bias(module):
+                module.compute_bias = partial(_relative_bias, ctx, module)
+            if needs_all_positions(module):
+                _ = module.register_forward_pre_hook(partial(_with_all_positions, ctx), with_kwargs=True)
+                _ = module.register_forward_hook(partial(_of_own_positions, ctx), prepend=True)
+            if scales_by_position(module):
+                _ = module.register_forward_pre_hook(partial(_with_places, ctx), with_kwargs=True)
 
 
 def _drops_keywords(module: nn.Module) -> bool:
@@ -225,14 +233,48 @@ def _numbered(
     return inputs, {**keywords, "position_ids": _own_places(ctx, shape[1]).to(device)}
 
 
-def _biased(
+def _with_all_positions(
     ctx: DistContext, module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give an attention with a table of relative positions the bias of own queries and all keys, as its hook."""
-    if keywords.get("position_bias") is not None or keywords.get("key_value_states") is not None:
-        return inputs, dict(keywords)
+    """Give a module the `position_ids`, or else the tokens, of all ranks, as its hook. A collective."""
+    known = {**dict(zip(forward_names(module), inputs, strict=False)), **keywords}
+    name = "position_ids" if "position_ids" in known else next(iter(known))
+    own: Tensor = known[name]
+    return (), {**known, name: whole_positions(ctx, own, 1 if own.is_floating_point() else own.dim() - 1)}
+
+
+def _of_own_positions(ctx: DistContext, _module: nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
+    """Return the own positions of outputs, [..., length, features], as the hook of such a module."""
+    rank, size = position_axis(ctx)
+    return map_tensors(lambda whole: own_positions(whole, rank, size, whole.dim() - 2), output)
+
+
+class _Places:
+    """A cache without tokens, for an attention that counts its queries and adds the number of tokens before them.
+
+    Attributes:
+        more: for each own position, its place in the sequence less its number on this rank.
+    """
+
+    def __init__(self, ctx: DistContext, hidden: Tensor) -> None:
+        own = torch.arange(hidden.shape[1], device=hidden.device)
+        self.more = _own_places(ctx, len(own)).to(own) - own
+
+    def get_seq_length(self, _layer: int | None = None) -> Tensor:
+        """Return what the attention adds to the number of a query."""
+        return self.more
+
+    def update(self, key: Tensor, value: Tensor, *_layer: Any) -> tuple[Tensor, Tensor]:
+        """Return the keys and values as they are."""
+        return key, value
+
+
+def _with_places(
+    ctx: DistContext, _module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Let an attention scale its queries by their places in the sequence, as its hook."""
     hidden: Tensor = inputs[0] if inputs else keywords["hidden_states"]
-    return inputs, {**keywords, "position_bias": _relative_bias(ctx, module, hidden.shape[1])}
+    return inputs, {**keywords, "past_key_values": _Places(ctx, hidden)}
 
 
 def _own_places(ctx: DistContext, own: int) -> Tensor:
@@ -240,11 +282,13 @@ def _own_places(ctx: DistContext, own: int) -> Tensor:
     return own_positions(torch.arange(own * size), rank, size, 0)
 
 
-def _relative_bias(ctx: DistContext, module: Any, own: int) -> Tensor:
-    """Return the bias of an attention's table, [1, heads, own, length], by its own `compute_bias`."""
+def _relative_bias(ctx: DistContext, module: Any, own: int, _own_keys: int, **_device: Any) -> Tensor:
+    """Return the bias of own queries and all keys, [1, heads, own, length], in the place of `compute_bias` of an
+    attention with a table of relative positions."""
     rank, size = position_axis(ctx)
     runs = places(own * size, rank, size)
-    return torch.cat([module.compute_bias(len(run), own * size, past_seen_tokens=run.start) for run in runs], 2)
+    kind = cast(Any, type(module))
+    return torch.cat([kind.compute_bias(module, len(run), own * size, past_seen_tokens=run.start) for run in runs], 2)
 
 
 def _ignored(ctx: DistContext, mask: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -333,16 +377,7 @@ def _attention(
     """Return the attention of a layer, [batch, own, heads, head dim], as transformers' `AttentionInterface` asks."""
     where = f"{type(module).__name__} on a mesh with cp"
     call = _call_of(keywords, where)
-    if dropout:
-        raise ConfigError(
-            "dropout of attention does not cross ranks",
-            expected="0",
-            got=str(dropout),
-            where=where,
-            fix="Set attention_dropout=0 in the model's config; elsewhere it is attn_pdrop, or T5's dropout_rate.",
-        )
-    if other := [name for name in _OTHER_SCORES if keywords.get(name) is not None]:
-        raise _unsupported(", ".join(other), where)
+    _check_scores(dropout, keywords, where)
     causal = keywords.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     crosses = call.is_decoder and not causal
@@ -350,8 +385,8 @@ def _attention(
     if not causal and window in call.masks.distances:  # others pass one more than their mask's distance
         window += 1
     bias = keywords.get("position_bias")
-    if bias is not None:
-        bias = _whole_bias(call.ctx, module, bias, query.shape[2], crosses=crosses, where=where)
+    if crosses and not getattr(module, "has_relative_attention_bias", True):
+        bias = None  # zeros
     is_complete = attention_mask is not None  # the order, documents and windows are in the mask
     if not crosses and not is_complete:
         _check_order(call, module, causal=causal)
@@ -380,6 +415,26 @@ def _attention(
         mask_mod=mask_mod,
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _check_scores(dropout: float, keywords: Mapping[str, Any], where: str) -> None:
+    """Raise `ConfigError` for dropout, and for keywords that mean other scores or masks."""
+    if dropout:
+        raise ConfigError(
+            "dropout of attention does not cross ranks",
+            expected="0",
+            got=str(dropout),
+            where=where,
+            fix="Set attention_dropout=0 in the model's config; elsewhere it is attn_pdrop, or T5's dropout_rate.",
+        )
+    if other := [name for name in _OTHER_SCORES if keywords.get(name) is not None]:
+        raise ConfigError(
+            "this attention does not cross ranks",
+            expected="softmax over keys of a document, causal or full, with a window, a soft cap, sinks or T5's bias",
+            got=", ".join(other),
+            where=where,
+            fix="Leave cp out of the mesh.",
+        )
 
 
 def _with_all_keys(ctx: DistContext, mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -416,29 +471,6 @@ def _documents_of(call: ContextCall, module: nn.Module) -> Tensor | None:
     return chunks if call.documents is None else call.documents * whole + chunks
 
 
-def _whole_bias(
-    ctx: DistContext, module: nn.Module, bias: Tensor, own: int, *, crosses: bool, where: str
-) -> Tensor | None:
-    """Return a bias of own queries and all keys, for one that a layer made of what it holds."""
-    if crosses and not getattr(module, "has_relative_attention_bias", True):
-        return None  # zeros
-    if not crosses and bias.shape[-1] == own * position_axis(ctx).size:
-        return bias
-    if not crosses and has_relative_bias(module):
-        return _relative_bias(ctx, module, own)
-    raise _unsupported("position_bias", where)
-
-
 def _joined(bias: Tensor, mask: Tensor) -> Tensor:
     """Return a bias with a mask of either kind."""
     return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
-
-
-def _unsupported(got: str, where: str) -> ConfigError:
-    return ConfigError(
-        "this attention does not cross ranks",
-        expected="softmax over keys of a document, causal or full, with a window, a soft cap, sinks or T5's bias",
-        got=got,
-        where=where,
-        fix="Leave cp out of the mesh.",
-    )

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of transformers that compute more from positions than masks and rotations equal one process along cp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import accel
+from accel.testing import Simulator
+
+transformers: Any = pytest.importorskip("transformers")
+
+LENGTH = 16
+IDS = torch.randint(1, 32, (2, LENGTH), generator=torch.Generator().manual_seed(2))
+SIZES = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.5, "use_cache": False,
+}  # fmt: skip
+
+
+def make_dynamic() -> Any:
+    """Frequencies follow from the largest position, from 9 positions on."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    config = transformers.LlamaConfig(**SIZES, max_position_embeddings=8, rope_parameters=rope)
+    return transformers.LlamaForCausalLM(config)
+
+
+def make_longrope() -> Any:
+    """Long sequences have other frequencies: of 16 positions, not of the 12 first ones that the second rank has."""
+    rope = {
+        "rope_type": "longrope", "short_factor": [1.0, 1.1], "long_factor": [3.0, 2.0], "rope_theta": 10000.0,
+        "original_max_position_embeddings": 13,
+    }  # fmt: skip
+    config = transformers.Phi3Config(**SIZES, max_position_embeddings=LENGTH, rope_parameters=rope, pad_token_id=0)
+    return transformers.Phi3ForCausalLM(config)
+
+
+def make_scaled() -> Any:
+    """Queries of layers without rotations are scaled by their places."""
+    config = transformers.Llama4TextConfig(
+        **SIZES, intermediate_size_mlp=24, head_dim=4, num_local_experts=2, moe_layers=[], no_rope_layers=[1, 0],
+        layer_types=["full_attention", "full_attention"], max_position_embeddings=LENGTH, floor_scale=4, attn_scale=0.5,
+    )  # fmt: skip
+    return transformers.Llama4ForCausalLM(config)
+
+
+def make_switch() -> Any:
+    """Experts take 5 tokens of a sequence, the first ones that ask for them."""
+    config = transformers.SwitchTransformersConfig(
+        vocab_size=32, d_model=16, d_ff=16, d_kv=4, num_heads=4, num_layers=2, num_decoder_layers=2, num_experts=2,
+        expert_capacity=5, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, dropout_rate=0.0, use_cache=False,
+    )  # fmt: skip
+    made = transformers.SwitchTransformersForConditionalGeneration(config)
+    for name, each in made.named_parameters():
+        if "classifier" in name or each.dim() == 3:  # large enough to choose both experts
+            torch.nn.init.normal_(each, std=0.7)
+    for each in made.modules():
+        if hasattr(each, "expert_capacity"):
+            each.dtype = torch.float64
+    return made
+
+
+def made_by(make: Callable[[], Any]) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make().double().eval()
+
+
+def logits_of(model: Any, ids: Tensor, position_ids: Tensor) -> Tensor:
+    if model.config.is_encoder_decoder:
+        return model(input_ids=ids, decoder_input_ids=(ids + 7) % 32).logits
+    return model(ids, position_ids=position_ids).logits
+
+
+CASES = (make_dynamic, make_longrope, make_scaled, make_switch)
+
+
+@pytest.mark.parametrize(
+    ("make", "mesh"),
+    [
+        *((each, "cp=2") for each in CASES),
+        *(pytest.param(each, "cp=4", marks=pytest.mark.slow) for each in CASES),
+    ],
+)
+def test_what_follows_from_all_positions_is_that_of_the_sequence(
+    ranks: Simulator, make: Callable[[], Any], mesh: str
+) -> None:
+    alone = made_by(make)
+    expected: Any = logits_of(alone, IDS, torch.arange(LENGTH).expand(2, -1))
+    expected.square().sum().backward()
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh=mesh)
+        model: Any = accel.unwrap_model(accel.prepare_model(ctx, made_by(make)))
+        part = accel.parallel.split_sequence(ctx, {"ids": IDS, "out": expected.detach()})
+        out: Any = logits_of(model, part["ids"], part["position_ids"])
+        out.square().sum().backward()
+        off = [float((out.detach() - part["out"]).abs().max() / expected.detach().abs().max())]
+        for mine, whole in zip(model.parameters(), alone.parameters(), strict=True):
+            if whole.grad is not None:
+                total = accel.reduce(ctx, torch.zeros_like(mine) if mine.grad is None else mine.grad)
+                off.append(float((total - whole.grad).abs().max() / whole.grad.abs().max().clamp(min=1)))
+        return max(off)
+
+    assert max(ranks.run(rank, int(mesh[-1]), default_group=True)) < 1e-6  # rotary tables are float32

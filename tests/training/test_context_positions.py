@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from torch import Tensor
 
 import accel
+from accel.errors import ConfigError
 from accel.testing import Simulator
 
 transformers: Any = pytest.importorskip("transformers")
 
 LENGTH = 16
 IDS = torch.randint(1, 32, (2, LENGTH), generator=torch.Generator().manual_seed(2))
+IDS[:, 1:4] = 5
 SIZES = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "initializer_range": 0.5, "use_cache": False,
@@ -65,6 +69,16 @@ def make_switch() -> Any:
     return made
 
 
+def make_esm() -> Any:
+    """Embeddings are scaled by the share of masked tokens: those of token 5, more of them on one rank."""
+    sizes = {name: each for name, each in SIZES.items() if name not in ("num_key_value_heads", "use_cache")}
+    config = transformers.EsmConfig(
+        **sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=0, mask_token_id=5,
+        token_dropout=True, max_position_embeddings=LENGTH + 1,
+    )  # fmt: skip
+    return transformers.EsmForMaskedLM(config)
+
+
 def made_by(make: Callable[[], Any]) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -74,10 +88,10 @@ def made_by(make: Callable[[], Any]) -> Any:
 def logits_of(model: Any, ids: Tensor, position_ids: Tensor) -> Tensor:
     if model.config.is_encoder_decoder:
         return model(input_ids=ids, decoder_input_ids=(ids + 7) % 32).logits
-    return model(ids, position_ids=position_ids).logits
+    return model(ids, position_ids=position_ids + model.config.model_type.startswith("esm")).logits
 
 
-CASES = (make_dynamic, make_longrope, make_scaled, make_switch)
+CASES = (make_dynamic, make_longrope, make_scaled, make_switch, make_esm)
 
 
 @pytest.mark.parametrize(
@@ -108,3 +122,24 @@ def test_what_follows_from_all_positions_is_that_of_the_sequence(
         return max(off)
 
     assert max(ranks.run(rank, int(mesh[-1]), default_group=True)) < 1e-6  # rotary tables are float32
+
+
+def test_an_order_that_only_the_mask_has_is_refused(ranks: Simulator) -> None:
+    """Attentions of BigBird-Pegasus do not say that they are causal, and its decoder makes two kinds of masks."""
+    config = transformers.BigBirdPegasusConfig(
+        vocab_size=32, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=LENGTH,
+        attention_type="original_full", use_cache=False,
+    )  # fmt: skip
+    decoder = transformers.BigBirdPegasusForCausalLM(config)
+    pair = transformers.BigBirdPegasusForConditionalGeneration(config)
+
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        ids = accel.parallel.split_sequence(ctx, {"ids": IDS})["ids"]
+        for made in (decoder, pair):
+            model: Any = accel.prepare_model(ctx, copy.deepcopy(made).eval())
+            with assert_raises(ConfigError, problem="say different orders"):
+                model(ids) if made is decoder else model(ids, decoder_input_ids=ids)
+
+    ranks.run(rank, 2, default_group=True)

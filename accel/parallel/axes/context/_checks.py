@@ -235,6 +235,9 @@ _REASONS: Mapping[str, Callable[[Any], object]] = {
     ),
     "layers with a state along the tokens": lambda model: getattr(model, "_is_stateful", False),
     "layers of another kind": lambda model: not {*(getattr(model.config, "layer_types", None) or ())} <= _LAYERS,
+    "embeddings scaled by the number of masked tokens": lambda model: any(  # ESM
+        getattr(each, "token_dropout", False) for each in model.modules()
+    ),
     "tokens mixed with their neighbours": lambda model: getattr(model.config, "trigram_input", False),  # MobileBERT
     "a head or a pooler, which reads one position": lambda model: (
         type(model).__name__.endswith(_ONE_POSITION) or _found(text_decoder(model) or model, "Pooler")

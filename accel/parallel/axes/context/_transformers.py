@@ -145,7 +145,7 @@ class _HandOn:
         check_inputs(
             known, position_axis(self.ctx).size, has_positions=has_positions, takes_samples=self.images is not None
         )
-        is_decoder = known.get("encoder_hidden_states") is not None
+        is_decoder = self.is_causal and known.get("encoder_hidden_states") is not None
         _FORWARD.masks = Masks(set(), set(), known.get("attention_mask") is not None)
         call = ContextCall(self.ctx, self.method, _FORWARD.masks, is_decoder=is_decoder)
         check_first(self.ctx, known.get("position_ids"), self.padding)
@@ -350,7 +350,8 @@ def _mask(*, mask_function: Any, attention_mask: Tensor | None = None, use_vmap:
 
 def _check_order(call: ContextCall, module: nn.Module, *, causal: bool) -> None:
     """Raise `ConfigError` for an attention of another order than the mask that its model made."""
-    if not call.masks.orders or causal in call.masks.orders:
+    orders = call.masks.orders  # a mask without an order may be of a cross-attention
+    if not orders or (causal in orders and (causal or True not in orders)):
         return
     words = {True: "causal", False: "not causal"}
     raise ConfigError(

@@ -53,6 +53,16 @@ def make_scaled() -> Any:
     return transformers.Llama4ForCausalLM(config)
 
 
+def make_windowed() -> Any:
+    """Masks alone have a window: attentions do not pass it."""
+    config = transformers.Qwen2MoeConfig(
+        **SIZES, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+        use_sliding_window=True, sliding_window=5, max_window_layers=1, max_position_embeddings=LENGTH,
+        experts_implementation="eager",
+    )  # fmt: skip
+    return transformers.Qwen2MoeForCausalLM(config)
+
+
 def make_switch() -> Any:
     """Experts take 5 tokens of a sequence, the first ones that ask for them."""
     config = transformers.SwitchTransformersConfig(
@@ -91,7 +101,7 @@ def logits_of(model: Any, ids: Tensor, position_ids: Tensor) -> Tensor:
     return model(ids, position_ids=position_ids + model.config.model_type.startswith("esm")).logits
 
 
-CASES = (make_dynamic, make_longrope, make_scaled, make_switch, make_esm)
+CASES = (make_dynamic, make_longrope, make_scaled, make_windowed, make_switch, make_esm)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from accel.parallel.axes.context._checks import (
     stacks_of,
     text_decoder,
 )
-from accel.parallel.axes.context._kernels import Masks
+from accel.parallel.axes.context._kernels import Masks, Span
 from accel.parallel.axes.context._split import own_positions, places, position_axis
 from accel.topology import ContextMethod
 from accel.tree import map_tensors
@@ -146,7 +146,7 @@ class _HandOn:
             known, position_axis(self.ctx).size, has_positions=has_positions, takes_samples=self.images is not None
         )
         is_decoder = self.is_causal and known.get("encoder_hidden_states") is not None
-        _FORWARD.masks = Masks(set(), set(), known.get("attention_mask") is not None)
+        _FORWARD.masks = Masks(set(), known.get("attention_mask") is not None)
         call = ContextCall(self.ctx, self.method, _FORWARD.masks, is_decoder=is_decoder)
         check_first(self.ctx, known.get("position_ids"), self.padding)
         # as in transformers: an order and no mask of the user's, or positions that begin anew are no documents
@@ -328,17 +328,15 @@ def _documents(ctx: DistContext, position_ids: Tensor) -> Tensor | None:
     return numbers[:, _own_places(ctx, position_ids.shape[1]).to(numbers.device)]
 
 
-def _mask(*, mask_function: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any) -> None:
-    """Refuse masks of a model's own making, as transformers' `AttentionMaskInterface` asks; None for those that the
-    attention makes itself: causal, a window, documents."""
+def _mask(*, mask_function: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any) -> Span | None:
+    """Refuse masks of a model's own making, as transformers' `AttentionMaskInterface` asks. Others are made by the
+    attention: return distances for those that have some."""
     own = "a mask that joins others, such as a mask of images among tokens"
     masks: Masks | None = getattr(_FORWARD, "masks", None)
     if attention_mask is not None and not (masks and masks.is_given) and not bool(attention_mask.all()):
         own = "a mask of the padding among the tokens, where none was passed (decoder_attention_mask= of a decoder)"
     elif not use_vmap and "or_mask" not in getattr(mask_function, "__qualname__", ""):
-        if masks is not None:
-            masks.note(mask_function)
-        return
+        return None if masks is None else masks.note(mask_function)
     raise ConfigError(
         "a mask of the model's own making does not cross ranks",
         expected="a causal order or none, windows, documents and padding",
@@ -370,7 +368,7 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Span | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     **keywords: Any,
@@ -382,9 +380,7 @@ def _attention(
     causal = keywords.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     crosses = call.is_decoder and not causal
-    window = None if crosses or attention_mask is not None else keywords.get("sliding_window")
-    if not causal and window in call.masks.distances:  # others pass one more than their mask's distance
-        window += 1
+    span, attention_mask = (attention_mask, None) if isinstance(attention_mask, Span) else (Span(), attention_mask)
     bias = keywords.get("position_bias")
     if crosses and not getattr(module, "has_relative_attention_bias", True):
         bias = None  # zeros
@@ -398,7 +394,7 @@ def _attention(
             raise mask_refused(attention_mask)
         if mask_mod is None:
             bias = attention_mask if bias is None else _joined(bias, attention_mask)
-    documents = None if crosses or is_complete else _documents_of(call, module)
+    documents = None if crosses or is_complete else _documents_of(call, span.chunk)
     out = context_attention(
         call.ctx,
         query,
@@ -408,7 +404,7 @@ def _attention(
         documents=None if documents is None else documents.expand(query.shape[0], -1),
         scale=scaling,
         method=call.method,
-        window=window,
+        window=span.window,
         softcap=keywords.get("softcap"),
         sinks=keywords.get("s_aux"),
         key_padding_mask=call.crossed if crosses else call.ignored,
@@ -460,14 +456,11 @@ def _call_of(keywords: Mapping[str, Any], where: str) -> ContextCall:
     return call
 
 
-def _documents_of(call: ContextCall, module: nn.Module) -> Tensor | None:
+def _documents_of(call: ContextCall, chunk: int | None) -> Tensor | None:
     """Return the documents of a layer: under chunked attention each chunk of one is a document."""
-    config = getattr(module, "config", None)
-    kinds = getattr(config, "layer_types", None)
-    layer = getattr(module, "layer_idx", None)
-    if not kinds or layer is None or kinds[layer] != "chunked_attention" or call.positions is None:
+    if chunk is None or call.positions is None:
         return call.documents
-    chunks = call.positions // config.attention_chunk_size  # type: ignore[union-attr]
+    chunks = call.positions // chunk
     whole = call.positions.shape[1] * position_axis(call.ctx).size
     return chunks if call.documents is None else call.documents * whole + chunks
 

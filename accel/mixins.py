@@ -63,6 +63,7 @@ INSERTED = (
     Inserted("_PairPart", "parallel/axes/tensor/_pairs.py", "prepare_model: tp"),
     Inserted("_Marked", "parallel/axes/tensor/_dropout.py", "prepare_model: tp"),
     Inserted("_ByPositions", "parallel/axes/context/_forward.py", "prepare_model: cp"),
+    Inserted("KeepsContext", "parallel/axes/context/_transformers.py", "prepare_model: cp"),
     Inserted("RegionEnd", "parallel/axes/tensor/_part_layers.py", "prepare_model: tp"),
     Inserted("Around", "parallel/axes/tensor/_layers.py", "prepare_model: tp"),
     Inserted("LocalParameters", "parallel/axes/tensor/_layers.py", "prepare_model: tp"),

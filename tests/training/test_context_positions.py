@@ -89,6 +89,17 @@ def make_esm() -> Any:
     return transformers.EsmForMaskedLM(config)
 
 
+def make_stable() -> Any:
+    """Blocks do not pass their keywords to their attention."""
+    return transformers.StableLmForCausalLM(transformers.StableLmConfig(**SIZES, max_position_embeddings=LENGTH))
+
+
+def make_doge() -> Any:
+    """Attentions make masks of values."""
+    config = transformers.DogeConfig(**SIZES, max_position_embeddings=LENGTH, keep_window_size=6, sliding_window=9)
+    return transformers.DogeForCausalLM(config)
+
+
 def made_by(make: Callable[[], Any]) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -101,7 +112,7 @@ def logits_of(model: Any, ids: Tensor, position_ids: Tensor) -> Tensor:
     return model(ids, position_ids=position_ids + model.config.model_type.startswith("esm")).logits
 
 
-CASES = (make_dynamic, make_longrope, make_scaled, make_windowed, make_switch, make_esm)
+CASES = (make_dynamic, make_longrope, make_scaled, make_windowed, make_switch, make_esm, make_doge)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +120,7 @@ CASES = (make_dynamic, make_longrope, make_scaled, make_windowed, make_switch, m
     [
         *((each, "cp=2") for each in CASES),
         *(pytest.param(each, "cp=4", marks=pytest.mark.slow) for each in CASES),
+        (make_stable, "cp=2"),
     ],
 )
 def test_what_follows_from_all_positions_is_that_of_the_sequence(
@@ -121,6 +133,8 @@ def test_what_follows_from_all_positions_is_that_of_the_sequence(
     def rank(ctx: accel.DistContext) -> float:
         ctx = accel.replace(ctx, mesh=mesh)
         model: Any = accel.unwrap_model(accel.prepare_model(ctx, made_by(make)))
+        if make is make_stable:
+            model = accel.checkpoint_activations(model)
         part = accel.parallel.split_sequence(ctx, {"ids": IDS, "out": expected.detach()})
         out: Any = logits_of(model, part["ids"], part["position_ids"])
         out.square().sum().backward()

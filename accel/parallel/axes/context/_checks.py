@@ -238,6 +238,9 @@ _REASONS: Mapping[str, Callable[[Any], object]] = {
     "embeddings scaled by the number of masked tokens": lambda model: any(  # ESM
         getattr(each, "token_dropout", False) for each in model.modules()
     ),
+    "a mask that attentions make of values": lambda model: any(  # Doge
+        hasattr(each, "prepare_dynamic_mask") for each in model.modules()
+    ),
     "tokens mixed with their neighbours": lambda model: getattr(model.config, "trigram_input", False),  # MobileBERT
     "a head or a pooler, which reads one position": lambda model: (
         type(model).__name__.endswith(_ONE_POSITION) or _found(text_decoder(model) or model, "Pooler")

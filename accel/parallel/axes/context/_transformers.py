@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from accel.context import DistContext
 from accel.errors import ConfigError, MissingExtraError
+from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import forward_names, source_of, written_class
 from accel.parallel.axes.context._attention import context_attention, whole_positions
 from accel.parallel.axes.context._checks import (
@@ -86,9 +87,7 @@ def use_context_attention(ctx: DistContext, model: Any, method: ContextMethod) -
         has_positions = "position_ids" in forward_names(stack)
         for module in stack.modules():
             if _drops_keywords(module):
-                _ = module.register_forward_pre_hook(_keep_context, with_kwargs=True)
-                for child in filter(is_attention, module.children()):
-                    _ = child.register_forward_pre_hook(_take_context, with_kwargs=True)
+                add_mixin([module], KeepsContext)
             if not has_positions and numbers_positions(module):
                 _ = module.register_forward_pre_hook(partial(_numbered, ctx), with_kwargs=True)
             if has_relative_bias(module):
@@ -111,18 +110,14 @@ def _drops_keywords(module: nn.Module) -> bool:
     return name is not None and source is not None and source.count(f"**{name}") < 2
 
 
-def _keep_context(block: nn.Module, _inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-    """Keep the context among a block's keywords for its modules of attention, as its hook."""
-    for child in filter(is_attention, block.children()):
-        vars(child)[NAME] = keywords.get(NAME)
+class KeepsContext(Mixin):
+    """A block that keeps the context among its keywords for its modules of attention."""
 
-
-def _take_context(
-    module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Take the context that a block has kept, as a hook of a module of attention."""
-    call = vars(module).pop(NAME, None)
-    return inputs, dict(keywords) if call is None else {**keywords, NAME: call}
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block's own forward."""
+        for child in filter(is_attention, cast(nn.Module, self).children()):
+            vars(child)[NAME] = kwargs.get(NAME)
+        return super().forward(*args, **kwargs)
 
 
 class _HandOn:
@@ -375,7 +370,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Return the attention of a layer, [batch, own, heads, head dim], as transformers' `AttentionInterface` asks."""
     where = f"{type(module).__name__} on a mesh with cp"
-    call = _call_of(keywords, where)
+    call = _call_of(module, keywords, where)
     _check_scores(dropout, keywords, where)
     causal = keywords.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
@@ -442,9 +437,10 @@ def _with_all_keys(ctx: DistContext, mask: Tensor, query: Tensor, key: Tensor) -
     return whole_positions(ctx, mask, dim=3).expand(-1, -1, query.shape[2], -1)
 
 
-def _call_of(keywords: Mapping[str, Any], where: str) -> ContextCall:
-    """Return the context that a model has forwarded to its attention; raise `ConfigError` for none."""
-    call = keywords.get(NAME)
+def _call_of(module: nn.Module, keywords: Mapping[str, Any], where: str) -> ContextCall:
+    """Return the context that a model has forwarded to its attention, or that a block has kept for it; raise
+    `ConfigError` for none."""
+    call = keywords.get(NAME) or vars(module).pop(NAME, None)
     if not isinstance(call, ContextCall):
         raise ConfigError(
             "no context came with the call",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from accel.errors import ConfigError, PrepareError
 from accel.parallel._blocks import ModuleGroup, block_groups, outermost_groups
-from accel.parallel._modules import forward_names, layerdrops, named_modules, passes_keyword, written_class
+from accel.parallel._modules import forward_names, layerdrops, named_modules, passes_keyword, source_of, written_class
 from accel.parallel._private import runs_in_reentrant_checkpoint
 from accel.parallel.axes.context._kernels import Terms
 
@@ -224,7 +224,9 @@ _Refuse = Callable[..., PrepareError]
 # Reasons for which a model of transformers computes with parts of positions: its attention function is not enough.
 _REASONS: Mapping[str, Callable[[Any], object]] = {
     "an attention that does not come from transformers' AttentionInterface": lambda model: (
-        not model._can_set_attn_implementation() or _found(text_decoder(model) or model, "MultiheadAttention")
+        not model._can_set_attn_implementation()
+        or _found(text_decoder(model) or model, "MultiheadAttention")
+        or _scores_itself(text_decoder(model) or model)
     ),
     "a module that mixes positions": lambda model: any(map(mixes, (text_decoder(model) or model).modules())),
     "inputs that are not split like the tokens": lambda model: (
@@ -309,6 +311,13 @@ def _takes_places(stack: Any) -> bool:
 def _found(model: nn.Module, word: str) -> bool:
     """Return whether the class of a module in a model has a word in its name."""
     return any(module is not model and word in type(module).__name__ for module in model.modules())
+
+
+def _scores_itself(model: nn.Module) -> bool:
+    """Return whether an attention in a model computes a softmax, and does not ask transformers for a function."""
+    kinds = {written_class(module) for module in model.modules() if is_attention(module)}
+    sources = [source_of(kind) or "" for kind in kinds]
+    return any("softmax" in each and "ATTENTION_FUNCTIONS" not in each for each in sources)
 
 
 def numbers_positions(module: nn.Module) -> bool:

@@ -336,11 +336,12 @@ def has_relative_bias(module: nn.Module) -> bool:
 
 
 def needs_all_positions(module: nn.Module) -> bool:
-    """Return whether a module's outputs follow from all positions of a sequence: a rotary table with frequencies
-    for the largest position, or a router of experts with a capacity."""
+    """Return whether a module's outputs follow from all positions of a sequence: a rotary table with frequencies for
+    the largest position, or a router of experts with a capacity."""
     kinds = getattr(module, "rope_type", "")
     names = cast("Mapping[str, str]", kinds).values() if isinstance(kinds, Mapping) else [kinds]
-    return hasattr(module, "expert_capacity") or any("dynamic" in str(name) or name == "longrope" for name in names)
+    is_table = any("dynamic" in str(name) or name == "longrope" for name in names)
+    return hasattr(module, "expert_capacity") or (is_table and "position_ids" in forward_names(module))
 
 
 def scales_by_position(module: nn.Module) -> bool:

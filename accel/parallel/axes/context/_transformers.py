@@ -80,7 +80,7 @@ def use_context_attention(ctx: DistContext, model: Any, method: ContextMethod) -
     if len(stacks) > 1:
         _ = model.register_forward_pre_hook(check_pair_inputs, with_kwargs=True)
     for stack in stacks:
-        images = None if text is None else _Images(ctx)
+        images = None if text is None or ctx.axis("pp").size > 1 else _Images(ctx)  # a record has no values of tokens
         _ = stack.register_forward_pre_hook(_HandOn(ctx, method, stack, images), with_kwargs=True)
         if text is not None and images is not None:
             _ = text.register_forward_pre_hook(images, with_kwargs=True)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -244,32 +245,23 @@ def _of_own_positions(ctx: DistContext, _module: nn.Module, _inputs: tuple[Any, 
     return map_tensors(lambda whole: own_positions(whole, rank, size, whole.dim() - 2), output)
 
 
-class _Places:
-    """A cache without tokens, for an attention that counts its queries and adds the number of tokens before them.
-
-    Attributes:
-        more: for each own position, its place in the sequence less its number on this rank.
-    """
-
-    def __init__(self, ctx: DistContext, hidden: Tensor) -> None:
-        own = torch.arange(hidden.shape[1], device=hidden.device)
-        self.more = _own_places(ctx, len(own)).to(own) - own
-
-    def get_seq_length(self, _layer: int | None = None) -> Tensor:
-        """Return what the attention adds to the number of a query."""
-        return self.more
-
-    def update(self, key: Tensor, value: Tensor, *_layer: Any) -> tuple[Tensor, Tensor]:
-        """Return the keys and values as they are."""
-        return key, value
-
-
 def _with_places(
     ctx: DistContext, _module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Let an attention scale its queries by their places in the sequence, as its hook."""
+    """Let an attention scale its queries by their places in the sequence, as its hook: it counts them, and adds the
+    length of a cache."""
     hidden: Tensor = inputs[0] if inputs else keywords["hidden_states"]
-    return inputs, {**keywords, "past_key_values": _Places(ctx, hidden)}
+    own = torch.arange(hidden.shape[1], device=hidden.device)
+    more = _own_places(ctx, len(own)).to(own) - own
+
+    def length(*_layer: object) -> Tensor:
+        return more
+
+    def update(key: Tensor, value: Tensor, *_layer: object) -> tuple[Tensor, Tensor]:
+        return key, value
+
+    cache = SimpleNamespace(get_seq_length=length, update=update)
+    return inputs, {**keywords, "past_key_values": cache}
 
 
 def _own_places(ctx: DistContext, own: int) -> Tensor:

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from accel.errors import ConfigError, PrepareError
 from accel.parallel._blocks import ModuleGroup, block_groups, outermost_groups
-from accel.parallel._modules import forward_names, layerdrops, named_modules, passes_keyword, written_class
+from accel.parallel._modules import forward_names, layerdrops, named_modules, passes_keyword, source_of, written_class
 from accel.parallel._private import runs_in_reentrant_checkpoint
 from accel.parallel.axes.context._kernels import Terms
 
@@ -224,7 +224,9 @@ _Refuse = Callable[..., PrepareError]
 # Reasons for which a model of transformers computes with parts of positions: its attention function is not enough.
 _REASONS: Mapping[str, Callable[[Any], object]] = {
     "an attention that does not come from transformers' AttentionInterface": lambda model: (
-        not model._can_set_attn_implementation() or _found(text_decoder(model) or model, "MultiheadAttention")
+        not model._can_set_attn_implementation()
+        or _found(text_decoder(model) or model, "MultiheadAttention")
+        or _scores_itself(text_decoder(model) or model)
     ),
     "a module that mixes positions": lambda model: any(map(mixes, (text_decoder(model) or model).modules())),
     "inputs that are not split like the tokens": lambda model: (
@@ -235,6 +237,12 @@ _REASONS: Mapping[str, Callable[[Any], object]] = {
     ),
     "layers with a state along the tokens": lambda model: getattr(model, "_is_stateful", False),
     "layers of another kind": lambda model: not {*(getattr(model.config, "layer_types", None) or ())} <= _LAYERS,
+    "embeddings scaled by the number of masked tokens": lambda model: any(  # ESM
+        getattr(each, "token_dropout", False) for each in model.modules()
+    ),
+    "a mask that attentions make of values": lambda model: any(  # Doge
+        hasattr(each, "prepare_dynamic_mask") for each in model.modules()
+    ),
     "tokens mixed with their neighbours": lambda model: getattr(model.config, "trigram_input", False),  # MobileBERT
     "a head or a pooler, which reads one position": lambda model: (
         type(model).__name__.endswith(_ONE_POSITION) or _found(text_decoder(model) or model, "Pooler")
@@ -305,6 +313,13 @@ def _found(model: nn.Module, word: str) -> bool:
     return any(module is not model and word in type(module).__name__ for module in model.modules())
 
 
+def _scores_itself(model: nn.Module) -> bool:
+    """Return whether an attention in a model computes a softmax, and does not ask transformers for a function."""
+    kinds = {written_class(module) for module in model.modules() if is_attention(module)}
+    sources = [source_of(kind) or "" for kind in kinds]
+    return any("softmax" in each and "ATTENTION_FUNCTIONS" not in each for each in sources)
+
+
 def numbers_positions(module: nn.Module) -> bool:
     """Return whether a module is a table of positions that it numbers from 0, unless it is given some."""
     kind = type(module)
@@ -318,6 +333,20 @@ def has_relative_bias(module: nn.Module) -> bool:
     if not getattr(module, "has_relative_attention_bias", False):
         return False
     return "past_seen_tokens" in inspect.signature(getattr(module, "compute_bias", list)).parameters
+
+
+def needs_all_positions(module: nn.Module) -> bool:
+    """Return whether a module's outputs follow from all positions of a sequence: a rotary table with frequencies for
+    the largest position, or a router of experts with a capacity."""
+    kinds = getattr(module, "rope_type", "")
+    names = cast("Mapping[str, str]", kinds).values() if isinstance(kinds, Mapping) else [kinds]
+    is_table = any("dynamic" in str(name) or name == "longrope" for name in names)
+    return hasattr(module, "expert_capacity") or (is_table and "position_ids" in forward_names(module))
+
+
+def scales_by_position(module: nn.Module) -> bool:
+    """Return whether an attention scales its queries by positions that it counts, as layers of Llama 4 do."""
+    return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
 
 
 def check_inputs(known: Mapping[str, Any], size: int, *, has_positions: bool, takes_samples: bool = False) -> None:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -327,23 +328,43 @@ def repeated(x: Tensor, heads: int) -> Tensor:
 
 
 _ORDERS = {"causal_mask_function": True, "bidirectional_mask_function": False}  # in each mask of transformers
-_AROUND = "sliding_window_bidirectional_overlay."
+
+
+class Span(NamedTuple):
+    """Stands for a mask of transformers: which distances it allows."""
+
+    window: int | None = None  # as in `context_attention`
+    chunk: int | None = None  # a position sees those of its chunk of so many; None for all
 
 
 class Masks(NamedTuple):
     """Facts of the masks that a forward makes."""
 
     orders: set[bool]  # whether they are causal
-    distances: set[int]  # without an order, those up to which positions see each other
     is_given: bool  # whether the call has a mask
 
-    def note(self, part: Any) -> None:
-        """Note the functions that transformers joined for a mask."""
-        name = getattr(part, "__name__", "")
-        closure = [cell.cell_contents for cell in getattr(part, "__closure__", None) or ()]
-        if name in _ORDERS:
-            self.orders.add(_ORDERS[name])
-        if getattr(part, "__qualname__", "").startswith(_AROUND):
-            self.distances.update(closure)
-        for each in cast("tuple[Any, ...]", part) if isinstance(part, tuple) else closure:
-            self.note(each)
+    def note(self, mask: Any) -> Span | None:
+        """Note the order of a mask, a function that transformers joined of others; return its distances if any."""
+        window: int | None = None
+        chunk: int | None = None
+        for part in _joined(mask):
+            own = dict(zip(part.__code__.co_freevars, _held(part), strict=True))
+            if part.__name__ in _ORDERS:
+                self.orders.add(_ORDERS[part.__name__])
+            if "sliding_window" in own:  # around a position, the largest distance
+                window = own["sliding_window"] + ("bidirectional" in part.__qualname__)
+            chunk = own.get("chunk_size", chunk)
+        return Span(window, chunk) if window or chunk else None
+
+
+def _held(function: Any) -> list[Any]:
+    return [cell.cell_contents for cell in function.__closure__ or ()]
+
+
+def _joined(mask: Any) -> Iterator[Any]:
+    """Yield the functions that transformers joined for a mask."""
+    if isinstance(mask, FunctionType):
+        yield mask
+        yield from _joined(tuple(_held(mask)))
+    for each in cast("Sequence[Any]", mask) if isinstance(mask, tuple) else ():
+        yield from _joined(each)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from accel.context import DistContext
 from accel.errors import ConfigError, MissingExtraError
+from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import forward_names, source_of, written_class
 from accel.parallel.axes.context._attention import context_attention, whole_positions
 from accel.parallel.axes.context._checks import (
@@ -26,13 +28,16 @@ from accel.parallel.axes.context._checks import (
     has_relative_bias,
     is_attention,
     mask_refused,
+    needs_all_positions,
     numbers_positions,
+    scales_by_position,
     stacks_of,
     text_decoder,
 )
-from accel.parallel.axes.context._kernels import Masks
+from accel.parallel.axes.context._kernels import Masks, Span
 from accel.parallel.axes.context._split import own_positions, places, position_axis
 from accel.topology import ContextMethod
+from accel.tree import map_tensors
 
 NAME = "accel_context"  # of the attention, and of the keyword that carries the context to it
 # keywords of attentions that mean other scores or masks, and reach the function where a model has them
@@ -76,20 +81,23 @@ def use_context_attention(ctx: DistContext, model: Any, method: ContextMethod) -
     if len(stacks) > 1:
         _ = model.register_forward_pre_hook(check_pair_inputs, with_kwargs=True)
     for stack in stacks:
-        images = None if text is None else _Images(ctx)
+        images = None if text is None or ctx.axis("pp").size > 1 else _Images(ctx)  # a record has no values of tokens
         _ = stack.register_forward_pre_hook(_HandOn(ctx, method, stack, images), with_kwargs=True)
         if text is not None and images is not None:
             _ = text.register_forward_pre_hook(images, with_kwargs=True)
         has_positions = "position_ids" in forward_names(stack)
         for module in stack.modules():
             if _drops_keywords(module):
-                _ = module.register_forward_pre_hook(_keep_context, with_kwargs=True)
-                for child in filter(is_attention, module.children()):
-                    _ = child.register_forward_pre_hook(_take_context, with_kwargs=True)
+                add_mixin([module], KeepsContext)
             if not has_positions and numbers_positions(module):
                 _ = module.register_forward_pre_hook(partial(_numbered, ctx), with_kwargs=True)
-            if has_relative_bias(module) and "position_bias" in forward_names(module):
-                _ = module.register_forward_pre_hook(partial(_biased, ctx), with_kwargs=True)
+            if has_relative_bias(module):
+                module.compute_bias = partial(_relative_bias, ctx, module)
+            if needs_all_positions(module):
+                _ = module.register_forward_pre_hook(partial(_with_all_positions, ctx), with_kwargs=True)
+                _ = module.register_forward_hook(partial(_of_own_positions, ctx), prepend=True)
+            if scales_by_position(module):
+                _ = module.register_forward_pre_hook(partial(_with_places, ctx), with_kwargs=True)
 
 
 def _drops_keywords(module: nn.Module) -> bool:
@@ -103,18 +111,14 @@ def _drops_keywords(module: nn.Module) -> bool:
     return name is not None and source is not None and source.count(f"**{name}") < 2
 
 
-def _keep_context(block: nn.Module, _inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-    """Keep the context among a block's keywords for its modules of attention, as its hook."""
-    for child in filter(is_attention, block.children()):
-        vars(child)[NAME] = keywords.get(NAME)
+class KeepsContext(Mixin):
+    """A block that keeps the context among its keywords for its modules of attention."""
 
-
-def _take_context(
-    module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Take the context that a block has kept, as a hook of a module of attention."""
-    call = vars(module).pop(NAME, None)
-    return inputs, dict(keywords) if call is None else {**keywords, NAME: call}
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block's own forward."""
+        for child in filter(is_attention, cast(nn.Module, self).children()):
+            vars(child)[NAME] = kwargs.get(NAME)
+        return super().forward(*args, **kwargs)
 
 
 class _HandOn:
@@ -137,8 +141,8 @@ class _HandOn:
         check_inputs(
             known, position_axis(self.ctx).size, has_positions=has_positions, takes_samples=self.images is not None
         )
-        is_decoder = known.get("encoder_hidden_states") is not None
-        _FORWARD.masks = Masks(set(), set(), known.get("attention_mask") is not None)
+        is_decoder = self.is_causal and known.get("encoder_hidden_states") is not None
+        _FORWARD.masks = Masks(set(), known.get("attention_mask") is not None)
         call = ContextCall(self.ctx, self.method, _FORWARD.masks, is_decoder=is_decoder)
         check_first(self.ctx, known.get("position_ids"), self.padding)
         # as in transformers: an order and no mask of the user's, or positions that begin anew are no documents
@@ -225,14 +229,39 @@ def _numbered(
     return inputs, {**keywords, "position_ids": _own_places(ctx, shape[1]).to(device)}
 
 
-def _biased(
+def _with_all_positions(
     ctx: DistContext, module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give an attention with a table of relative positions the bias of own queries and all keys, as its hook."""
-    if keywords.get("position_bias") is not None or keywords.get("key_value_states") is not None:
-        return inputs, dict(keywords)
+    """Give a module the `position_ids`, or else the tokens, of all ranks, as its hook. A collective."""
+    known = {**dict(zip(forward_names(module), inputs, strict=False)), **keywords}
+    name = "position_ids" if "position_ids" in known else next(iter(known))
+    own: Tensor = known[name]
+    return (), {**known, name: whole_positions(ctx, own, 1 if own.is_floating_point() else own.dim() - 1)}
+
+
+def _of_own_positions(ctx: DistContext, _module: nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
+    """Return the own positions of outputs, [..., length, features], as the hook of such a module."""
+    rank, size = position_axis(ctx)
+    return map_tensors(lambda whole: own_positions(whole, rank, size, whole.dim() - 2), output)
+
+
+def _with_places(
+    ctx: DistContext, _module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Let an attention scale its queries by their places in the sequence, as its hook: it counts them, and adds the
+    length of a cache."""
     hidden: Tensor = inputs[0] if inputs else keywords["hidden_states"]
-    return inputs, {**keywords, "position_bias": _relative_bias(ctx, module, hidden.shape[1])}
+    own = torch.arange(hidden.shape[1], device=hidden.device)
+    more = _own_places(ctx, len(own)).to(own) - own
+
+    def length(*_layer: object) -> Tensor:
+        return more
+
+    def update(key: Tensor, value: Tensor, *_layer: object) -> tuple[Tensor, Tensor]:
+        return key, value
+
+    cache = SimpleNamespace(get_seq_length=length, update=update)
+    return inputs, {**keywords, "past_key_values": cache}
 
 
 def _own_places(ctx: DistContext, own: int) -> Tensor:
@@ -240,11 +269,13 @@ def _own_places(ctx: DistContext, own: int) -> Tensor:
     return own_positions(torch.arange(own * size), rank, size, 0)
 
 
-def _relative_bias(ctx: DistContext, module: Any, own: int) -> Tensor:
-    """Return the bias of an attention's table, [1, heads, own, length], by its own `compute_bias`."""
+def _relative_bias(ctx: DistContext, module: Any, own: int, _own_keys: int, **_device: Any) -> Tensor:
+    """Return the bias of own queries and all keys, [1, heads, own, length], in the place of `compute_bias` of an
+    attention with a table of relative positions."""
     rank, size = position_axis(ctx)
     runs = places(own * size, rank, size)
-    return torch.cat([module.compute_bias(len(run), own * size, past_seen_tokens=run.start) for run in runs], 2)
+    kind = cast(Any, type(module))
+    return torch.cat([kind.compute_bias(module, len(run), own * size, past_seen_tokens=run.start) for run in runs], 2)
 
 
 def _ignored(ctx: DistContext, mask: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -284,17 +315,15 @@ def _documents(ctx: DistContext, position_ids: Tensor) -> Tensor | None:
     return numbers[:, _own_places(ctx, position_ids.shape[1]).to(numbers.device)]
 
 
-def _mask(*, mask_function: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any) -> None:
-    """Refuse masks of a model's own making, as transformers' `AttentionMaskInterface` asks; None for those that the
-    attention makes itself: causal, a window, documents."""
+def _mask(*, mask_function: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any) -> Span | None:
+    """Refuse masks of a model's own making, as transformers' `AttentionMaskInterface` asks. Others are made by the
+    attention: return distances for those that have some."""
     own = "a mask that joins others, such as a mask of images among tokens"
     masks: Masks | None = getattr(_FORWARD, "masks", None)
     if attention_mask is not None and not (masks and masks.is_given) and not bool(attention_mask.all()):
         own = "a mask of the padding among the tokens, where none was passed (decoder_attention_mask= of a decoder)"
     elif not use_vmap and "or_mask" not in getattr(mask_function, "__qualname__", ""):
-        if masks is not None:
-            masks.note(mask_function)
-        return
+        return None if masks is None else masks.note(mask_function)
     raise ConfigError(
         "a mask of the model's own making does not cross ranks",
         expected="a causal order or none, windows, documents and padding",
@@ -306,7 +335,8 @@ def _mask(*, mask_function: Any, attention_mask: Tensor | None = None, use_vmap:
 
 def _check_order(call: ContextCall, module: nn.Module, *, causal: bool) -> None:
     """Raise `ConfigError` for an attention of another order than the mask that its model made."""
-    if not call.masks.orders or causal in call.masks.orders:
+    orders = call.masks.orders  # a mask without an order may be of a cross-attention
+    if not orders or (causal in orders and (causal or True not in orders)):
         return
     words = {True: "causal", False: "not causal"}
     raise ConfigError(
@@ -325,33 +355,22 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Span | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention of a layer, [batch, own, heads, head dim], as transformers' `AttentionInterface` asks."""
     where = f"{type(module).__name__} on a mesh with cp"
-    call = _call_of(keywords, where)
-    if dropout:
-        raise ConfigError(
-            "dropout of attention does not cross ranks",
-            expected="0",
-            got=str(dropout),
-            where=where,
-            fix="Set attention_dropout=0 in the model's config; elsewhere it is attn_pdrop, or T5's dropout_rate.",
-        )
-    if other := [name for name in _OTHER_SCORES if keywords.get(name) is not None]:
-        raise _unsupported(", ".join(other), where)
+    call = _call_of(module, keywords, where)
+    _check_scores(dropout, keywords, where)
     causal = keywords.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     crosses = call.is_decoder and not causal
-    window = None if crosses or attention_mask is not None else keywords.get("sliding_window")
-    if not causal and window in call.masks.distances:  # others pass one more than their mask's distance
-        window += 1
+    span, attention_mask = (attention_mask, None) if isinstance(attention_mask, Span) else (Span(), attention_mask)
     bias = keywords.get("position_bias")
-    if bias is not None:
-        bias = _whole_bias(call.ctx, module, bias, query.shape[2], crosses=crosses, where=where)
+    if crosses and not getattr(module, "has_relative_attention_bias", True):
+        bias = None  # zeros
     is_complete = attention_mask is not None  # the order, documents and windows are in the mask
     if not crosses and not is_complete:
         _check_order(call, module, causal=causal)
@@ -362,7 +381,7 @@ def _attention(
             raise mask_refused(attention_mask)
         if mask_mod is None:
             bias = attention_mask if bias is None else _joined(bias, attention_mask)
-    documents = None if crosses or is_complete else _documents_of(call, module)
+    documents = None if crosses or is_complete else _documents_of(call, span.chunk)
     out = context_attention(
         call.ctx,
         query,
@@ -372,7 +391,7 @@ def _attention(
         documents=None if documents is None else documents.expand(query.shape[0], -1),
         scale=scaling,
         method=call.method,
-        window=window,
+        window=span.window,
         softcap=keywords.get("softcap"),
         sinks=keywords.get("s_aux"),
         key_padding_mask=call.crossed if crosses else call.ignored,
@@ -380,6 +399,26 @@ def _attention(
         mask_mod=mask_mod,
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _check_scores(dropout: float, keywords: Mapping[str, Any], where: str) -> None:
+    """Raise `ConfigError` for dropout, and for keywords that mean other scores or masks."""
+    if dropout:
+        raise ConfigError(
+            "dropout of attention does not cross ranks",
+            expected="0",
+            got=str(dropout),
+            where=where,
+            fix="Set attention_dropout=0 in the model's config; elsewhere it is attn_pdrop, or T5's dropout_rate.",
+        )
+    if other := [name for name in _OTHER_SCORES if keywords.get(name) is not None]:
+        raise ConfigError(
+            "this attention does not cross ranks",
+            expected="softmax over keys of a document, causal or full, with a window, a soft cap, sinks or T5's bias",
+            got=", ".join(other),
+            where=where,
+            fix="Leave cp out of the mesh.",
+        )
 
 
 def _with_all_keys(ctx: DistContext, mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -390,9 +429,10 @@ def _with_all_keys(ctx: DistContext, mask: Tensor, query: Tensor, key: Tensor) -
     return whole_positions(ctx, mask, dim=3).expand(-1, -1, query.shape[2], -1)
 
 
-def _call_of(keywords: Mapping[str, Any], where: str) -> ContextCall:
-    """Return the context that a model has forwarded to its attention; raise `ConfigError` for none."""
-    call = keywords.get(NAME)
+def _call_of(module: nn.Module, keywords: Mapping[str, Any], where: str) -> ContextCall:
+    """Return the context that a model has forwarded to its attention, or that a block has kept for it; raise
+    `ConfigError` for none."""
+    call = keywords.get(NAME) or vars(module).pop(NAME, None)
     if not isinstance(call, ContextCall):
         raise ConfigError(
             "no context came with the call",
@@ -404,41 +444,15 @@ def _call_of(keywords: Mapping[str, Any], where: str) -> ContextCall:
     return call
 
 
-def _documents_of(call: ContextCall, module: nn.Module) -> Tensor | None:
+def _documents_of(call: ContextCall, chunk: int | None) -> Tensor | None:
     """Return the documents of a layer: under chunked attention each chunk of one is a document."""
-    config = getattr(module, "config", None)
-    kinds = getattr(config, "layer_types", None)
-    layer = getattr(module, "layer_idx", None)
-    if not kinds or layer is None or kinds[layer] != "chunked_attention" or call.positions is None:
+    if chunk is None or call.positions is None:
         return call.documents
-    chunks = call.positions // config.attention_chunk_size  # type: ignore[union-attr]
+    chunks = call.positions // chunk
     whole = call.positions.shape[1] * position_axis(call.ctx).size
     return chunks if call.documents is None else call.documents * whole + chunks
-
-
-def _whole_bias(
-    ctx: DistContext, module: nn.Module, bias: Tensor, own: int, *, crosses: bool, where: str
-) -> Tensor | None:
-    """Return a bias of own queries and all keys, for one that a layer made of what it holds."""
-    if crosses and not getattr(module, "has_relative_attention_bias", True):
-        return None  # zeros
-    if not crosses and bias.shape[-1] == own * position_axis(ctx).size:
-        return bias
-    if not crosses and has_relative_bias(module):
-        return _relative_bias(ctx, module, own)
-    raise _unsupported("position_bias", where)
 
 
 def _joined(bias: Tensor, mask: Tensor) -> Tensor:
     """Return a bias with a mask of either kind."""
     return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
-
-
-def _unsupported(got: str, where: str) -> ConfigError:
-    return ConfigError(
-        "this attention does not cross ranks",
-        expected="softmax over keys of a document, causal or full, with a window, a soft cap, sinks or T5's bias",
-        got=got,
-        where=where,
-        fix="Leave cp out of the mesh.",
-    )

@@ -209,7 +209,7 @@ _UNEQUAL = "unequal numbers of rows"
 
 def _check_equal(cut: RowCut) -> None:
     if not cut.is_equal:
-        raise no_rule(f"some of {cut.total} rows, of which ranks have {_UNEQUAL}")
+        raise no_rule(f"some of {cut.total} rows, where ranks have {_UNEQUAL}")
 
 
 class RowPiece(NamedTuple):

@@ -73,7 +73,6 @@ TRAINED = [each for each in MODELS if "random" not in each.tags]
 REFUSED = frozenset({
     "lstm", "gru", "gnn", "unet_batch_norm", "resnet", "hooked_features",
     "odd_ties",  # two layers of one weight, each divided along another dimension
-    "energies",  # its forward differentiates values, which a trial does not have
     "spectral_hooked",  # its hooks read a weight that stays whole
 })  # fmt: skip
 # A norm with fewer groups than ranks; parts of a block that are called one by one, of a unit of fsdp.

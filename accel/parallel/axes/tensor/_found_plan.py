@@ -160,14 +160,25 @@ class _Proofs:
             alike = self._with_weight(weight)
             if plan.styles.keys().isdisjoint(alike) and divided.isdisjoint(f"{own}.weight" for own in alike):
                 found |= alike
-        for unit in plan.regions:
-            if any(is_in(path, unit) for path in found):
-                styles, regions = _inside(unit, {**plan.styles, **found}, plan.regions)
-                calls = [call for call in self._trace.calls if call.path == unit]
-                verdicts = [self.verdict(unit, call, styles, regions=regions) for call in calls]
-                if any(each.problem for each in verdicts):
-                    found = {path: style for path, style in found.items() if not is_in(path, unit)}
+        units = {self._unit_of(path, called, plan) for path in found}
+        for unit in sorted(units, key=len, reverse=True):
+            styles, regions = _inside(unit, {**plan.styles, **found}, plan.regions)
+            calls = [call for call in self._trace.calls if call.path == unit]
+            is_large = sum(each.numel() for each in self._modules[unit].parameters()) > LARGEST
+            verdicts = [self.verdict(unit, call, styles, regions=regions) for call in calls if not is_large]
+            if is_large or any(each.problem for each in verdicts):
+                found = {path: style for path, style in found.items() if self._unit_of(path, called, plan) != unit}
         return found
+
+    def _unit_of(self, path: str, called: set[str], plan: FoundPlan) -> str:
+        """The module to prove for a layer in it: the outermost one with layouts, or the one that calls the layer."""
+        around = [unit for unit in plan.regions if is_in(path, unit)]
+        if around:
+            return min(around, key=len)
+        unit = path.rpartition(".")[0]
+        while unit not in called:
+            unit = unit.rpartition(".")[0]
+        return unit
 
     def _features(self, path: str) -> int:
         layer = _layer(self._modules[path])

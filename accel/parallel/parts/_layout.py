@@ -39,8 +39,7 @@ def no_rule(problem: str) -> NoRuleError:
         expected="functions that give each rank, from its rows, its part of the result on all rows",
         got=problem,
         where="forward, in a module that ranks along tp divide",
-        fix="Keep the module whole: print accel.parallel.tensor_plan(model), leave its layers out, and pass the rest as"
-        " plan=accel.parallel.Plan(tensor=...).",
+        fix="Keep the module whole: plan=accel.parallel.Plan(tensor=accel.parallel.tensor_plan(model, example=batch)).",
     )
 
 

@@ -73,7 +73,7 @@ class Block(nn.Module):
 def divided(width: int, group: Any) -> nn.Module:
     """Return the first rank's share of a block by the plan that is found."""
     whole = Block(width)
-    plan = found_plan(whole, RANKS, [torch.empty(ROWS, TOKENS, width)], regions_in=("",))
+    plan = found_plan(whole, RANKS, [torch.empty(ROWS, TOKENS, width)])
     rules = rules_of(whole, plan.styles, RANKS, regions=plan.regions)
     part = copy.deepcopy(whole)
     for path, rule in rules.items():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import accel
-from accel.errors import ConfigError, PrepareError
+from accel.errors import ConfigError
 from accel.testing import Simulator
 
 WIDTH, HEADS, TOKENS, WORDS = 16, 4, 6, 11
@@ -260,6 +260,7 @@ def assert_law(found: list[Any], expected: Any) -> None:
         pytest.param(WholeAttention, "tp=2", IDS, marks=pytest.mark.slow),
         (Closure, "tp=2", IDS),
         pytest.param(Closure, "pp=2", None, marks=pytest.mark.slow),
+        (Reads, "tp=2", None),
         (Reads, "tp=2", IDS),
         (Squares, "pp=2", None),
     ],
@@ -275,14 +276,6 @@ def test_torch_s_attention_is_divided_by_an_example_too() -> None:
     styles = accel.parallel.tensor_plan(_make(LearnedMask), example=[IDS])
     assert styles["blocks.*.attention"] == "multihead_attention"
     assert styles["blocks.*.attention.out_proj"] == "rowwise"
-
-
-def test_parameters_that_are_read_are_told_with_the_line(ranks: Simulator) -> None:
-    found = ranks.run(lambda ctx: caught(partial(_train, ctx, Reads, "tp=2")), 2, default_group=True)
-    for error in found:
-        assert isinstance(error, PrepareError)
-        assert "self.body[0].weight.square().mean()" in error.got
-        assert "accel.prepare(ctx, model, optimizer, example=batch)" in str(error)
 
 
 def test_an_example_that_nothing_divides_is_told_with_the_reason(ranks: Simulator) -> None:

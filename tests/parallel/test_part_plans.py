@@ -150,7 +150,7 @@ def test_each_function_of_a_block_runs_one_rule_in_few_calls() -> None:
     torch.manual_seed(0)
     block = nn.Sequential(Attention(), nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)))
     group: Any = SilentGroup(2)
-    plan = found_plan(block, 2, [torch.empty(2, 6, 8)], within=(), regions_in=("",))
+    plan = found_plan(block, 2, [torch.empty(2, 6, 8)])
     rules = rules_of(block, plan.styles, 2, regions=plan.regions)
     for path, rule in rules.items():
         module = block.get_submodule(path)
@@ -237,7 +237,7 @@ class Merged(nn.Module):
 def test_a_weight_with_a_merged_correction_is_divided(multiply: Callable[[Tensor, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     pair = nn.Sequential(Merged(8, 32, multiply), nn.GELU(), Merged(32, 8, multiply))
-    plan = found_plan(pair, 2, [torch.empty(2, 4, 8)], regions_in=("",))  # is proved
+    plan = found_plan(pair, 2, [torch.empty(2, 4, 8)])  # is proved
     assert plan.regions[""].keys() == {"0.weight", "0.b", "2.weight", "2.a"}
     assert share_of(pair, rules_of(pair, plan.styles, 2, regions=plan.regions)) > 0.9
 
@@ -451,7 +451,7 @@ STRUCTURES: Mapping[str, tuple[nn.Module, list[Tensor]]] = {
 @pytest.mark.parametrize("what", STRUCTURES)
 def test_an_example_never_divides_less_than_none(what: str) -> None:
     model, inputs = STRUCTURES[what]
-    plan = found_plan(model, 2, inputs, regions_in=("",))
+    plan = found_plan(model, 2, inputs)
     found = share_of(model, rules_of(model, plan.styles, 2, regions=plan.regions))
     assert found >= share_of(model, rules_of(model, accel.parallel.tensor_plan(model), 2)) > 0.5
 
@@ -492,9 +492,7 @@ class MultiQuery(nn.Module):
 
 
 def test_what_stays_whole_in_a_divided_module_is_named() -> None:
-    plan = found_plan(
-        nn.Sequential(MultiQuery(), MultiQuery()), 2, [torch.empty(2, 3, 16)], within=(), regions_in=("",)
-    )
+    plan = found_plan(nn.Sequential(MultiQuery(), MultiQuery()), 2, [torch.empty(2, 3, 16)])
     assert set(plan.regions["0"]) == {"0.q.weight", "0.q.bias", "0.o.weight"}
     why = "no division was found for k.weight, v.weight"
     assert plan.left == {"0": why, "1": why}
@@ -514,9 +512,8 @@ class ReadBody(nn.Module):
 
 def test_a_module_whose_weight_another_reads_has_not_the_plan_of_an_equal_one() -> None:
     plan = found_plan(ReadBody(), 2, [ROWS])
-    assert {name: plan.styles.get(name) for name in ("other.0", "other.2", "body.0", "body.2")} == {
-        "other.0": "colwise", "other.2": "rowwise", "body.0": "replicated_local", "body.2": None,
-    }  # fmt: skip
+    assert set(plan.regions) == {"other"}
+    assert plan.left == {"body": "no division was found for 0.weight, 2.weight"}
 
 
 @pytest.mark.nightly

@@ -94,7 +94,7 @@ FOUND: dict[str, tuple[Attention, int, dict[str, str]]] = {  # styles, or none w
 @pytest.mark.parametrize("what", FOUND)
 def test_attention_is_divided(what: str) -> None:
     module, size, styles = FOUND[what]
-    found = found_plan(Block(module), size, EXAMPLE, regions_in=("",))
+    found = found_plan(Block(module), size, EXAMPLE)
     assert found.styles == {f"attention.{path}".strip("."): each for path, each in styles.items()}
     divided = {name.rpartition(".")[0] for name in found.regions.get("attention", ())}
     assert divided >= ({"attention.o"} if not styles else set())

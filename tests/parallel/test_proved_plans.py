@@ -704,4 +704,4 @@ class Ensemble(nn.Module):
 def test_modules_next_to_one_with_vmap_are_divided():
     model = nn.Sequential(Ensemble(), nn.Sequential(nn.Linear(WIDTH, 48), nn.ReLU(), nn.Linear(48, WIDTH)))
     plan = found_plan(model, 2, [torch.randn(2, 5, WIDTH)])
-    assert {path: plan.styles[path] for path in ("1.0", "1.2")} == {"1.0": "colwise", "1.2": "rowwise"}
+    assert set(plan.regions["1"]) == {"1.0.weight", "1.0.bias", "1.2.weight"}

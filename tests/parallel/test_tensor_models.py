@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -357,28 +356,6 @@ def test_adapters_that_cannot_be_divided_are_refused_with_two_ways_that_train(ra
         torch.testing.assert_close(found, alone, rtol=0, atol=1e-10)
 
     ranks.run(rank, 2, default_group=True)
-
-
-def test_plans_read_the_source_of_a_class_once(monkeypatch) -> None:
-    """Python parses the whole file of a class for it: 0.5 s for the classes of a Llama."""
-
-    class Gated(nn.Module):
-        """Two layers that its own class calls."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.down(self.up(x).relu())
-
-    read: list[str] = []
-    source = inspect.getsource
-    monkeypatch.setattr(inspect, "getsource", lambda kind: read.append(kind.__name__) or source(kind))
-    for blocks in (2, 7):
-        divided = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-        assert accel.parallel.tensor_plan(nn.Sequential(divided, *(Gated() for _ in range(blocks))))
-    assert read.count("Gated") == 1
 
 
 @pytest.mark.filterwarnings("ignore")

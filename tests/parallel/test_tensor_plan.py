@@ -11,7 +11,7 @@ import torch
 from catching import assert_raises
 from hypothesis import given, strategies as st
 from planned_parts import rules_of
-from tensor_models import COPIES, made, plans
+from tensor_models import made, plans
 from torch import nn
 
 import accel
@@ -147,27 +147,11 @@ class Declared(nn.Module):
         return self._plan
 
 
-def test_a_declared_plan_is_fused_where_one_module_feeds_several() -> None:
+def test_the_plan_that_a_model_declares() -> None:
     plan = {f"inner.{pattern}": style for pattern, style in plans(fused=False)["layers"].items()}
     plan["inner.blocks.*.missing"] = "moe_tp_experts"  # of another size of the model
     styles = accel.parallel.tensor_plan(nn.ModuleList([Declared(plan)]))
-    fused = {f"0.inner.{pattern}": style for pattern, style in (plans(fused=False)["layers"] | COPIES).items()}
-    assert styles == fused
-
-
-@pytest.mark.parametrize("other", ["encoder_states", "memory", "key_value_states"])
-def test_a_module_that_takes_another_input_is_not_fused(other: str) -> None:
-    class Cross(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k, self.o = (nn.Linear(4, 4) for _ in range(3))
-
-    scope: dict[str, Any] = {}
-    exec(f"def forward(self, x, {other}=None): ...", scope)
-    Cross.forward = scope["forward"]
-    model = Declared({"attention.q": "colwise", "attention.k": "colwise", "attention.o": "rowwise"})
-    model.attention = Cross()
-    assert "copy_input" not in accel.parallel.tensor_plan(model).values()
+    assert styles == {f"0.inner.{pattern}": style for pattern, style in plans(fused=False)["layers"].items()}
 
 
 def test_a_module_with_parameters_that_see_the_whole_input_is_not_fused() -> None:

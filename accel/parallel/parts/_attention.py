@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function
 
-from accel.parallel.parts._layout import RowCut, RowLayout, even, no_rule
+from accel.parallel.parts._layout import RowCut, RowLayout, at, even, no_rule
 from accel.parallel.parts._part import (
     Args,
     Named,
@@ -45,10 +48,59 @@ def scaled_dot_product(func: Any, args: Args, kwargs: Named) -> Any:
     # A graph of torch.compile cannot enter another stream: there all ranks drop the same places of their heads.
     if not given.get("dropout_p") or layout is None or is_dynamo_compiling():
         return make(func(*own, **given), layout, ranks)
-    # Each rank draws for its heads, from a separate stream that is derived from the shared stream.
-    seed = int(torch.randint(2**62, (), device="cpu"))
-    with torch_rng_scope(Key(seed).fold_in("tp", ranks.rank), own[0].device):
+    with _own_draws(ranks, own[0].device):
         return make(func(*own, **given), layout, ranks)
+
+
+def attention_of_heads(
+    function: Callable[..., Any], module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **keywords: Any
+) -> Any:
+    """Call an attention function of transformers, which computes each head alone, with this rank's heads of parts."""
+    given = (query, key, value)
+    if has_torch_function(given):
+        return handle_torch_function(attention_of_heads, given, function, module, *given, mask, **keywords)
+    return function(module, query, key, value, mask, **keywords)
+
+
+def _heads_alone(func: Any, args: Args, kwargs: Named) -> Any:
+    """attention_of_heads, of plain tensors inside of the function."""
+    function, module, *tensors, mask = args
+    ranks = ranks_of(tuple(tensors))
+    query, key, _ = tensors
+    if any(callable(each) for each in kwargs.values()):
+        raise no_rule("with functions of heads")
+    if isinstance(mask, Tensor):
+        tensors.append(mask)
+    elif mask is not None and mask.shape[1] != 1:  # of a BlockMask
+        raise no_rule("with a mask for each head that is no tensor")
+    own, layout = _by_heads(tensors, ranks, is_grouped=whole_shape(query)[1] != whole_shape(key)[1])
+    if layout is not None and layout.dim != 1:
+        raise no_rule("of a dimension other than heads")
+    given = [plain_of(each) for each in own]
+    mask = given.pop() if isinstance(mask, Tensor) else mask
+    named_ones = {name: plain_of(_of_heads(each, layout, ranks)) for name, each in kwargs.items()}
+    with _own_draws(ranks, given[0].device) if kwargs.get("dropout") and layout is not None else nullcontext():
+        found, weights = function(module, *given, mask, **named_ones)
+    cut = layout and layout.cut
+    return make(found, at(2, cut), ranks), None if weights is None else make(weights, at(1, cut), ranks)
+
+
+def _of_heads(each: Any, layout: RowLayout | None, ranks: Ranks) -> Any:
+    """This rank's entries of a tensor with an entry for each head, [heads] or [batch, heads, queries, keys]."""
+    if not isinstance(each, Tensor) or layout is None:
+        return entered(each, ranks)
+    dim = {1: 0, 4: 1}.get(each.dim())
+    if dim is not None and whole_shape(each)[dim] == layout.cut.total:
+        return own_rows(each, dim, layout.cut, ranks)
+    if layout_of(each) is not None:
+        raise no_rule("with a part that has no entry for each head")
+    return entered(each, ranks)
+
+
+def _own_draws(ranks: Ranks, device: torch.device) -> AbstractContextManager[None]:
+    """Draw for this rank's heads from a separate stream that is derived from the shared stream."""
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    return torch_rng_scope(Key(seed).fold_in("tp", ranks.rank), device)
 
 
 def across_positions(func: Any, args: Args, kwargs: Named) -> Any:
@@ -232,6 +284,7 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 RULES = {
     "scaled_dot_product_attention": scaled_dot_product,
+    "attention_of_heads": _heads_alone,
     "context_attention": across_positions,
     "multi_head_attention_forward": multi_head,
 }

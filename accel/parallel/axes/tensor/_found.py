@@ -4,8 +4,7 @@ unit."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,7 +15,7 @@ from accel.parallel._modules import named_modules
 from accel.parallel.axes.tensor._dependence import Candidate, Layouts, NeededRows, dependent_layouts, pattern_of
 from accel.parallel.axes.tensor._prove import drawn_inputs, prove, redrawn, run_valued, short
 from accel.parallel.axes.tensor._rules import is_in, rules_of
-from accel.parallel.axes.tensor._styles import COLWISE, Regions, is_adapted, is_linear, output_dim
+from accel.parallel.axes.tensor._styles import Regions, is_linear, output_dim
 from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, settings_of
 from accel.parallel.parts import RowLayout
 from accel.parallel.parts._layout import even
@@ -30,9 +29,8 @@ _SHOWN = 3  # names in a reason
 
 
 class _Found(NamedTuple):
-    """The plan of one module: styles, layouts, and why there are none, or no more."""
+    """The plan of one module: layouts, and why there are none, or no more."""
 
-    styles: Styles  # by path in the module
     layouts: Layouts  # by the parameter's name in it
     problem: str  # why what is left stays whole
     # Layouts by which ranks would compute something else.
@@ -43,7 +41,7 @@ class PlanSearch:
     """A search from the innermost modules outwards.
 
     Attributes:
-        styles: that are proved, by path.
+        styles: that are known, by path.
         regions: layouts that are proved, by the module that returns full tensors again.
     """
 
@@ -53,21 +51,13 @@ class PlanSearch:
         self._size = size
         self._parameters = dict(model.named_parameters())
         self._names = {id(each): name for name, each in self._parameters.items()}
-        layers = [
-            each for _, each in named_modules(model) if is_linear(each) or isinstance(each, nn.MultiheadAttention)
-        ]
-        self._of_layers = {self._names[id(each)] for layer in layers for each in layer.parameters(recurse=False)}
         self._divided: set[str] = set()
         self._candidates: dict[str, tuple[list[Candidate], str]] = {}
         self._known: dict[str, _Found] = {}
-        self._wrong: dict[bool, set[tuple[str, RowLayout | NeededRows]]] = {True: set(), False: set()}
+        self._wrong: set[tuple[str, RowLayout | NeededRows]] = set()
         self.styles: dict[str, TensorStyle] = {}
         self.regions: dict[str, Layouts] = {}
         self._left: dict[str, str] = {}
-        self._readers: dict[int, list[int]] = {}
-        for at, node in enumerate(recorded.nodes):
-            for number in node.inputs:
-                self._readers.setdefault(number, []).append(at)
         self._units: dict[str, list[ModuleCall]] = {}
         for call in recorded.calls:
             if len(self._open(call.path)) > 1:
@@ -81,13 +71,13 @@ class PlanSearch:
         owned = ((modules[path], name) for path, rule in rules.items() for name in rule.dims)
         self._divided |= {self._names[id(module.get_parameter(name))] for module, name in owned}
 
-    def look(self, within: Sequence[str], *, in_words: bool) -> None:
-        """Search in some modules, for styles or for layouts of what styles leave whole."""
+    def look(self, within: Sequence[str]) -> None:
+        """Search in some modules for layouts of what is whole."""
         inner_first = sorted(self._units, key=_inner_first)
         for least in (0.5, 0.0):  # a single low-rank correction must not keep an attention around it undivided
             for path in inner_first:
                 if any(is_in(path, around) for around in within):
-                    self._look_in(path, least, in_words=in_words)
+                    self._look_in(path, least)
 
     def _open(self, path: str) -> list[str]:
         """Names of a module's matrices that are whole."""
@@ -99,29 +89,23 @@ class PlanSearch:
                 whole.append(name)
         return whole
 
-    def _look_in(self, path: str, least: float, *, in_words: bool) -> None:
+    def _look_in(self, path: str, least: float) -> None:
         """Search in a module, where enough of it is whole; `least` is the share of that which must be divided."""
         module = self._model.get_submodule(path)
-        whole = [name for name in self._open(path) if not in_words or name in self._of_layers]
+        whole = self._open(path)
         total = sum(each.numel() for each in module.parameters())
         share = sum(self._parameters[name].numel() for name in whole)
         is_around = any(other != path and is_in(other, path) for other in self._units)
         if len(whole) < 2 or share < _LEAST_SHARE * total or (is_around and total > LARGEST):
             return
-        if in_words and (is_adapted(module) or self._is_copied(path) or any(map(self._is_left, self._units[path]))):
-            return
-        found = self._of_equal(path, in_words=in_words)
+        found = self._of_equal(path)
         prefix = f"{path}." if path else ""
-        self._wrong[in_words] |= {(prefix + name, layout) for name, layout in found.wrong}
-        rules = rules_of(module, found.styles, self._size)
-        named = [f"{owner}.{name}".strip(".") for owner, rule in rules.items() for name in rule.dims]
-        divided = {self._names[id(module.get_parameter(name))] for name in (*named, *found.layouts)}
+        self._wrong |= {(prefix + name, layout) for name, layout in found.wrong}
+        divided = {self._names[id(module.get_parameter(name))] for name in found.layouts}
         if divided and sum(self._parameters[name].numel() for name in divided if name in whole) >= least * share:
-            self.styles |= {(prefix + own).strip("."): style for own, style in found.styles.items()}
             self._divided |= divided
-            if found.layouts:
-                layouts = {prefix + name: layout for name, layout in found.layouts.items()}
-                self.regions[path] = {**self.regions.get(path, {}), **layouts}
+            layouts = {prefix + name: layout for name, layout in found.layouts.items()}
+            self.regions[path] = {**self.regions.get(path, {}), **layouts}
             self._left = {other: problem for other, problem in self._left.items() if len(self._open(other)) > 1}
             if found.problem == _ALL_WHOLE:  # reasons of looks before, also around it, do not hold for the rest
                 self._left = {other: problem for other, problem in self._left.items() if not is_in(path, other)}
@@ -144,14 +128,10 @@ class PlanSearch:
                 found[path] = f"no division was found for {', '.join(names[:_SHOWN])}{more}"
         return found
 
-    def _is_copied(self, path: str) -> bool:
-        """Whether a module around it sums gradients of its input for all in it."""
-        return any(style == "copy_input" and is_in(path, around) for around, style in self.styles.items())
-
-    def _of_equal(self, path: str, *, in_words: bool) -> _Found:
+    def _of_equal(self, path: str) -> _Found:
         """The plan that is found in a module, or was before in an equal one."""
         module = self._model.get_submodule(path)
-        calls = {(self._trace.signature(call), self._read_outputs(call)): call for call in self._units[path]}
+        calls = {self._trace.signature(call): call for call in self._units[path]}
         facts = [
             (own, type(each).__name__, [list(p.shape) for p in each.parameters(recurse=False)], settings_of(each))
             for own, each in named_modules(module)
@@ -172,41 +152,19 @@ class PlanSearch:
         readers = {owner.removeprefix(prefix): by for owner, by in self._trace.readers.items() if is_in(owner, path)}
         outside = sorted(owner for owner, by in readers.items() if not all(is_in(each, path) for each in by))
         signatures = sorted(calls)
-        key = repr((signatures, facts, styles, inner, sorted(readers), outside, in_words))
+        key = repr((signatures, facts, styles, inner, outside))
         if key not in self._known:
-            called = {each.path for each in self._trace.calls}
-            proofs = [(call, read) for (_, read), call in calls.items()]
-            unit = _Unit(module, proofs, styles, inner, self._size, called, path)
+            unit = _Unit(module, [*calls.values()], styles, inner, self._size)
             candidates, problem = self._candidates_of(repr((signatures, facts)), unit)
-            wrong = self._wrong[in_words]
             candidates = [
-                each for each in candidates if any((prefix + name, own) not in wrong for name, own in each.items())
+                each
+                for each in candidates
+                if any((prefix + name, own) not in self._wrong for name, own in each.items())
             ]
             whole = {name.removeprefix(prefix) for name in self._open(path)}
-            if in_words:
-                found = unit.in_words(candidates, {*readers})
-            else:
-                found = unit.in_layouts(candidates, whole, {*outside})
+            found = unit.layouts(candidates, whole, {*outside})
             self._known[key] = found._replace(problem=found.problem or problem or _ALL_WHOLE)
         return self._known[key]
-
-    def _is_left(self, call: ModuleCall) -> bool:
-        """Whether others read what a module does not return, as from a mapping that it fills, where ranks would have
-        rows."""
-        made = {number for at in call.nodes for number in self._trace.nodes[at].outputs}
-        made -= {*call.inputs, *call.outputs}
-        return any(
-            number in self._trace.outputs or any(at not in call.nodes for at in self._readers.get(number, ()))
-            for number in made
-        )
-
-    def _read_outputs(self, call: ModuleCall) -> tuple[int, ...]:
-        """Places of outputs that anyone outside of the module reads."""
-        return tuple(
-            place
-            for place, number in enumerate(call.outputs)
-            if number in self._trace.outputs or any(at not in call.nodes for at in self._readers.get(number, ()))
-        )
 
     def _candidates_of(self, key: str, unit: _Unit) -> tuple[list[Candidate], str]:
         """Candidates of a module or an equal one, and why there are no more."""
@@ -224,17 +182,15 @@ def _inner_first(path: str) -> int:
 
 
 class _Unit:
-    """A module, its distinct calls with the places of outputs that are read, and what is divided in it already."""
+    """A module, its distinct calls, and what is divided in it already."""
 
     def __init__(
         self,
         module: nn.Module,
-        calls: Sequence[tuple[ModuleCall, tuple[int, ...]]],
+        calls: Sequence[ModuleCall],
         styles: Styles,
         inner: Regions,
         size: int,
-        called: set[str],
-        path: str,
     ) -> None:
         self._module = module
         self._calls = calls
@@ -242,15 +198,11 @@ class _Unit:
         self._inner = inner
         self._size = size
         self._shapes = {name: each.shape for name, each in module.named_parameters()}
-        prefix = f"{path}." if path else ""
-        self._called = {each.removeprefix(prefix) for each in called if each.startswith(prefix) and each != path}
-        if path:  # the model's own input is not copied
-            self._called.add("")
 
     def candidates(self) -> list[Candidate]:
         """Return the layouts that the module's gradients show, those with most elements first."""
         with cast(Any, torch.random).fork_rng(devices=[]):
-            call, _ = self._calls[0]
+            call = self._calls[0]
             values = drawn_inputs(call)
             found = dependent_layouts(redrawn(self._module), lambda whole: run_valued(whole, call, values), self._size)
         return sorted(found, key=self._elements, reverse=True)
@@ -258,56 +210,7 @@ class _Unit:
     def _elements(self, layouts: Candidate) -> int:
         return sum(self._shapes[name].numel() for name in layouts)
 
-    def in_words(self, candidates: Sequence[Candidate], read: set[str]) -> _Found:
-        """Styles for layers that have none, where styles mean the same rows; none of layers that are not called."""
-        chosen: dict[str, TensorStyle] = {**self._styles}
-        problem = ""
-        wrongs: set[tuple[str, RowLayout | NeededRows]] = set()
-        for layouts in candidates:
-            for each in (self._with_equal(layouts), layouts):
-                words = words_of(self._module, each, self._size)
-                problem = problem or _misfit(each)
-                is_called = read.isdisjoint(path for path in words if not self._is_last(path, words))
-                if not words or not is_called or not chosen.keys().isdisjoint(words):
-                    continue
-                wrong, proved = self._with_words(chosen, words)
-                if not wrong:
-                    chosen = {**proved}
-                    break
-                problem = problem or wrong
-                wrongs.update(each.items())
-        own: Styles = {path: style for path, style in chosen.items() if self._styles.get(path) != style}
-        return _Found(own, {}, problem, frozenset(wrongs))
-
-    def _is_last(self, path: str, words: Styles) -> bool:
-        """Whether a layer ends an nn.MultiheadAttention, which reads its weight."""
-        return words.get(path.rpartition(".")[0]) == "multihead_attention" and path.endswith("out_proj")
-
-    def _with_words(self, chosen: Styles, words: Styles) -> tuple[str, Styles]:
-        """Why no option is right, or the styles of the first that is."""
-        bare: Styles = {path: style for path, style in chosen.items() if style != "copy_input" or path in self._styles}
-        problem = ""
-        for option in self._options(words):
-            for others in (chosen, bare) if bare != chosen else (chosen,):
-                tried: Styles = {**others, **option}
-                wrong, proved = self._problem(tried, self._inner)
-                if not wrong:
-                    return "", proved
-                problem = wrong  # the problem of styles without a copy is the most precise
-        return problem, {}
-
-    def _options(self, words: Styles) -> Iterator[Styles]:
-        """Styles with one sum of gradients for all layers of one input, and without."""
-        starts = [path for path, style in words.items() if style in COLWISE]
-        holder = common(starts)
-        while holder and holder not in self._called:
-            holder = holder.rpartition(".")[0]
-        options: list[Styles] = [words]
-        if holder in self._called and holder not in words:
-            options.insert(0 if len(starts) > 1 else 1, {holder: "copy_input", **words})
-        yield from options
-
-    def in_layouts(self, candidates: Sequence[Candidate], whole: set[str], outside: set[str]) -> _Found:
+    def layouts(self, candidates: Sequence[Candidate], whole: set[str], outside: set[str]) -> _Found:
         """Layouts of whole parameters; none of modules that others read `outside`."""
         styled = self._styled()
         problem = ""
@@ -327,17 +230,17 @@ class _Unit:
                 continue
             for each in (cast(Layouts, self._with_equal(layouts)), layouts):
                 own = {**self._inner.get("", {}), **chosen, **each}
-                wrong, styles = self._problem(self._styles, {**self._inner, "": own})
-                if not wrong and styles == self._styles:
+                wrong = self._problem({**self._inner, "": own})
+                if not wrong:
                     chosen |= each
                     break
-                problem = problem or wrong or "gradients of what is whole differ"
+                problem = problem or wrong
                 wrongs.update(each.items())
-        return _Found({}, chosen, problem, frozenset(wrongs))
+        return _Found(chosen, problem, frozenset(wrongs))
 
     def _styled(self) -> set[str]:
         """Paths of modules that styles divide."""
-        return {path for path, style in self._styles.items() if style not in ("replicated_local", "copy_input")}
+        return {path for path, style in self._styles.items() if style != "replicated_local"}
 
     def _with_equal(self, layouts: Candidate) -> Candidate:
         """The layouts, and the same layouts for equal modules that this forward did not call, such as experts that no
@@ -350,17 +253,16 @@ class _Unit:
         }
         return {**more, **layouts}
 
-    def _problem(self, styles: Styles, regions: Regions) -> tuple[str, Styles]:
-        """The difference in a call of the module; "" with the styles, which include styles of summands of gradients."""
-        for call, read in self._calls:
+    def _problem(self, regions: Regions) -> str:
+        """The difference in a call of the module; "" for none."""
+        for call in self._calls:
             try:
-                verdict = prove(self._module, call, styles, self._size, regions=regions)
+                verdict = prove(self._module, call, self._styles, self._size, regions=regions)
             except PrepareError as error:
-                return error.got, styles
-            if verdict.problem or not verdict.outputs.keys().isdisjoint(read):
-                return verdict.problem or "ranks would hold parts of what it returns", styles
-            styles = verdict.styles
-        return "", styles
+                return error.got
+            if verdict.problem:
+                return verdict.problem
+        return ""
 
 
 def _misfit(candidate: Candidate) -> str:
@@ -370,7 +272,7 @@ def _misfit(candidate: Candidate) -> str:
 
 
 def words_of(module: nn.Module, layouts: Candidate, size: int) -> dict[str, TensorStyle]:
-    """Return the styles that divide the same rows of the same parameters; none where a parameter has no such style."""
+    """Return the styles of layers that divide the same rows of their parameters; none of a layer without one."""
     own: dict[str, dict[str, RowLayout | NeededRows]] = {}
     for name, layout in layouts.items():
         path, _, short_name = name.rpartition(".")
@@ -378,9 +280,8 @@ def words_of(module: nn.Module, layouts: Candidate, size: int) -> dict[str, Tens
     found: dict[str, TensorStyle] = {}
     for path, each in own.items():
         word = _word(module, path, each, size)
-        if word is None:
-            return {}
-        found[path] = word
+        if word is not None:
+            found[path] = word
     around = {path: path.rpartition(".base_layer")[0] for path in found if path.endswith(".base_layer")}
     corrections = {path for path in found for holder in around.values() if is_in(path, holder)}
     for path, holder in around.items():
@@ -412,10 +313,3 @@ def _colwise(weight: RowLayout | NeededRows, size: int) -> TensorStyle | None:
         return None
     packs: Mapping[int, TensorStyle] = {1: "colwise", 2: "packed_colwise_2", 3: "packed_colwise_3"}
     return packs.get(repeat)  # one segment of fewer ways than ranks is of heads that neighbours share
-
-
-def common(paths: Iterable[str]) -> str:
-    """Return the path of the module around all of these."""
-    split = [path.split(".")[:-1] for path in paths]
-    shared = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*split, strict=False))
-    return ".".join(parts[0] for parts in shared)

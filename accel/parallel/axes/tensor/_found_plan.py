@@ -10,7 +10,7 @@ from torch import nn
 
 from accel.parallel._blocks import block_groups, outermost_groups
 from accel.parallel._modules import example_of, named_modules, without_cache
-from accel.parallel.axes.tensor._found import LARGEST, PlanSearch, Styles
+from accel.parallel.axes.tensor._found import LARGEST, PlanSearch, Styles, words_of
 from accel.parallel.axes.tensor._prove import Verdict, prove, short, tokens_refused
 from accel.parallel.axes.tensor._rules import is_in
 from accel.parallel.axes.tensor._styles import Regions, is_adapted, is_linear, output_dim, problems_of
@@ -25,10 +25,10 @@ _LONGER = (1, 2, 4, 8, 16, 32, 64, 128)  # inputs tried in turn, as multiples of
 class FoundPlan(NamedTuple):
     """A plan that is found and proved."""
 
-    styles: Styles  # by path
+    styles: Styles  # of its embeddings and heads, by path
     left: Mapping[str, str]  # why candidates stay whole, by the path of their unit
     is_seen: bool = True  # whether a forward was recorded; without, the model's known layers may be right
-    regions: Mapping[str, Mapping[str, RowLayout]] = {}  # layouts of parameters that no style divides
+    regions: Mapping[str, Mapping[str, RowLayout]] = {}  # layouts of parameters
     gathers: Sequence[str] = ()  # names of functions for which ranks gather the tokens that they share
 
 
@@ -38,16 +38,15 @@ def found_plan(
     example: Mapping[str, Any] | Sequence[Any] | None = None,
     within: Sequence[str] = ("",),
     *,
-    regions_in: Sequence[str] = (),
+    with_ends: bool = True,
     shares_tokens: bool = False,
 ) -> FoundPlan:
     """Return the plan by which so many ranks compute what the model does. No communication; the model and torch's
     streams are unchanged.
 
     `example` are arguments of the model's forward; None for small ones by the config of a model of transformers.
-    `within` are paths of the modules to look in; without, all blocks and ends of the model. In modules of the
-    paths `regions_in`, what styles leave whole is divided by layouts of parameters. With `shares_tokens` the plan is
-    proved with ranks that share the tokens, by layouts alone where it may have some; `PrepareError` where they cannot.
+    `within` are paths of the modules to look in; `with_ends` also divides the embedding and the head. With
+    `shares_tokens` the plan is proved with ranks that share the tokens; `PrepareError` where they cannot.
     """
     try:
         recorded = _recorded(model, size if shares_tokens else 1, example)
@@ -56,15 +55,11 @@ def found_plan(
     if recorded is None:
         return FoundPlan({}, {"": "no example of its inputs"}, is_seen=False)
     search = PlanSearch(model, recorded, size)
-    if not (shares_tokens and regions_in):
-        search.look(within, in_words=True)
     proofs = _Proofs(model, recorded, size)
-    ends = proofs.ends(search.styles) if "" in within else {}
-    read = sorted(each for each in recorded.read - {""} if any(is_in(each, path) for path in within))
-    search.take({**dict.fromkeys(read, "replicated_local"), **search.styles, **ends})
-    search.look(regions_in, in_words=False)
-    divides = bool(search.regions) or any(style != "replicated_local" for style in search.styles.values())
-    if not divides:
+    if with_ends:
+        search.take(proofs.ends())
+    search.look(within)
+    if not search.regions and not search.styles:
         return FoundPlan({}, search.left)
     plan = FoundPlan(search.styles, search.left, regions=search.regions)
     return proofs.with_tokens(plan) if shares_tokens else plan
@@ -102,24 +97,19 @@ class _Proofs:
         unit: str,
         call: ModuleCall,
         styles: Styles,
-        parts: Mapping[int, int],
         *,
         regions: Regions | None = None,
         shares_tokens: bool = False,
     ) -> Verdict:
         """A proof of the module, or of an equal module."""
         module = self._modules[unit]
-        divided = {number: parts[number] for number in call.inputs if number in parts}
-        places = [(place, parts[number]) for place, number in enumerate(call.inputs) if number in parts]
         facts = [
             (path, type(each).__name__, [list(p.shape) for p in each.parameters(recurse=False)], settings_of(each))
             for path, each in named_modules(module)
         ]
-        key = repr((self._trace.signature(call), facts, styles, places, regions, shares_tokens))
+        key = repr((self._trace.signature(call), facts, styles, regions, shares_tokens))
         if key not in self._verdicts:
-            self._verdicts[key] = prove(
-                module, call, styles, self._size, divided=divided, regions=regions, shares_tokens=shares_tokens
-            )
+            self._verdicts[key] = prove(module, call, styles, self._size, regions=regions, shares_tokens=shares_tokens)
         return self._verdicts[key]
 
     def with_tokens(self, plan: FoundPlan) -> FoundPlan:
@@ -140,7 +130,7 @@ class _Proofs:
                 if is_in(path, unit)
             }
             for call in (each for each in self._trace.calls if each.path == unit):
-                verdict = self.verdict(unit, call, own, {}, regions=regions, shares_tokens=True)
+                verdict = self.verdict(unit, call, own, regions=regions, shares_tokens=True)
                 if verdict.problem:
                     raise tokens_refused(f"{unit or 'the model'}: {verdict.problem}")
                 styles |= {f"{prefix}{path}".rstrip("."): each for path, each in verdict.styles.items()}
@@ -154,24 +144,24 @@ class _Proofs:
         layer = _layer(self._modules[path])
         return layer.get_parameter("weight").shape[output_dim(layer)]
 
-    def ends(self, styles: Styles) -> dict[str, TensorStyle]:
+    def ends(self) -> dict[str, TensorStyle]:
         """Styles of the embedding of words and of the head, and of all that is tied to them."""
         head = self._named("get_output_embeddings")
         words = self._named("get_input_embeddings")
         heads = [each for each in self._linear.values() if each is head]
         first = [each for each in self._modules.values() if each is words and isinstance(each, nn.Embedding)]
         if not hasattr(self._model, "get_input_embeddings"):
-            first = self._tables(styles)
-            heads = [self._linear[path] for path in self._heads(first) if path not in styles]
+            first = self._tables()
+            heads = [self._linear[path] for path in self._heads(first)]
         found: dict[str, TensorStyle] = {}
         for weight in {id(each.weight): each.weight for each in (*heads, *first) if not is_adapted(each)}.values():
             found |= self._with_weight(weight)
         return found
 
-    def _tables(self, styles: Styles) -> list[nn.Embedding]:
-        """Embeddings that were called and have no style, without small ones such as position embeddings."""
+    def _tables(self) -> list[nn.Embedding]:
+        """Embeddings that were called, without small ones such as position embeddings."""
         total = sum(each.numel() for each in self._model.parameters())
-        paths = dict.fromkeys(call.path for call in self._trace.calls if call.path not in styles)
+        paths = dict.fromkeys(call.path for call in self._trace.calls)
         called = (self._modules[path] for path in paths)
         tables = [each for each in called if isinstance(each, nn.Embedding)]
         return [each for each in tables if len(each.weight) >= _LEAST_ROWS and each.weight.numel() * 100 >= total]
@@ -222,7 +212,15 @@ class _Proofs:
         if own.forward in (nn.Embedding.forward, nn.Linear.forward):
             return True
         calls = [each for each in self._trace.calls if each.path == path]
-        return all(not self.verdict(path, call, {"": style}, {}).problem for call in calls)
+        return all(not self.verdict(path, call, {"": style}).problem for call in calls)
+
+
+def styles_for(model: nn.Module, plan: FoundPlan, size: int) -> dict[str, TensorStyle]:
+    """Return the styles that divide what a found plan divides, by path; none of layers without one."""
+    found: dict[str, TensorStyle] = {}
+    for layouts in plan.regions.values():
+        found |= words_of(model, layouts, size)
+    return {**found, **plan.styles}
 
 
 def _layer(module: nn.Module) -> nn.Module:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
+    from accel.parallel.axes.tensor._part_layers import LayerRanks
     from accel.parallel.axes.tensor._tokens import SequenceRanks
 
 
@@ -107,10 +108,13 @@ class LocalParameters(KeepsParameters):
     def is_read_local(self, parameter: nn.Parameter) -> bool:
         """Return whether who reads a parameter outside of the forward gets its local part.
 
-        A backward does, as a checkpoint runs a method of the module again; its hooks, without gradients, do not.
-        `fully_shard` asks for what it has sharded.
+        Another module does in the model's forward, if ranks do not divide the parameter. A backward does, as a
+        checkpoint runs a method of the module again; its hooks, without gradients, do not. `fully_shard` asks for what
+        it has sharded.
         """
-        return _is_along_one_axis(parameter) and is_computed_again()
+        ranks: LayerRanks | None = vars(self).get(RANKS)
+        is_read = ranks is not None and ranks.depth > 0 and not self.accel_layer.rule.dims
+        return _is_along_one_axis(parameter) and (is_read or is_computed_again())
 
     def parameters_here(self, stored: Mapping[str, nn.Parameter | None]) -> dict[str, torch.Tensor | None]:
         """Return the tensors that forward uses in place of the parameters."""

@@ -32,7 +32,6 @@ from accel.random import Key, host_streams, rng_scope
 from accel.topology import TensorStyle
 
 _TOLERANCE = 1e-10
-_SUMMANDS: TensorStyle = "replicated_with_grad_allreduce"
 _COMPLETE: TensorStyle = "replicated"  # of a module's own backward, which sums
 _DRAWS = Key(31)
 
@@ -41,9 +40,7 @@ class Verdict(NamedTuple):
     """The result of a proof."""
 
     problem: str  # the difference from the whole module; "" for none
-    styles: Mapping[str, TensorStyle]  # the plan, with the parameters that need a sum of their gradients over ranks
-    # Dimensions of the module's outputs that ranks hold parts of, by the output's place.
-    outputs: Mapping[int, int] = {}
+    styles: Mapping[str, TensorStyle]  # the plan; of shared tokens, with the modules with complete gradients
     scatters: int = 0  # number of sums that were scattered by tokens
     gathers: Sequence[str] = ()  # names of functions that gathered tokens, outside of divided layers
 
@@ -66,24 +63,21 @@ def prove(
     styles: Mapping[str, TensorStyle],
     size: int,
     *,
-    divided: Mapping[int, int] | None = None,
     regions: Regions | None = None,
     shares_tokens: bool = False,
 ) -> Verdict:
     """Return whether a module that ranks divide computes the same as the full one, in a separate call.
 
     No communication.
-    `styles` are by path in the module; `divided` are dimensions of the call's inputs that ranks get parts of, by the
-    tensor's number. With `shares_tokens` each rank holds its tokens between divided layers. With `regions` of parts, a
-    forward and backward in training mode must run, too. In that mode a rank must draw as many numbers from python's and
-    numpy's streams as the whole module, as numbers for each head would be others on a rank. The module and all streams
-    are unchanged.
+    `styles` are by path in the module. With `shares_tokens` each rank holds its tokens between divided layers. With
+    `regions` of parts, a forward and backward in training mode must run, too. In that mode a rank must draw as many
+    numbers from python's and numpy's streams as the whole module. The module and all streams are unchanged.
     """
     with cast(Any, torch.random).fork_rng(devices=[]), torch.enable_grad():
         whole = redrawn(module)
         values = drawn_inputs(call)
         try:
-            expected = _run(whole, call, values, {}, None)
+            expected = _run(whole, call, values)
         except Exception as error:  # whatever a forward says of values that are drawn
             return Verdict(f"the whole module alone, with drawn values: {short(error)}", styles)
         if not expected.outputs:
@@ -92,10 +86,12 @@ def prove(
             return Verdict("the whole module's outputs are not finite", styles)
         while True:
             plan = _Plan(styles, regions or {}, shares_tokens=shares_tokens)
-            verdict, summands = _compared(whole, call, values, expected, plan, size, divided or {})
-            if not summands:
+            verdict, wrong = _compared(whole, call, values, expected, plan, size)
+            if not wrong:
                 return verdict
-            styles = {**styles, **dict.fromkeys(summands, _COMPLETE if shares_tokens else _SUMMANDS)}
+            if not shares_tokens:
+                return Verdict(f"gradients of {', '.join(wrong)} differ", styles)
+            styles = {**styles, **dict.fromkeys(wrong, _COMPLETE)}
 
 
 def tokens_refused(problem: str) -> PrepareError:
@@ -174,9 +170,6 @@ def _run(
     module: nn.Module,
     call: ModuleCall,
     values: Mapping[int, Tensor],
-    divided: Mapping[int, int],
-    group: ThreadGroup | None,
-    shapes: Sequence[torch.Size] = (),
     *,
     is_forward: bool = False,
 ) -> _ProofRun:
@@ -186,19 +179,15 @@ def _run(
     places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     for at, number in zip(places, call.inputs, strict=True):
         if number not in given:
-            value = values[number] if group is None else _piece(values[number], divided.get(number), group)
-            given[number] = value.detach().clone().requires_grad_(leaves[at].requires_grad)
+            given[number] = values[number].detach().clone().requires_grad_(leaves[at].requires_grad)
         leaves[at] = given[number]
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     with torch.enable_grad(), _Wide():
         outputs = outputs_in(module(*args, **kwargs))
     draw = torch.Generator().manual_seed(29)
     total = torch.zeros((), dtype=torch.float64)
-    for at, each in enumerate(outputs):
-        shape = shapes[at] if at < len(shapes) else each.shape
-        weights = torch.randn(shape, generator=draw, dtype=torch.float64)
-        if (dim := _divided_dim(shape, each.shape, group)) is not None and group is not None:
-            weights = weights.chunk(group.size(), dim)[group.rank()]
+    for each in outputs:
+        weights = torch.randn(each.shape, generator=draw, dtype=torch.float64)
         if each.requires_grad:
             total = total + (each.double() * weights).sum()
     if total.requires_grad and not is_forward:
@@ -216,14 +205,6 @@ def run_valued(module: nn.Module, call: ModuleCall, values: Mapping[int, Tensor]
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     with _Wide():
         return module(*args, **kwargs)
-
-
-def _divided_dim(whole: torch.Size, part: torch.Size, group: ThreadGroup | None) -> int | None:
-    """The dimension that ranks divide equally; None for none."""
-    if group is None or len(whole) != len(part):
-        return None
-    other = [dim for dim, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
-    return other[0] if len(other) == 1 and part[other[0]] * group.size() == whole[other[0]] else None
 
 
 def _part(whole: nn.Module, rules: Mapping[str, Rule], group: ThreadGroup) -> nn.Module:
@@ -249,7 +230,6 @@ def _compared(
     expected: _ProofRun,
     plan: _Plan,
     size: int,
-    divided: Mapping[int, int],
 ) -> tuple[Verdict, list[str]]:
     """A verdict, and paths of modules with gradients that may be summands, if nothing else differs."""
     styles, regions, shares_tokens = plan
@@ -257,25 +237,22 @@ def _compared(
         rules = rules_of(whole, styles, size, regions=regions, shares_tokens=shares_tokens)
     except PrepareError as error:
         return Verdict(error.got.replace("the model: ", ""), styles), []
-    shapes = [each.shape for each in expected.outputs]
-
     tokens: list[SequenceRanks] = []
 
     def work(group: ThreadGroup) -> tuple[ThreadGroup, _ProofRun]:
         part = _part(whole, rules, group)
         if shares_tokens and not group.rank():
             tokens.append(getattr(part, RANKS))
-        return group, _run(part, call, values, divided, group, shapes)
+        return group, _run(part, call, values)
 
     try:
         runs = run_in_threads(size, work)
     except Exception as error:  # whatever a forward says of parts that do not fit
         return Verdict(short(error), styles), []
-    outputs: dict[int, int] = {}
-    for group, run in runs:
-        problem = next(_differences(expected, run, group, divided, outputs), "")
+    for _, run in runs:
+        problem = next(_differences(expected, run), "")
         if problem:
-            return Verdict(problem, styles, outputs), []
+            return Verdict(problem, styles), []
     dims = _dims_of(whole, rules)
     wrong: list[str] = []
     for name, want in expected.parameters.items():
@@ -288,18 +265,18 @@ def _compared(
         if all(_equal(a, b) for a, b in zip(pieces, got, strict=True)):
             continue
         if dims.get(name) is not None or path in styles:
-            return Verdict(f"the gradient of {name} differs", styles, outputs), []
+            return Verdict(f"the gradient of {name} differs", styles), []
         wrong.append(path)
     if not wrong:
         alone = SilentGroup(size)  # one rank, as threads would draw different numbers
         problem = _problem_in_training(
-            lambda: _run(whole.train(), call, values, {}, None, is_forward=True),
-            lambda: _run(_part(whole, rules, alone).train(), call, values, divided, alone, is_forward=not regions),
+            lambda: _run(whole.train(), call, values, is_forward=True),
+            lambda: _run(_part(whole, rules, alone).train(), call, values, is_forward=not regions),
             always=bool(regions),
         )
-        verdict = Verdict(problem, styles, outputs)
+        verdict = Verdict(problem, styles)
         return verdict._replace(scatters=tokens[0].scatters, gathers=(*tokens[0].gathers,)) if tokens else verdict, []
-    return Verdict("", styles, outputs), list(dict.fromkeys(wrong))
+    return Verdict("", styles), list(dict.fromkeys(wrong))
 
 
 def _problem_in_training(whole: Callable[[], object], part: Callable[[], object], *, always: bool) -> str:
@@ -339,22 +316,16 @@ def _dims_of(whole: nn.Module, rules: Mapping[str, Rule]) -> Mapping[str, int | 
     return found
 
 
-def _differences(
-    expected: _ProofRun, run: _ProofRun, group: ThreadGroup, divided: Mapping[int, int], outputs: dict[int, int]
-) -> Iterator[str]:
-    """Differences of a rank's outputs and gradients of inputs from the whole module's. `outputs` gets divided ones."""
+def _differences(expected: _ProofRun, run: _ProofRun) -> Iterator[str]:
+    """Differences of a rank's outputs and gradients of inputs from the whole module's."""
     if len(expected.outputs) != len(run.outputs):
         yield f"{len(run.outputs)} outputs, not {len(expected.outputs)}"
         return
     for at, (want, got) in enumerate(zip(expected.outputs, run.outputs, strict=True)):
-        dim = _divided_dim(want.shape, got.shape, group)
-        if dim is not None:
-            outputs[at] = dim
-        if not _equal(_piece(want, dim, group), got):
+        if not _equal(want, got):
             yield f"output {at} differs"
     for at, (number, want) in enumerate(expected.inputs.items()):
-        piece = None if want is None else _piece(want, divided.get(number), group)
-        if not _equal(piece, run.inputs[number]):
+        if not _equal(want, run.inputs[number]):
             yield f"the gradient of input {at} differs"
 
 

@@ -92,14 +92,14 @@ def rules_of(
 
 
 def _with_ends(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """Rules of the modules that return whole tensors: the block around each layer that computes with parts, or the
-    model."""
+    """Rules of the modules that return whole tensors: the model, and the block around each layer that computes with
+    parts."""
     blocks = [path for group in outermost_groups(block_groups(model)) for path, _ in group.entries]
     found = dict(rules)
-    for path, rule in rules.items():
-        if rule.layouts or rule.summands:
-            end = next((each for each in blocks if path != each and is_in(path, each)), "")
-            found[end] = msgspec.structs.replace(found.get(end) or Rule(style="replicated"), ends="features")
+    in_parts = [path for path, rule in rules.items() if rule.layouts or rule.summands]
+    ends = [each for each in blocks if any(path != each and is_in(path, each) for path in in_parts)]
+    for path in ("", *ends):
+        found[path] = msgspec.structs.replace(found.get(path) or Rule(style="replicated"), ends="features")
     return found
 
 
@@ -166,9 +166,10 @@ def _with_tokens(model: nn.Module, rules: Mapping[str, Rule], styles: Container[
 
 
 def _is_here(model: nn.Module, name: str) -> bool:
-    """Whether this stage has a parameter."""
+    """Whether this stage has a parameter, which is not sharded yet, as experts are."""
     path, _, own = name.rpartition(".")
-    return own in dict(model.get_submodule(path).named_parameters(recurse=False))
+    parameter = dict(model.get_submodule(path).named_parameters(recurse=False)).get(own)
+    return parameter is not None and not is_dtensor(parameter)
 
 
 def match(plan: Mapping[str, str], paths: Iterable[str]) -> tuple[dict[str, str], list[str]]:
@@ -369,8 +370,9 @@ def install(
         kind = SequenceRanks if any(rule.tokens for rule in rules.values()) else kind
         with_parameters = [model.get_submodule(path) for path, rule in rules.items() if rule.layouts]
         ranks = kind(cast(Any, [*with_parameters, *within][0]).accel_layer)
-    for module in within:
+    for module in map(model.get_submodule, rules):
         setattr(module, RANKS, ranks)
+    for module in within:
         layer: Layer = cast(Any, module).accel_layer
         note_module(module, exchanges=exchanges_of(layer.rule.layouts, layer.rank, layer.size))
     for mixin, own in modules.items():

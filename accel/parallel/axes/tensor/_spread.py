@@ -31,6 +31,7 @@ from accel.parallel._private import is_compiled
 from accel.parallel._refused import ModelRefusal, PrepareCall, RefusedFact, quantized_divided, raised, refused
 from accel.parallel._spread import ModelView, ReplicateOptions, Spread, SpreadOptions, compare_models, stage_comm
 from accel.parallel._watches import refuse_changes
+from accel.parallel.axes.tensor._attention import use_own_heads
 from accel.parallel.axes.tensor._layers import Layer
 from accel.parallel.axes.tensor._overlap import with_overlap
 from accel.parallel.axes.tensor._rules import WHERE, install, lines_of, log_share, rules_of
@@ -40,9 +41,9 @@ from accel.parallel.axes.tensor._tensor_plan import (
     declared_plan,
     declares,
     finds,
-    found_styles,
+    found_beside,
+    found_for,
     left_whole,
-    styles_beside,
     tensor_plan,
     with_head,
 )
@@ -63,13 +64,12 @@ class TensorOptions(SpreadOptions, frozen=True, kw_only=True):
     sequence: bool = False
     overlap: bool = False
     example: Any = None
-    beside: Mapping[str, TensorStyle] = {}  # found for what a declared plan passes over
-    regions: Mapping[str, Mapping[str, RowLayout]] = {}  # found for what styles leave whole
+    regions: Mapping[str, Mapping[str, RowLayout]] = {}  # found, also for what a declared plan passes over
     is_found: bool = False  # whether `tensor` has styles that were found, and logged
 
     def describe(self) -> str:
         """Return the options without what follows from them, and without the example."""
-        return repr(msgspec.structs.replace(self, example=None, beside={}, regions={}))
+        return repr(msgspec.structs.replace(self, example=None, regions={}))
 
     def check(self) -> None:
         """Raise `ConfigError` for a user's plan together with `head`."""
@@ -168,7 +168,7 @@ def _resolve(ctx: DistContext, view: ModelView, options: TensorOptions) -> Tenso
             plan = _found(ctx, inner, options) if is_found else _found_beside(inner, _size(ctx), options)
     plan = broadcast_value(ctx.comm, call, plan, _SentPlan)
     if not is_found:
-        return msgspec.structs.replace(options, beside=plan.styles, example=None)
+        return msgspec.structs.replace(options, regions=plan.regions, example=None)
     styles = plan.styles if options.head is None else with_head(inner, plan.styles, options.head)
     return msgspec.structs.replace(
         options,
@@ -200,13 +200,7 @@ def _inputs(options: TensorOptions) -> Any:
 def _found(ctx: DistContext, model: nn.Module, options: TensorOptions) -> _SentPlan:
     inputs = None if finds(model) else _inputs(options)
     size = _size(ctx)
-    with_regions = ctx.axis("ep").size == 1  # the search does not know which experts ep spreads
-    if options.sequence and (options.overlap or _compiled(ctx, model) or ctx.axis("cp").size > 1):
-        with_regions = False  # layers of styles can overlap, be compiled, and meet positions of cp
-    is_staged = ctx.axis("pp").size > 1
-    plan = found_styles(
-        model, size, inputs, shares_tokens=options.sequence, with_regions=with_regions, is_staged=is_staged
-    )
+    plan = found_for(model, size, inputs, shares_tokens=options.sequence, is_staged=ctx.axis("pp").size > 1)
     styles = collapsed(model, plan.styles)
     if not plan.is_seen:
         styles = tensor_plan(model)
@@ -221,11 +215,11 @@ def _found(ctx: DistContext, model: nn.Module, options: TensorOptions) -> _SentP
 
 
 def _found_beside(model: nn.Module, size: int, options: TensorOptions) -> _SentPlan:
-    plan = styles_beside(model, size, _inputs(options))
-    styles = declared_plan(model, plan.styles, head=options.head)
-    way = "the plan that it declares" + (", and one in addition that is found and proved" if plan.styles else "")
-    log_share(model, rules_of(model, styles, size), size, way, plan.left)
-    return _SentPlan({**plan.styles}, {})
+    plan = found_beside(model, size, _inputs(options))
+    styles = declared_plan(model, head=options.head)
+    way = "the plan that it declares" + (", and one in addition that is found and proved" if plan.regions else "")
+    log_share(model, rules_of(model, styles, size, regions=plan.regions), size, way, plan.left)
+    return _SentPlan({}, {path: {**layouts} for path, layouts in plan.regions.items()})
 
 
 def _spread(ctx: DistContext, view: ModelView, options: TensorOptions, *, is_empty: bool) -> nn.Module:
@@ -253,6 +247,7 @@ def _spread(ctx: DistContext, view: ModelView, options: TensorOptions, *, is_emp
     for root in _stage_views(inner):
         own = {path: rule for path, rule in rules.items() if _is_copied(root, inner, path)}
         _ = install(root, own, lambda rule: Layer(rule, mesh), ranks)
+    use_own_heads(inner)
     for module in view.inner.modules.values():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if is_empty and buffer.is_meta:
@@ -313,7 +308,7 @@ def _divided(mesh: DeviceMesh, whole: nn.Parameter, values: torch.Tensor, dim: i
 def _styles(model: nn.Module, options: TensorOptions, size: int) -> Mapping[str, TensorStyle]:
     if isinstance(options.tensor, Mapping):
         return options.tensor
-    styles = declared_plan(model, options.beside, head=options.head)
+    styles = declared_plan(model, head=options.head)
     if not styles:
         raise _unknown(model, size, with_article(type(model).__name__), _UNKNOWN)
     return styles

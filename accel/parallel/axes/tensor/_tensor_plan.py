@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast, get_args
@@ -13,8 +12,8 @@ from torch import nn
 from accel.errors import PrepareError
 from accel.errors._checks import check_choice
 from accel.parallel._blocks import block_groups, outermost_groups
-from accel.parallel._modules import example_of, matching, named_modules, source_of
-from accel.parallel.axes.tensor._found_plan import FoundPlan, found_plan
+from accel.parallel._modules import example_of, matching, named_modules
+from accel.parallel.axes.tensor._found_plan import FoundPlan, found_plan, styles_for
 from accel.parallel.axes.tensor._pairs import known_styles
 from accel.parallel.axes.tensor._rules import is_in, modules_around, passed_over
 from accel.parallel.axes.tensor._styles import COLWISE, is_linear
@@ -46,57 +45,6 @@ def with_head(model: nn.Module, styles: Mapping[str, TensorStyle], head: HeadSty
     return {**styles, **dict.fromkeys(tied, "embedding_rowwise"), path: head}
 
 
-_INSIDE = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
-# Arguments of a forward that layers inside of the module never take as their input. One that is not listed could be
-# another input, such as the states of an encoder, and no rank would sum its gradient.
-_NO_INPUTS = frozenset({
-    "attention_mask", "position_embeddings", "position_ids", "past_key_values", "past_key_value", "layer_past",
-    "cache_position", "use_cache", "output_attentions", "head_mask", "layer_head_mask", "kwargs", "cos", "sin",
-})  # fmt: skip
-
-
-def with_copies(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
-    """Return styles with "copy_input" for each module that is the only one to feed several column-wise layers in it."""
-    found: dict[str, TensorStyle] = {}
-    for path, style in styles.items():
-        holder = path.rpartition(".")[0]
-        if (
-            style == "colwise"
-            and holder not in styles
-            and holder not in found
-            and _feeds_several(model, holder, styles)
-        ):
-            found[holder] = "copy_input"
-        found[path] = style
-    return found
-
-
-def _feeds_several(model: nn.Module, holder: str, styles: Mapping[str, TensorStyle]) -> bool:
-    module = model.get_submodule(holder)
-    own = [styles.get(f"{holder}.{name}") for name, _ in module.named_children()]
-    return own.count("colwise") > 1 and _takes_one_input(module) and _covers(module, holder, styles)
-
-
-def _takes_one_input(module: nn.Module) -> bool:
-    first, *others = inspect.signature(module.forward).parameters or ("",)
-    return first in ("hidden_states", "hidden_state", "x") and _NO_INPUTS.issuperset(others)
-
-
-def _covers(module: nn.Module, path: str, styles: Mapping[str, TensorStyle]) -> bool:
-    """Whether all parameters inside belong to layers that work on a part of the features."""
-    return all(
-        any(styles.get(name) in _INSIDE for name in _around(f"{path}.{owner}", path))
-        for owner in {name.rpartition(".")[0] for name, _ in module.named_parameters()}
-    )
-
-
-def _around(path: str, top: str) -> Iterator[str]:
-    """A path and the paths of the modules around it, below a top one."""
-    while len(path) > len(top):
-        yield path
-        path = path.rpartition(".")[0]
-
-
 _EXPERTS = "moe_tp_experts"  # transformers' style of modules that are left to expert parallelism
 # Styles of transformers by the names that it gives them.
 _DECLARED: Mapping[str, TensorStyle] = {
@@ -120,17 +68,16 @@ def tensor_plan(
 ) -> dict[str, TensorStyle]:
     """Return the styles by which `prepare` divides a model among the ranks along tp. Pure, no communication.
 
-    A model of transformers declares styles for its blocks in its `tp_plan`. They are completed for layers with weights
-    that the module around them reads, and for embeddings tied to a head. Known layers get styles too: torch's
+    A model of transformers declares styles for its blocks in its `tp_plan`. They are completed for embeddings tied to a
+    head. Known layers get styles too: torch's
     nn.MultiheadAttention, nn.Transformer and its layers, and linear layers that follow each other in an nn.Sequential
     with element-wise layers between.
 
     Other styles are found in a forward without values: for other models of transformers, for modules in blocks that a
     declared plan passes over, and for any model with an `example`. They are proved for two ranks: a module that two
     simulated ranks divide must give the outputs and gradients of the full module, with other parameters, in float64, to
-    1e-10. Modules without a proof stay replicated. If several column-wise layers share an input, the module around
-    them sums its gradient once ("copy_input"). Experts are left out: every rank along tp holds all of them, unless they
-    are sharded along ep.
+    1e-10. Modules without a proof stay replicated. Experts are left out: every rank along tp holds all of them, unless
+    they are sharded along ep.
 
     Args:
         model: without wrappers; adapters of peft may be in it.
@@ -156,48 +103,46 @@ def tensor_plan(
     styles: dict[str, TensorStyle] = {}
     is_seen = False
     if finds(model, example):
-        plan = found_styles(model, 2, example)
+        plan = found_for(model, 2, example)
         is_seen = plan.is_seen
-        styles = {**(plan.styles if is_seen else known_styles(model))}
+        styles = styles_for(model, plan, 2) if is_seen else known_styles(model)
     if not styles and not is_seen:
-        return declared_plan(model, styles_beside(model, 2).styles, head=head)
-    if head is not None:
-        styles = with_head(model, styles, head)
-    return collapsed(model, styles)
+        found = styles_for(model, found_beside(model, 2), 2)
+        return _patterns(model, {**_own_styles(model, _declared_styles(model)), **found}, head)
+    return _patterns(model, styles, head)
 
 
 def declared_plan(
     model: nn.Module,
-    beside: Mapping[str, TensorStyle],
     *,
     head: HeadStyle | None = None,
 ) -> dict[str, TensorStyle]:
-    """Return the styles that a model declares, the styles of known layers, and the styles in `beside`. Pure."""
-    styles: dict[str, TensorStyle] = {**_own_styles(model, _declared_styles(model)), **beside}
-    if head is not None:
-        styles = with_head(model, styles, head)
-    if styles:
-        styles = {**_read(model), **styles}
-    return collapsed(model, styles)
+    """Return the styles that a model declares, and the styles of known layers. Pure."""
+    return _patterns(model, _own_styles(model, _declared_styles(model)), head)
+
+
+def _patterns(model: nn.Module, styles: Mapping[str, TensorStyle], head: HeadStyle | None) -> dict[str, TensorStyle]:
+    return collapsed(model, styles if head is None else with_head(model, styles, head))
 
 
 def _own_styles(model: nn.Module, declared: dict[str, TensorStyle]) -> dict[str, TensorStyle]:
-    return with_copies(model, known_styles(model) | _tied(model, declared) | _between(model, declared) | declared)
+    return known_styles(model) | _tied(model, declared) | declared
 
 
-def styles_beside(
+def found_beside(
     model: nn.Module,
     size: int,
     example: Mapping[str, Any] | Sequence[Any] | None = None,
 ) -> FoundPlan:
-    """Return the styles that are found and proved for what a declared plan leaves whole in its blocks, and why the rest
+    """Return the plan that is found and proved for what a declared plan leaves whole in its blocks, and why the rest
     stays so, by path. Pure."""
     left = left_whole(model)
     if not left:
         return FoundPlan({}, {})
-    plan = found_plan(model, size, example, within=left)
-    divided = [path for path in left if any(is_in(each, path) for each in plan.styles)]
-    return FoundPlan(plan.styles, {path: plan.left.get(path, "no known form") for path in left if path not in divided})
+    plan = found_plan(model, size, example, within=left, with_ends=False)
+    names = [name for layouts in plan.regions.values() for name in layouts]
+    whole = [path for path in left if not any(is_in(name, path) for name in names)]
+    return plan._replace(left={path: plan.left.get(path, "no known form") for path in whole})
 
 
 def left_whole(model: nn.Module) -> list[str]:
@@ -210,21 +155,18 @@ def left_whole(model: nn.Module) -> list[str]:
     return passed_over(model, declared, _own_styles(model, declared))
 
 
-def found_styles(
+def found_for(
     model: nn.Module,
     size: int,
     example: Mapping[str, Any] | Sequence[Any] | None = None,
     *,
     shares_tokens: bool = False,
-    with_regions: bool = False,
     is_staged: bool = False,
 ) -> FoundPlan:
-    """Return the styles that are found and proved for so many ranks, and why candidates stay whole, by path;
-    `with_regions` also divides modules that styles leave undivided; with `is_staged` only inside of blocks, which
-    stages call. With `shares_tokens` it is proved with ranks that share the tokens."""
+    """Return the plan that is found and proved for so many ranks, and why modules stay whole, by path; with `is_staged`
+    only in blocks, which stages call. With `shares_tokens` it is proved with ranks that share the tokens."""
     blocks = [path for group in outermost_groups(block_groups(model)) for path, _ in group.entries]
-    regions_in = () if not with_regions else blocks if is_staged else ("",)
-    return found_plan(model, size, example, regions_in=regions_in, shares_tokens=shares_tokens)
+    return found_plan(model, size, example, blocks if is_staged else ("",), shares_tokens=shares_tokens)
 
 
 def finds(model: nn.Module, example: object = None) -> bool:
@@ -251,46 +193,6 @@ def _tied(model: nn.Module, declared: Mapping[str, TensorStyle]) -> dict[str, Te
         for path, each in modules.items()
         if isinstance(each, nn.Embedding) and any(each.weight is weight is not None for weight in weights)
     }
-
-
-def _between(model: nn.Module, declared: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
-    """Styles of activations with parameters (xIELU) between layers of a plan; each rank has a part of the gradient."""
-    found: dict[str, TensorStyle] = {}
-    for holder in {path.rpartition(".")[0] for path, style in declared.items() if style == "rowwise"}:
-        for name, child in model.get_submodule(holder).named_children():
-            path = f"{holder}.{name}".lstrip(".")
-            if name.startswith("act") and path not in declared and any(True for _ in child.parameters()):
-                found[path] = "replicated_with_grad_allreduce"
-    return found
-
-
-def _read(model: nn.Module) -> dict[str, TensorStyle]:
-    """Styles of layers with weights that the class around them reads in its source. Declared and known plans pass over
-    such layers."""
-    found: dict[str, TensorStyle] = {}
-    sources: dict[type[nn.Module], str] = {}  # each takes 10 ms, and a model has many modules of a class
-    for path, module in named_modules(model):
-        kind = type(module)
-        for name, child in module.named_children():
-            if not isinstance(child, nn.Linear | nn.Conv1d):
-                continue
-            if kind not in sources:
-                sources[kind] = _source(kind)
-            if _reads(sources[kind], name):
-                found[f"{path}.{name}" if path else name] = "replicated_local"
-    return found
-
-
-def _reads(source: str, name: str) -> bool:
-    """Whether the source of a class has the weight of a layer somewhere else than on the left of `=`."""
-    return re.search(rf"\.{re.escape(name)}\.weight\b(?! *=[^=])", source) is not None
-
-
-def _source(kind: type[nn.Module]) -> str:
-    """The source of a class and its bases; "" where there is none."""
-    known = ("torch", "builtins", "accel")
-    written = [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in known]
-    return "\n".join(filter(None, map(source_of, written)))
 
 
 def _declared_styles(model: nn.Module) -> dict[str, TensorStyle]:

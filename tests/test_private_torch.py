@@ -27,6 +27,7 @@ from accel.testing import simulate
 # Of Python, other packages, and of ours.
 OTHERS = {
     "_make", "_replace", "_fields", "_asdict", "_getframe", "_exit", "_actions", "_from_config", "_no_split_modules",
+    "_attn_implementation",
     "_can_set_attn_implementation", "_XLAC", "_xla_get_tensor_id", "_xla_runtime_is_initialized", "_extra_state",
     "_hf_hook", "_is_stateful", "_per_s", "_bytes_per_s",
     "_dump_nccl_trace",

@@ -183,7 +183,7 @@ class ModuleNotes(TypedDict, total=False):
     compute: Any  # function that a head runs instead of its forward. By a loss without logits, for one call
     elsewhere: bool  # another stage holds it. By prepare_model, along pp; read wherever modules are chosen
     emptied: str  # engine that empties its parameters between passes. By DeepSpeed's engine; read by losses
-    exchanges: Mapping[tuple[str, ...], Any]  # rows of parameters that ranks exchange. By prepare_model, along tp
+    exchanges: Mapping[str, Any]  # rows of its parameters that ranks exchange, by name. By prepare_model, along tp
     expert: int  # its place in a list of experts. By prepare_model, along ep
     experts: str  # name of its list of experts. By prepare_model, along ep
     gate: Any  # leads calls of entries to the model. By prepare_model, methods=

@@ -540,20 +540,6 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
         needs="transformers",
     ),
     Program(
-        "parallel/axes/tensor/_layers.py",
-        "a layer does not take the input of the module around it",
-        "class Mlp(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        "        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)\n"
-        "    def forward(self, x): return self.down(torch.relu(self.up(x * 1)))\n"
-        "model = nn.Sequential(Mlp()); x = torch.ones(2, 4)\n"
-        "styles = {'0': 'copy_input', '0.up': 'colwise', '0.down': 'rowwise'}; Plan = accel.parallel.Plan\n",
-        "accel.prepare_model(ctx, model, plan=Plan(overlap=True, tensor=styles))(x)",
-        "plan=accel.parallel.Plan(overlap=False)",
-        "model = nn.Sequential(Mlp())\n" + PLANNED,
-        ranks=2,
-        mesh="tp=2",
-    ),
-    Program(
         "parallel/axes/tensor/_tensor_plan.py",
         "the model declares tensor-parallel styles that have no counterpart",
         STYLED + "class Net(nn.Sequential): tp_plan = {'0': 'grouped_gemm', '2': 'rowwise'}\nmodel = Net(*model)\n",

@@ -56,7 +56,7 @@ def _step(ctx: accel.DistContext, attention: str, dtype: torch.dtype = torch.flo
 def test_a_registered_function_gets_plain_tensors_of_this_rank_s_heads(ranks: Simulator) -> None:
     transformers.AttentionInterface.register("plain", plain_attention)
     transformers.AttentionMaskInterface.register("plain", transformers.masking_utils.eager_mask)
-    expected = _step(accel.single(), "eager")
+    expected = _step(accel.single(), "plain")
     SEEN.clear()
     for found in ranks.run(lambda ctx: _step(ctx, "plain"), 2, default_group=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)

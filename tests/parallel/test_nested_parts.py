@@ -25,6 +25,7 @@ from accel.errors import PrepareError
 from accel.parallel._modules import RANKS
 from accel.parallel.axes.context._positions import PositionRanks, whole_of
 from accel.parallel.axes.tensor._part_layers import NestedRanks
+from accel.parallel.axes.tensor._styles import Rule
 from accel.parallel.parts import NoRuleError, PartTensor, RowCut, RowLayout, make, rows_of
 from accel.parallel.parts._nested import NestedPart
 from accel.tensors import is_dtensor
@@ -135,7 +136,7 @@ def test_rules_of_both_axes_compose(ranks: Simulator, function: Callable[[Tensor
         ctx = accel.replace(ctx, mesh=MESH)
         _ = accel.parallel.split_sequence(ctx, {"x": x})
         along_cp = PositionRanks(ctx)
-        layer = SimpleNamespace(group=group_of(ctx, "tp"))
+        layer = SimpleNamespace(group=group_of(ctx, "tp"), rule=Rule(style="replicated"))
         along_tp = NestedRanks(cast(Any, layer))
         layouts = [RowLayout(0, PACKED), RowLayout(1, RowCut(1, ((WIDTH, 2),)))]
         own = [
@@ -363,20 +364,33 @@ def test_copies_of_a_model_hold_plain_rows_as_it_does(ranks: Simulator) -> None:
     _ = ranks.run(rank, 4, default_group=True)
 
 
-@pytest.mark.parametrize("styles", ["found", "own"])
-def test_positions_of_a_rank_are_not_divided_again(ranks: Simulator, styles: str) -> None:
+def test_a_plan_that_is_found_does_not_divide_positions_of_a_rank_again(ranks: Simulator) -> None:
     (entry,) = named("nano_gpt")
-    own: Any = {"transformer.h.*.mlp.c_fc": "colwise", "transformer.h.*.mlp.c_proj": "rowwise"}
     batch = entry.batch(5, 2, LENGTH).inputs
 
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh=MESH)
-        plan = accel.parallel.Plan(sequence=True, tensor="model" if styles == "found" else own)
-        model = accel.prepare_model(ctx, entry.make(), plan=plan, example=batch if styles == "found" else None)
+        plan = accel.parallel.Plan(sequence=True)
+        model = accel.prepare_model(ctx, entry.make(), plan=plan, example=batch)
         with assert_raises(PrepareError, got="sequence=True"):
             _ = called(model, cut(ctx, batch))
 
     _ = ranks.run(rank, 4, default_group=True)
+
+
+def test_layers_of_a_written_plan_take_all_positions(ranks: Simulator) -> None:
+    (entry,) = named("nano_gpt")
+    own: Any = {"transformer.h.*.mlp.c_fc": "colwise", "transformer.h.*.mlp.c_proj": "rowwise"}
+    batch = entry.batch(5, 2, LENGTH).inputs
+    expected = called(entry.make(), batch)
+
+    def rank(ctx: accel.DistContext) -> Any:
+        ctx = accel.replace(ctx, mesh=MESH)
+        plan = accel.parallel.Plan(sequence=True, tensor=own)
+        return called(accel.prepare_model(ctx, entry.make(), plan=plan), cut(ctx, batch))
+
+    for found in ranks.run(rank, 4, default_group=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 class Reads(nn.Module):
@@ -392,7 +406,7 @@ class Reads(nn.Module):
 
 def test_a_weight_that_is_read_keeps_its_error_with_the_line(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
-        ctx = accel.replace(ctx, mesh=MESH, plan=accel.parallel.Plan(tensor={"up": "colwise", "down": "rowwise"}))
+        ctx = accel.replace(ctx, mesh=MESH, plan=accel.parallel.Plan(tensor={"out": "colwise_gather_output"}))
         model = accel.prepare_model(ctx, Reads())
         with assert_raises(PrepareError, got=r"self\.out\.weight"):
             _ = model(accel.parallel.split_sequence(ctx, {"x": torch.randn(2, TOKENS, 8)})["x"])

@@ -635,6 +635,7 @@ REFUSED: Mapping[str, tuple[str, Callable[[PartTensor], Any]]] = {
     "some heads": ("index_select", lambda t: t.index_select(1, torch.tensor([0, 2]))),
     "one head": ("__getitem__", lambda t: t[:, 1]),
     "a half of two heads": ("view", lambda t: t.view(2, 3, 2, 4).transpose(1, 2).reshape(2, 24)),
+    "the memory of a kernel": ("data_ptr", lambda t: t.data_ptr()),
     "a value": ("item", lambda t: t[:1, :, :1].flatten().item()),
     "greatest over heads": ("amax", lambda t: t.amax(1)),
     "other rows beside": ("add", lambda t: t + torch.ones(5, 4)),

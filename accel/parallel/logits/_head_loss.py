@@ -13,6 +13,8 @@ from accel.comm import adopt, all_gather_flat, copied, ranks_of_group
 from accel.context import DistContext, context_first, group_of
 from accel.parallel._local import local_of
 from accel.parallel.logits._head_chunks import Reduction, Words, head_error, in_autocast, loss_of_rows
+from accel.parallel.parts import PartTensor, RowLayout, plain_of
+from accel.parallel.parts._layout import even
 from accel.tensors import is_dtensor, split_dims
 
 
@@ -84,6 +86,8 @@ def linear_cross_entropy(
     _check(input, linear_weight, target, token_weights)
     _check_options(reduction, label_smoothing, softcap, chunk_size)
     group = group_of(ctx, "tp")
+    linear_weight = _own_words(linear_weight)
+    linear_bias = None if linear_bias is None else _own_words(linear_bias)
     part = _part_of(linear_weight, group)
     own_bias = None if linear_bias is None else _part_of(linear_bias, group)
     words = _words_of(ctx, linear_weight, part, group)
@@ -142,6 +146,18 @@ def _check_options(reduction: str, label_smoothing: float, softcap: float | None
     for name, is_right, expected, got in choices:
         if not is_right:
             raise head_error(f"{name} is out of its range", expected, repr(got))
+
+
+def _own_words(weight: Tensor) -> Tensor:
+    """Return this rank's classes of a weight or bias that the forward of a divided model reads."""
+    if not isinstance(weight, PartTensor) or weight.division is None:
+        return plain_of(weight)
+    total = weight.division.cut.total
+    if weight.division != RowLayout(0, even(total, weight.ranks.size)):
+        raise head_error(
+            "ranks along tp hold other rows than classes in order", "a head divided by classes", repr(weight)
+        )
+    return plain_of(weight)
 
 
 def _part_of(weight: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -212,7 +212,7 @@ _SAME = _names("""
 """)
 _FACTS = _names("""
     dim ndimension is_floating_point is_contiguous is_complex is_signed is_conj is_neg element_size get_device
-    stride storage_offset data_ptr is_same_size is_inference result_type can_cast __hash__ untyped_storage new_zeros
+    stride storage_offset is_same_size is_inference result_type can_cast __hash__ untyped_storage new_zeros
     new_ones new_empty new_full new_tensor ndim dtype device is_cuda requires_grad layout is_meta is_leaf grad_fn
     is_sparse is_quantized is_nested is_cpu is_mps is_xpu is_mkldnn itemsize is_xla is_mtia is_vulkan output_nr
     retains_grad _base _version _is_view register_hook is_sparse_csr is_maia is_ipu
@@ -227,6 +227,7 @@ RULES = {
     **dict.fromkeys(_FACTS, facts),
     "grad": _no_gradient,
     **dict.fromkeys(("item", "tolist", "__bool__", "__float__", "__int__", "__index__"), alike),
+    "data_ptr": alike,  # a kernel would take the whole shape for the shape of this rank's memory
     "dropout": dropped,
     **dict.fromkeys(("rand_like", "randn_like"), drawn_like),
     "passed": passage,

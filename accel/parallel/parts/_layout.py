@@ -39,7 +39,7 @@ def no_rule(problem: str) -> NoRuleError:
         expected="functions that give each rank, from its rows, its part of the result on all rows",
         got=problem,
         where="forward, in a module that ranks along tp divide",
-        fix="Divide by styles: plan=accel.parallel.Plan(tensor=accel.parallel.tensor_plan(model, example=batch)).",
+        fix="Keep the module whole: plan=accel.parallel.Plan(tensor=accel.parallel.tensor_plan(model, example=batch)).",
     )
 
 
@@ -202,7 +202,7 @@ _UNEQUAL = "unequal numbers of rows"
 
 def _check_equal(cut: RowCut) -> None:
     if not cut.is_equal:
-        raise no_rule(f"some of {cut.total} rows, of which ranks have {_UNEQUAL}")
+        raise no_rule(f"some of {cut.total} rows, where ranks have {_UNEQUAL}")
 
 
 class RowPiece(NamedTuple):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from accel.parallel._private import contains_compiled, runs_in_backward
 from accel.parallel.axes.tensor._layers import Layer, LocalParameters, is_computed_again, needed_rows
 from accel.parallel.axes.tensor._overlap import copied_product, summed_product
 from accel.parallel.axes.tensor._styles import RowExchange, Rule, row_exchange
-from accel.parallel.parts import PartsInTuples, PartTensor, Ranks, RowCut, RowLayout, leave, make, plain_of
+from accel.parallel.parts import PartsInTuples, PartTensor, Ranks, RowLayout, leave, make, plain_of
 from accel.parallel.parts._layout import at, cut_of, even, no_rule
 from accel.parallel.parts._nested import NestedPart, entered_rows, nested, rows_in
 from accel.parallel.parts._part import entered
@@ -120,37 +120,21 @@ class PartParameters(LocalParameters):
             for name, each in stored.items():
                 if each is not None and name not in rule.layouts and (rule.summands or each.dim()):
                     here[name] = make(local_of(each, summands=True, fresh=rule.fresh), None, ranks)
-        exchanges: Mapping[tuple[str, ...], RowExchange] = notes_of(cast(nn.Module, self)).get("exchanges", {})
-        for names, exchange in exchanges.items():
-            if held := [name for name in names if here.get(name) is not None]:
-                self._exchange(held, exchange, here)
+        exchanges: Mapping[str, RowExchange] = notes_of(cast(nn.Module, self)).get("exchanges", {})
         for name, layout in rule.layouts.items():
             own = here.get(name)
             if own is not None:
+                if name in exchanges:
+                    rows = needed_rows(own.movedim(layout.dim, 0), self.accel_layer, exchanges[name])
+                    own = rows.movedim(0, layout.dim)
                 here[name] = make(own, at(layout.dim, cut_of(*layout.cut)), ranks)  # all rows of a single head of keys
         return here
 
-    def _exchange(self, names: Sequence[str], exchange: RowExchange, here: dict[str, Tensor | None]) -> None:
-        """Put the rows that this rank computes with in the place of the rows that it stores: one message for all."""
-        layouts = self.accel_layer.rule.layouts
-        stored = [cast(Tensor, here[name]).movedim(layouts[name].dim, 0) for name in names]
-        flat = [each.reshape(len(each), -1) for each in stored]
-        needed = needed_rows(torch.cat(flat, 1) if len(flat) > 1 else flat[0], self.accel_layer, exchange)
-        pieces: Sequence[Tensor] = cast(Any, needed).split([each.shape[1] for each in flat], 1)
-        for name, own, rows in zip(names, stored, pieces, strict=True):
-            here[name] = rows.contiguous().view(len(rows), *own.shape[1:]).movedim(0, layouts[name].dim)
 
-
-def exchanges_of(layouts: Mapping[str, RowLayout], rank: int, size: int) -> dict[tuple[str, ...], RowExchange]:
-    """Return exchanges by names of parameters with a layout of the same rows, which are others than a rank stores."""
-    alike: dict[RowCut, list[str]] = {}
-    for name, (_, cut) in layouts.items():
-        if cut != even(cut.total, size):
-            alike.setdefault(cut, []).append(name)
-    found: dict[tuple[str, ...], RowExchange] = {}
-    for cut, names in alike.items():
-        found[tuple(names)] = row_exchange(cut, rank, size)
-    return found
+def exchanges_of(layouts: Mapping[str, RowLayout], rank: int, size: int) -> dict[str, RowExchange]:
+    """Return exchanges by parameter, for parameters with a layout of other rows than a rank stores."""
+    cuts = {name: layout.cut for name, layout in layouts.items()}
+    return {name: row_exchange(cut, rank, size) for name, cut in cuts.items() if cut != even(cut.total, size)}
 
 
 class RegionEnd(Mixin):

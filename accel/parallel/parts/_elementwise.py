@@ -114,6 +114,12 @@ def same(func: Any, args: Args, kwargs: Named) -> Any:
     return found if is_own or not isinstance(found, Tensor) else make(found, part.division, part.ranks)
 
 
+def duplicated(func: Any, args: Args, kwargs: Named) -> Any:
+    """copy.deepcopy, as of a cache of keys."""
+    part = part_of(func, args)
+    return make(func(plain_of(part), *args[1:]), part.division, part.ranks)
+
+
 def converted(func: Any, args: Args, kwargs: Named) -> Any:
     """to, type_as; of a plain tensor it is plain."""
     return (same if isinstance(args[0], PartTensor) else facts)(func, args, kwargs)
@@ -207,15 +213,15 @@ _SAME = _names("""
     logsigmoid softsign tanhshrink hardshrink softshrink square reciprocal sign sgn floor ceil round trunc frac
     logical_not bitwise_not isnan isinf isfinite nan_to_num erf erfc erfinv logit threshold conj angle __neg__
     __pos__ __invert__ __abs__ real imag relu_ exp_ neg_ tanh_ sigmoid_ sqrt_ rsqrt_ zero_ fill_ contiguous clone
-    detach type double float half bfloat16 long int bool positive conj_physical resolve_conj resolve_neg zeros_like
-    ones_like empty_like full_like data requires_grad_
+    detach cpu cuda type double float half bfloat16 long int bool positive conj_physical resolve_conj resolve_neg
+    zeros_like ones_like empty_like full_like data requires_grad_
 """)
 _FACTS = _names("""
     dim ndimension is_floating_point is_contiguous is_complex is_signed is_conj is_neg element_size get_device
     stride storage_offset is_same_size is_inference result_type can_cast __hash__ untyped_storage new_zeros
     new_ones new_empty new_full new_tensor ndim dtype device is_cuda requires_grad layout is_meta is_leaf grad_fn
     is_sparse is_quantized is_nested is_cpu is_mps is_xpu is_mkldnn itemsize is_xla is_mtia is_vulkan output_nr
-    retains_grad _base _version _is_view register_hook is_sparse_csr is_maia is_ipu
+    retains_grad is_pinned _base _version _is_view register_hook is_sparse_csr is_maia is_ipu
 """)
 
 RULES = {
@@ -226,6 +232,7 @@ RULES = {
     **dict.fromkeys(("to", "type_as"), converted),
     **dict.fromkeys(_FACTS, facts),
     "grad": _no_gradient,
+    "__deepcopy__": duplicated,
     **dict.fromkeys(("item", "tolist", "__bool__", "__float__", "__int__", "__index__"), alike),
     "data_ptr": alike,  # a kernel would take the whole shape for the shape of this rank's memory
     "dropout": dropped,

@@ -264,6 +264,40 @@ def test_messages_travel_beside_products_in_the_order_on_record(ranks):
     assert on_record(ranks) == MESSAGES.read_text()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_layers_that_store_their_weights_transposed_send_in_chunks(ranks: Simulator) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = transformers.Conv1D(24, 8), transformers.Conv1D(8, 24)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(torch.relu(self.up(x)))
+
+    def rank(ctx: accel.DistContext, *, overlap: bool) -> tuple[torch.Tensor | None, list[str]]:
+        torch.manual_seed(0)
+        ctx = accel.replace(ctx, mesh="tp=2")
+        plan = Plan(tensor={"0.up": "colwise", "0.down": "rowwise"}, overlap=overlap)
+        model = accel.prepare_model(ctx, nn.Sequential(Pair()).double(), plan=plan)
+        x = torch.linspace(-1, 1, 128, dtype=torch.float64).view(2, 8, 8).requires_grad_()
+        accel.wait_for_everyone(ctx)
+        if ctx.rank:
+            model(x).square().sum().backward()
+            return x.grad, []
+        with pytest.MonkeyPatch.context() as patch, Events(ctx.mesh["tp"].get_group(), patch) as found:
+            model(x).square().sum().backward()
+        return x.grad, [line for line in found.lines if line.startswith("send")]
+
+    expected, few = ranks.run(lambda ctx: rank(ctx, overlap=False), 2, default_group=True)[0]
+    assert len(few) == 2  # the sum of the outputs, and of the gradients of the input
+    found = ranks.run(lambda ctx: rank(ctx, overlap=True), 2, default_group=True)
+    for grad, _ in found:
+        torch.testing.assert_close(grad, expected, **TOLERANCE)
+    assert len(found[0][1]) == 2 * 4  # chunks
+
+
 class Scaled(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input) * 2

@@ -45,8 +45,7 @@ def scaled_dot_product(func: Any, args: Args, kwargs: Named) -> Any:
     own, layout = _by_heads(tensors, ranks, is_grouped=bool(given.get("enable_gqa")))
     if len(own) > 3:
         given["attn_mask"] = own.pop()
-    # A graph of torch.compile cannot enter another stream: there all ranks drop the same places of their heads.
-    if not given.get("dropout_p") or layout is None or is_dynamo_compiling():
+    if not given.get("dropout_p") or layout is None:
         return make(func(*own, **given), layout, ranks)
     with _own_draws(ranks, own[0].device):
         return make(func(*own, **given), layout, ranks)
@@ -98,7 +97,10 @@ def _of_heads(each: Any, layout: RowLayout | None, ranks: Ranks) -> Any:
 
 
 def _own_draws(ranks: Ranks, device: torch.device) -> AbstractContextManager[None]:
-    """Draw for this rank's heads from a separate stream that is derived from the shared stream."""
+    """Draw for this rank's heads from a separate stream that is derived from the shared stream. A graph of
+    torch.compile cannot enter another stream: there all ranks drop the same places of their heads."""
+    if is_dynamo_compiling():
+        return nullcontext()
     seed = int(torch.randint(2**62, (), device="cpu"))
     return torch_rng_scope(Key(seed).fold_in("tp", ranks.rank), device)
 

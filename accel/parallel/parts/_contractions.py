@@ -135,6 +135,10 @@ def added_product(func: Any, args: Args, kwargs: Named) -> Any:
     given = named("input mat1 mat2", args, kwargs)
     x: Tensor = given["batch1"] if "batch1" in given else given["mat1"]
     y: Tensor = given["batch2"] if "batch2" in given else given["mat2"]
+    is_layer = len(given) == 3 and y.dim() == 2 and given["input"].dim() == 1
+    if is_layer and isinstance(y, PartTensor) and y.division is not None and y.ranks.overlaps:
+        rows = RowLayout(1 - y.division.dim, y.division.cut)
+        return linear(functional.linear, (x, make(y.t(), rows, y.ranks), given["input"]), {})
     found = multiplied(x, y, ranks_of(x, y)) if ranks_or_none(x, y) else torch.matmul(x, y)
     return added(_times(found, given.get("alpha", 1)), _times(given["input"], given.get("beta", 1)))
 

@@ -125,6 +125,12 @@ def same(func: Any, args: Args, kwargs: Named) -> Any:
     return found if is_own or not isinstance(found, Tensor) else make(found, part.division, part.ranks)
 
 
+def duplicated(func: Any, args: Args, kwargs: Named) -> Any:
+    """copy.deepcopy, as of a cache of keys."""
+    part = part_of(func, args)
+    return make(func(plain_of(part), *args[1:]), part.division, part.ranks)
+
+
 def converted(func: Any, args: Args, kwargs: Named) -> Any:
     """to, type_as; of a plain tensor it is plain."""
     return (same if isinstance(args[0], PartTensor) else facts)(func, args, kwargs)
@@ -230,7 +236,7 @@ _FACTS = _names("""
     stride storage_offset is_same_size is_inference result_type can_cast __hash__ untyped_storage new_zeros
     new_ones new_empty new_full new_tensor ndim dtype device is_cuda requires_grad layout is_meta is_leaf grad_fn
     is_sparse is_quantized is_nested is_cpu is_mps is_xpu is_mkldnn itemsize is_xla is_mtia is_vulkan output_nr
-    retains_grad _base _version _is_view register_hook is_sparse_csr is_maia is_ipu
+    retains_grad is_pinned _base _version _is_view register_hook is_sparse_csr is_maia is_ipu
 """)
 
 RULES = {
@@ -241,6 +247,7 @@ RULES = {
     **dict.fromkeys(("to", "type_as"), converted),
     **dict.fromkeys(_FACTS, facts),
     "grad": _no_gradient,
+    "__deepcopy__": duplicated,
     **dict.fromkeys(("item", "tolist", "__bool__", "__float__", "__int__", "__index__"), alike),
     "data_ptr": alike,  # a kernel would take the whole shape for the shape of this rank's memory
     **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d"), dropped),

@@ -45,8 +45,7 @@ def no_rule(problem: str) -> Exception:
         expected="functions that give each rank, from its rows, its part of the result on all rows",
         got=problem,
         where="forward, in a module that ranks along tp divide",
-        fix="Find a plan by your inputs, which keeps such a module whole:"
-        " plan=accel.parallel.Plan(tensor=accel.parallel.tensor_plan(model, example=batch)).",
+        fix="Keep the module whole: plan=accel.parallel.Plan(tensor=accel.parallel.tensor_plan(model, example=batch)).",
     )
 
 

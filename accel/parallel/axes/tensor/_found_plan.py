@@ -26,7 +26,7 @@ _LONGER = (1, 2, 4, 8, 16, 32, 64, 128)  # inputs tried in turn, as multiples of
 class FoundPlan(NamedTuple):
     """A plan that is found and proved."""
 
-    styles: Styles  # of its embeddings and heads, by path
+    styles: Styles  # of its embeddings and heads, and the styles of layouts if asked for, by path
     left: Mapping[str, str]  # why candidates stay whole, by the path of their unit
     is_seen: bool = True  # whether a forward was recorded; without, the model's known layers may be right
     regions: Mapping[str, Mapping[str, RowLayout]] = {}  # layouts of parameters
@@ -40,14 +40,16 @@ def found_plan(
     within: Sequence[str] = ("",),
     *,
     with_ends: bool = True,
+    in_words: bool = False,
     shares_tokens: bool = False,
 ) -> FoundPlan:
     """Return the plan by which so many ranks compute what the model does. No communication; the model and torch's
     streams are unchanged.
 
     `example` are arguments of the model's forward; None for small ones by the config of a model of transformers.
-    `within` are paths of the modules to look in; `with_ends` also divides the embedding and the head. With
-    `shares_tokens` the plan is proved with ranks that share the tokens; `PrepareError` where they cannot.
+    `within` are paths of the modules to look in; `with_ends` also divides the embedding and the head. The plan
+    has layouts, and `in_words` also the styles that mean them, which are proved too. With `shares_tokens` the plan is
+    proved with ranks that share the tokens; `PrepareError` where they cannot.
     """
     try:
         recorded = _recorded(model, size if shares_tokens else 1, example)
@@ -64,7 +66,8 @@ def found_plan(
         return FoundPlan({}, search.left)
     before = FoundPlan({**search.styles}, search.left, regions=search.regions)
     search.take(proofs.rest(before) if with_ends else {})
-    plan = FoundPlan(search.styles, search.left, regions=search.regions)
+    words = proofs.words(search.regions) if in_words else {}
+    plan = FoundPlan({**words, **search.styles}, search.left, regions=search.regions)
     if not shares_tokens:
         return plan
     try:
@@ -121,6 +124,17 @@ class _Proofs:
         if key not in self._verdicts:
             self._verdicts[key] = prove(module, call, styles, self._size, regions=regions, shares_tokens=shares_tokens)
         return self._verdicts[key]
+
+    def words(self, regions: Regions) -> dict[str, TensorStyle]:
+        """Styles of layers that divide what layouts do, where they are proved without the other layouts."""
+        found: dict[str, TensorStyle] = {}
+        for unit, layouts in regions.items():
+            words = words_of(self._model, layouts, self._size)
+            own: Styles = {path[len(unit) :].removeprefix("."): style for path, style in words.items()}
+            calls = [call for call in self._trace.calls if call.path == unit]
+            if not any(self.verdict(unit, call, own).problem for call in calls):
+                found |= words
+        return found
 
     def with_tokens(self, plan: FoundPlan) -> FoundPlan:
         """A plan that is proved where ranks share the tokens: for the model, or for each block of a large one."""
@@ -258,14 +272,6 @@ class _Proofs:
             return True
         calls = [each for each in self._trace.calls if each.path == path]
         return all(not self.verdict(path, call, {"": style}).problem for call in calls)
-
-
-def styles_for(model: nn.Module, plan: FoundPlan, size: int) -> dict[str, TensorStyle]:
-    """Return the styles that divide what a found plan divides, by path; none of layers without one."""
-    found: dict[str, TensorStyle] = {}
-    for layouts in plan.regions.values():
-        found |= words_of(model, layouts, size)
-    return {**found, **plan.styles}
 
 
 def _inside(unit: str, styles: Styles, regions: Regions) -> tuple[Styles, Regions]:

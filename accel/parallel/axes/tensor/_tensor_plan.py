@@ -13,7 +13,7 @@ from accel.errors import PrepareError
 from accel.errors._checks import check_choice
 from accel.parallel._blocks import block_groups, outermost_groups
 from accel.parallel._modules import example_of, matching, named_modules
-from accel.parallel.axes.tensor._found_plan import FoundPlan, found_plan, styles_for
+from accel.parallel.axes.tensor._found_plan import FoundPlan, found_plan
 from accel.parallel.axes.tensor._pairs import known_styles
 from accel.parallel.axes.tensor._rules import is_in, modules_around, passed_over
 from accel.parallel.axes.tensor._styles import COLWISE, is_linear
@@ -103,11 +103,11 @@ def tensor_plan(
     styles: dict[str, TensorStyle] = {}
     is_seen = False
     if finds(model, example):
-        plan = found_for(model, 2, example)
+        plan = found_plan(model, 2, example, in_words=True)
         is_seen = plan.is_seen
-        styles = styles_for(model, plan, 2) if is_seen else known_styles(model)
+        styles = {**(plan.styles if is_seen else known_styles(model))}
     if not styles and not is_seen:
-        found = styles_for(model, found_beside(model, 2), 2)
+        found = found_beside(model, 2, in_words=True).styles
         return _patterns(model, {**_own_styles(model, _declared_styles(model)), **found}, head)
     return _patterns(model, styles, head)
 
@@ -134,13 +134,15 @@ def found_beside(
     model: nn.Module,
     size: int,
     example: Mapping[str, Any] | Sequence[Any] | None = None,
+    *,
+    in_words: bool = False,
 ) -> FoundPlan:
     """Return the plan that is found and proved for what a declared plan leaves whole in its blocks, and why the rest
     stays so, by path. Pure."""
     left = left_whole(model)
     if not left:
         return FoundPlan({}, {})
-    plan = found_plan(model, size, example, within=left, with_ends=False)
+    plan = found_plan(model, size, example, within=left, with_ends=False, in_words=in_words)
     names = [name for layouts in plan.regions.values() for name in layouts]
     whole = [path for path in left if not any(is_in(name, path) for name in names)]
     return plan._replace(left={path: plan.left.get(path, "no known form") for path in whole})

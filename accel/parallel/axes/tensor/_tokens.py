@@ -220,7 +220,7 @@ class SequenceRanks(LayerRanks):
         """Return this rank's outputs of a layer by messages that overlap with the matmul, and keep all tokens for
         others; None where they do not overlap. A collective."""
         rows = self.even_rows(part)
-        if not self.overlaps or rows is None or self._known_tokens(part) is not None:
+        if not self.overlaps or is_dynamo_compiling() or rows is None or self._known_tokens(part) is not None:
             return None
         self._keep_layout(part)
         own_bias = None if bias is None else plain_of(bias)

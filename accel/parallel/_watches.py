@@ -76,8 +76,8 @@ class _ParameterChanges(TorchFunctionMode):
         return result
 
     def _refuse_computed(self, name: str, args: Any) -> None:
-        """Raise `ConfigError` for a function of a parameter as ranks keep it and of a plain tensor with a gradient, which
-        would get a DTensor as its gradient."""
+        """Raise `ConfigError` for a function of a parameter as ranks keep it and of a plain tensor with a gradient,
+        which would be a DTensor."""
         tensors = [each for each in pytree.tree_leaves(args) if isinstance(each, torch.Tensor)]
         if not any(each.requires_grad and not is_dtensor(each) for each in tensors):
             return

@@ -98,7 +98,8 @@ class _MatmulRecorder(TorchFunctionMode):
             return functional.softplus(args[0])
         if self._passes_norms and name in _NORMS:
             return _scaled(*args, **named)
-        if self._passes_norms and name in _STATISTICS and (named.get("keepdim") or True in args[2:]):
+        keeps = named.get("keepdim") or any(each is True for each in args[2:])
+        if self._passes_norms and name in _STATISTICS and keeps:
             return pytree.tree_map_only(Tensor, Tensor.detach, func(*args, **named))
         if name in _JOINS:
             self._note_joined(*args, **named)

@@ -412,3 +412,59 @@ def test_a_weight_that_is_read_keeps_its_error_with_the_line(ranks: Simulator) -
             _ = model(accel.parallel.split_sequence(ctx, {"x": torch.randn(2, TOKENS, 8)})["x"])
 
     _ = ranks.run(rank, 4, default_group=True)
+
+
+def gated(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.7 * x)
+
+
+def scripted(x: Tensor) -> Tensor:
+    return torch.jit.script(gated)(x)
+
+
+def vmapped(x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: torch.tanh(row) * 2)(x)
+
+
+def with_gradient(x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        h = x.detach().requires_grad_()
+        return torch.autograd.grad(h.square().sum(), h)[0]
+
+
+class Ending(nn.Module):
+    """Attention of heads that tp divides, and a function of its output."""
+
+    def __init__(self, end: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.end = end
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for each in self.qkv(x).split(WIDTH, 2))
+        mixed: Tensor = self.out(merged((q @ k.transpose(-2, -1)).softmax(-1) @ v))
+        return x + self.end(mixed)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("has_units", [False, True])
+@pytest.mark.parametrize("end", [scripted, vmapped, with_gradient])
+def test_functions_that_lose_positions_are_refused_by_the_first_call(
+    ranks: Simulator, end: Callable[[Tensor], Tensor], has_units: bool
+) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh=MESH)
+        x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        own = accel.parallel.split_sequence(ctx, {"x": x})["x"]
+
+        def prepared(function: Callable[[Tensor], Tensor]) -> nn.Module:
+            model = nn.Sequential(*(Ending(function) for _ in range(1 + has_units))).double()
+            return accel.prepare_model(ctx, model, example=[x])
+
+        right = prepared(nn.Identity())
+        assert right(own).shape == own.shape
+        assert share_of(right) > 0.9
+        with assert_raises(PrepareError, fix="Call accel.parallel.context_attention in the model"):
+            _ = prepared(end)(own)
+
+    _ = ranks.run(rank, 4, default_group=True)

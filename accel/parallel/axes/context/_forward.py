@@ -338,7 +338,10 @@ class _Positions:
         runs = [(mode, copies), (contextlib.nullcontext(), parameters)]
         has_units = any(sharded_roots(child) for child in module.children())  # messages fill buffers of their dtype
         for run, compared in runs[1:] if has_units or max(sizes, default=0) > _WIDEST else runs:
-            with run, torch.set_grad_enabled(bool(compared)):
+            # if ranks share parameters, a graph is made alone: functions that lose positions fail in it
+            follows = not parameters and (run is not mode or sum(sizes) <= _LARGEST)
+            is_followed = bool(compared) or (follows and any(each.requires_grad for each in everything))
+            with run, torch.set_grad_enabled(is_followed):
                 expected = self._expected(forward, whole, may_fail=run is mode)
                 if expected is None:
                     continue

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from accel.comm import Call, exchange_values
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, DataError
 from accel.errors._checks import check_count, did_you_mean
@@ -91,8 +92,10 @@ def sorted_positions(x: Tensor, dim: int, size: int) -> Tensor:
 
 _METHOD = "context: method"
 _ATTENDED = "context: attention ran"
+_STAGES = "context: attention ran in some stage"
 _CUT = "context: own positions of sequences that were cut"
 _WHOLE = "context: inputs of all positions"
+_USED = Call("context", "attention of stages", ordered=False)
 _LENGTHS = 256  # that are remembered
 
 
@@ -156,12 +159,20 @@ def position_axis(ctx: DistContext) -> Axis:
 
 
 def check_context_used(ctx: DistContext) -> None:
-    """Refuse a step on an axis cp that nothing has used: its ranks computed the same. No communication."""
-    if not ctx.position.opened or (_ATTENDED in ctx.comm.notes and _CUT in ctx.comm.notes):
+    """Refuse a step on an axis cp that nothing has used: its ranks computed the same, or with their positions alone.
+
+    Stages of a pipeline may have no attention, so their first step asks all ranks: a collective.
+    """
+    if not ctx.position.opened:
         return
     axes = {name: axis.size for name, axis in ctx.position.axes if dimension_of(name) == "context"}
     shared = ",".join(f"{name}={size}" for name, size in axes.items() if size > 1)
-    if not shared:
+    if shared and ctx.axis("pp").size > 1 and _STAGES not in ctx.comm.notes:
+        answers = exchange_values(ctx.comm, _USED, ctx.comm.notes.get(_ATTENDED, ""), str)
+        ctx.comm.notes[_STAGES] = "yes"
+        if any(answers):
+            note_attention(ctx)
+    if not shared or (_ATTENDED in ctx.comm.notes and _CUT in ctx.comm.notes):
         return
     if _CUT not in ctx.comm.notes:
         raise ConfigError(
@@ -173,16 +184,19 @@ def check_context_used(ctx: DistContext) -> None:
             "take the positions from accel.parallel.sequence_positions. For context parallelism of your own: "
             "accel.replace(ctx, mesh=ctx.mesh).",
         )
-    if ctx.axis("pp").size > 1:  # a stage may have no attention
-        return
+    fix = (
+        "Leave pp out of the mesh: the model computes as it is written without stages. Or call "
+        "accel.parallel.context_attention in it. "
+        if ctx.axis("pp").size > 1
+        else "Call accel.parallel.context_attention in the model, or torch's scaled_dot_product_attention in a class "
+        "of its own, or prepare a model of transformers. "
+    )
     raise ConfigError(
         "ranks that share a sequence did not see each other's positions",
         expected=f"attention across {shared}",
         got="none",
         where="optimizer_step, ctx.mesh",
-        fix="Call accel.parallel.context_attention in the model, or torch's scaled_dot_product_attention in a class of "
-        "its own, or prepare a model of transformers. "
-        "For context parallelism of your own: accel.replace(ctx, mesh=ctx.mesh).",
+        fix=f"{fix}For context parallelism of your own: accel.replace(ctx, mesh=ctx.mesh).",
     )
 
 

@@ -192,7 +192,6 @@ class ModuleNotes(TypedDict, total=False):
     moved: int  # id of the module with a bias that an `ExpertLoad` moves. Until the `ExpertLoad` is closed
     offload: Any  # place of a block in `offload_activations`. Read in its forwards
     overlaps: bool  # messages with matmuls: not compiled. By prepare_model, along tp; read by compile_model
-    path: str  # its path in the model, of a layer of a pair. By prepare_model, along tp
     plain: Any  # replicated parameters that its forward sees as plain tensors. By prepare_model, fsdp
     positions: Any  # calls with parts of positions. By prepare_model, along cp
     recompute: bool | None  # whether logits are made again in backward. By defer_logits; read by losses

@@ -30,7 +30,7 @@ from accel.errors import ConfigError
 from accel.errors._checks import check_choice, check_count, nearest_metrics
 from accel.run_folder import append_rest, bounded, hide_in_text, read_files
 from accel.system import Helpers, run_helper
-from accel.terminal import show_limit, show_seconds
+from accel.terminal import show_limit, show_names, show_seconds
 
 FOLDER = "alerts"  # of a run's folder, with a file for each process that has alerts
 AlertLevel = Literal["info", "warning", "error"]
@@ -157,7 +157,7 @@ def check_metrics(rules: Sequence[AlertRule], names: Collection[str]) -> None:
             shown = list(dict.fromkeys([*near, *sorted(names)]))
             raise ConfigError(
                 f"an alert's rule is on {'step statistics' if rule.slow_rank else 'a metric'} that the run lacks",
-                expected=f"one of {', '.join(shown[:20])}" + f" and {len(shown) - 20} more" * (len(shown) > 20),
+                expected=f"one of {show_names(shown, 20)}",
                 got=repr(missing[0]),
                 where=f"alerts, rule {rule.title!r}",
                 fix=f"{_STATISTICS if rule.slow_rank else asked} Where it is first logged later, "

@@ -111,6 +111,12 @@ def show_text(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+def show_names(names: Sequence[str], most: int = 3, between: str = ", ") -> str:
+    """Return the first names, and how many there are beside them: "a, b, c and 4 more"."""
+    rest = len(names) - most
+    return between.join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
 def natural_key(name: str) -> list[tuple[int, str]]:
     """Return what sorts names as people do: layer2 before layer10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]

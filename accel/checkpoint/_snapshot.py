@@ -29,6 +29,7 @@ from accel.checkpoint._manifest import (
 from accel.errors import CheckpointError
 from accel.storage import dtype_name
 from accel.tensors import checksum, checksums, is_dtensor, local_part
+from accel.terminal import show_names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,9 +241,8 @@ def take_snapshot(
     if len({each.checksum for each in ranks}) > 1:
         differing += sorted(offer.shared)
     if differing and not rank:
-        text = "ranks hold different parameters or optimizer states (%s%s); step %s gets the lowest rank's"
-        more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
-        logging.getLogger("accel.checkpoint").warning(text, differing[0], more, step)
+        text = "ranks hold different parameters or optimizer states (%s); step %s gets the lowest rank's"
+        logging.getLogger("accel.checkpoint").warning(text, show_names(differing, 1), step)
     sizes, holders = _holders(tensors, held, offer.shared - set(differing))
     loose = {each.name for each_rank in ranks for each in each_rank.own if not each.exact}
     files = [f"tensors-{each:05d}-of-{len(ranks):05d}{ranks[0].mark}.safetensors" for each in range(len(ranks))]

@@ -31,12 +31,12 @@ from accel.comm._group import Comm
 from accel.comm._torch import all_gather_flat, gather_bytes
 from accel.errors import CollectiveMismatch
 from accel.errors._base import ErrorRecord, rebuild
+from accel.terminal import show_names
 
 _LAYOUT = struct.Struct("<16s16sQ8sI3x?Q")  # the fields of Head; `failed` is the highest byte of its word
 HEADER_BYTES = _LAYOUT.size  # a multiple of 16
 # Large groups only reduce headers by the minimum; the maximum is the complement of the complements' minimum.
 _ONES = (1 << 8 * HEADER_BYTES) - 1
-_SHOWN = 3
 
 
 class Head(NamedTuple):
@@ -213,11 +213,10 @@ def _different_replicas(comm: Comm, call: Call, ranks: tuple[int, int], bits: Ma
     texts = _texts(comm, msgspec.json.encode(bits), ranks)
     left, right = (msgspec.json.decode(text, type=dict[str, int]) for text in texts)
     names = [name for name in left if right.get(name) != left[name]]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return CollectiveMismatch(
         "ranks held different parameters before the first optimizer step, and train different models since",
         expected="the values that prepare sent from rank 0, or changes that are alike on every rank",
-        got=f"other values on rank {ranks[1]} than on rank {ranks[0]} of {', '.join(names[:_SHOWN])}{more}",
+        got=f"other values on rank {ranks[1]} than on rank {ranks[0]} of {show_names(names)}",
         where=call.label,
         fix="Load files and draw initial values before accel.prepare, or alike on every rank. If the forward sets"
         " parameters from its batch, as a data-dependent initialization does, run one forward before accel.prepare.",

@@ -38,6 +38,7 @@ from accel.storage import (
     write_tensors,
 )
 from accel.tensors import checksum, is_dtensor
+from accel.terminal import show_names
 
 _WHERE = "save_model, rename="
 
@@ -296,6 +297,5 @@ def _warn_of_rivals(folder: Path) -> None:
 
 def _log_aliases(aliases: Mapping[str, str]) -> None:
     if aliases:
-        shown = ", ".join(f"{alias} (tied to {name})" for alias, name in list(aliases.items())[:5])
-        more = f" and {len(aliases) - 5} more" if len(aliases) > 5 else ""
-        warn("the files have each tied tensor under one name, and not %s%s", shown, more)
+        shown = show_names([f"{alias} (tied to {name})" for alias, name in aliases.items()], 5)
+        warn("the files have each tied tensor under one name, and not %s", shown)

@@ -40,6 +40,7 @@ from accel.items._rng import capture_row
 from accel.items._source import Captured, SaveTransform
 from accel.storage import RemotePath, folder_of
 from accel.tensors import local_part
+from accel.terminal import show_names
 
 
 def own_values(content: Content, divided: Iterable[str]) -> bytes:
@@ -79,7 +80,6 @@ class CheckedBeforeSave(Protocol):
 SaveMode = Literal["sync", "async"]
 
 _LARGEST_STEP = 10**18
-_SHOWN = 3
 
 
 @overload
@@ -271,12 +271,11 @@ def check_finite(content: Content) -> None:
     bad = sorted([*_nonfinite(strict, masks=False), *_nonfinite({**content.main, **content.loose}, masks=True)])
     if not bad:
         return
-    more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
     raise NonFiniteError(
         "the state is not finite, so nothing was saved",
         expected="no inf and no NaN",
         got=f"{len(bad)} tensors with some",
-        where=", ".join(bad[:_SHOWN]) + more,
+        where=show_names(bad),
         fix="Go on from the newest checkpoint, or pass allow_non_finite=True to keep this state, as for a post-mortem.",
     )
 

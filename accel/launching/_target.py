@@ -20,6 +20,7 @@ from accel.config._settings import SETTINGS
 from accel.errors import LaunchError
 from accel.errors._checks import did_you_mean
 from accel.system import current_folder
+from accel.terminal import show_names
 
 
 class LaunchTarget(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +152,7 @@ def compare(terms: Sequence[HostTerms], fix: str) -> None:
             # A host with another version of accel may lack a setting.
             hosts_by_value.setdefault(each.settings.get(name, "nothing"), []).append(each.host)
         if len(hosts_by_value) > 1:
-            got = "; ".join(f"{value} on {_few(hosts)}" for value, hosts in hosts_by_value.items())
+            got = "; ".join(f"{value} on {show_names(hosts, 4)}" for value, hosts in hosts_by_value.items())
             raise LaunchError(f"hosts do not agree on {name}", got=got, fix=fix)
 
 
@@ -161,7 +162,3 @@ def describe_hosts(hosts: Sequence[str], processes: int) -> str:
     shown = [f"{first}-{last} on {host}" if last > first else f"{first} on {host}" for first, last, host in spans[:8]]
     more = [f"and {len(hosts) - 8} more hosts"] if len(hosts) > 8 else []
     return f"rank{'s' if len(hosts) * processes > 1 else ''} {', '.join(shown + more)}"
-
-
-def _few(hosts: Sequence[str]) -> str:
-    return ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")

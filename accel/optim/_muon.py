@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -20,6 +20,7 @@ from torch.optim.adamw import adamw as adamw_
 from accel.errors import ConfigError
 from accel.optim._matrices import Matrix, RankedOptimizer, Spec, Where, loss_of, plan_matrices, put, through_owners
 from accel.tensors import local_part, mesh_of, placements_of, word_layers
+from accel.terminal import show_names
 
 AdjustLr = Literal["original", "match_rms_adamw"]
 
@@ -129,7 +130,7 @@ class Muon(RankedOptimizer):
         self.dtype = dtype
         self.bucket_bytes = bucket_bytes
         note = "Muon steps %d matrices (%s), AdamW %d other parameters (%s)"
-        listed = (_listed(kinds.matrices), _listed(kinds.others))
+        listed = (show_names([*kinds.matrices], 6), show_names([*kinds.others], 6))
         logging.getLogger("accel.optim").info(note, len(kinds.matrices), listed[0], len(kinds.others), listed[1])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -328,8 +329,3 @@ def _check_options(
     for name, is_right, expected, got in choices:
         if not is_right:
             raise ConfigError(f"{name} is out of its range", expected=expected, got=repr(got), where="Muon")
-
-
-def _listed(names: Iterable[str]) -> str:
-    every = list(names)
-    return ", ".join(every[:6]) + (f" and {len(every) - 6} more" if len(every) > 6 else "")

@@ -14,9 +14,9 @@ from accel.context import DistContext
 from accel.errors import AccelError, ConfigError, DeviceError, PrepareError
 from accel.parallel._spread import ModelView, Spread
 from accel.tensors import has_wide_gradient, is_absent
+from accel.terminal import show_names
 from accel.topology import data_dimension, dimension_of
 
-_SHOWN = 3
 _HOOK = "_hf_hook"  # attribute of a module with a hook of Accelerate's, or several in its `hooks`
 
 
@@ -77,10 +77,6 @@ def report(errors: Sequence[AccelError], where: str) -> None:
         )
 
 
-def _shown(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN])
-
-
 def _absent(view: ModelView) -> dict[str, bool]:
     """Whether weights that are not in memory train, by name."""
     packed = {name: False for name, each in view.packed.items() if any(map(is_absent, each.parts.values()))}
@@ -89,7 +85,7 @@ def _absent(view: ModelView) -> dict[str, bool]:
 
 def _absent_trained(asked: PrepareCall) -> RefusedFact | None:
     trained = [name for name, is_trained in _absent(asked.view).items() if is_trained]
-    return RefusedFact(f"{len(trained)}: {_shown(trained)}") if trained else None
+    return RefusedFact(f"{len(trained)}: {show_names(trained)}") if trained else None
 
 
 def _absent_spread(asked: PrepareCall) -> RefusedFact | None:
@@ -215,7 +211,7 @@ def _elsewhere(asked: PrepareCall) -> RefusedFact | None:
 def _quantized_trained(asked: PrepareCall) -> RefusedFact | None:
     """Quantized weights that ask for gradients: autograd gives them none, and no error."""
     names = [name for name, each in _quantized(asked.view) if each.requires_grad]
-    return RefusedFact(f"{len(names)} with requires_grad: {_shown(names)}") if names else None
+    return RefusedFact(f"{len(names)} with requires_grad: {show_names(names)}") if names else None
 
 
 def _masters_divided(asked: PrepareCall) -> RefusedFact | None:
@@ -297,14 +293,14 @@ def check_sparse(view: ModelView, obstacles: Mapping[str, bool], where: str) -> 
             "sparse gradients are exchanged by DDP only, and uncompressed",
             expected='strategy="ddp", on a mesh of replicas',
             got=f"embeddings with sparse=True and {', '.join(found)}",
-            where=f"{where}, {_shown([*view.tables])}",
+            where=f"{where}, {show_names([*view.tables])}",
             fix="Build them with sparse=False, and take a dense optimizer instead of SparseAdam.",
         )
     if dense := _dense_uses(view):
         raise PrepareError(
             "a parameter would get sparse gradients and dense ones, which DDP does not add up",
             expected="the weight of an embedding with sparse=True, in no other module",
-            got=_shown(dense),
+            got=show_names(dense),
             where=where,
             fix="Build the embedding with sparse=False, or give the other module a separate weight.",
         )
@@ -330,7 +326,7 @@ def quantized_divided(
     def find(asked: PrepareCall) -> RefusedFact | None:
         whole = left_out(asked)
         names = [name for name, each in _quantized(asked.view.inner) if id(each) not in whole]
-        return RefusedFact(f"{len(names)} quantized: {_shown(names)}", where) if names else None
+        return RefusedFact(f"{len(names)} quantized: {show_names(names)}", where) if names else None
 
     return ModelRefusal(
         "quantized weights cannot be divided among ranks",

@@ -26,9 +26,9 @@ from accel.parallel._modules import (
 from accel.parallel._private import GET_DATA, SET_DATA, is_compiled, mixes_dtensors
 from accel.parallel._spread import ModelView
 from accel.tensors import is_dtensor, local_part
+from accel.terminal import show_names
 from accel.topology import dimension_of
 
-_SHOWN = 3
 _LOOKUP = ("input", "weight", "", "max_norm")  # arguments of a lookup by position
 _HARMLESS = ("requires_grad_", "share_memory_", "detach_", "retain_grad_")
 
@@ -194,14 +194,14 @@ class _ChangesWatch(_FirstForward):
             raise ConfigError(
                 "the forward changes sharded parameters, and the change is lost after it",
                 expected="parameters that change only between steps",
-                got=", ".join(f"{name} by {way}" for name, way in [*lost.items()][:_SHOWN]),
+                got=show_names([f"{name} by {way}" for name, way in lost.items()]),
                 where="the first training forward of a prepared model",
                 fix="Change them between steps, as accel.training.Ema does; or keep them whole, on a"
                 ' mesh of dp alone: accel.replace(ctx, strategy="ddp").',
             )
         if bounded:
             text = "the forward bounds parameters (%s): ranks keep them as they were, and bound them at each forward"
-            logging.getLogger("accel.parallel").warning(text, ", ".join(bounded[:_SHOWN]))
+            logging.getLogger("accel.parallel").warning(text, show_names(bounded))
 
 
 def refuse_changes(view: ModelView) -> None:
@@ -245,8 +245,7 @@ class _BufferWatch(_FirstForward):
                 moved.append(name.removeprefix("module."))
         self._before = {}
         if moved:
-            more = f" and {len(moved) - _SHOWN} more" if len(moved) > _SHOWN else ""
-            logging.getLogger("accel.parallel").warning(_MOVED, ", ".join(moved[:_SHOWN]) + more)
+            logging.getLogger("accel.parallel").warning(_MOVED, show_names(moved))
 
 
 def _statistics(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

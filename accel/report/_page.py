@@ -19,7 +19,7 @@ from accel.report._run_state import RunState, state_of
 from accel.report._series import ChartData, SeriesWriter, charts_of, clock_of, counted_axes, marks_of, ranked_metrics
 from accel.report._tables import Html, element, folded, join, launch_sections, table
 from accel.run_folder import CODE
-from accel.terminal import show_size
+from accel.terminal import show_names, show_size
 
 MOST_SIDE_BY_SIDE = 6  # runs; more are a table of one row a run
 _MOST_TILES = 4
@@ -302,9 +302,8 @@ def _card(runs: Sequence[RunData], charts: Sequence[ChartData], at: int) -> Html
 
 
 def _describe_marks(curve: MetricCurve) -> str:
-    shown = ", ".join(f"{text} at step {_summary.show_value(step)}" for step, text in curve.marks[:3])
-    more = f" and {len(curve.marks) - 3} more" if len(curve.marks) > 3 else ""
-    return f"{len(curve.marks)} value{'s' * (len(curve.marks) > 1)} not finite, {shown}{more}"
+    shown = show_names([f"{text} at step {_summary.show_value(step)}" for step, text in curve.marks])
+    return f"{len(curve.marks)} value{'s' * (len(curve.marks) > 1)} not finite, {shown}"
 
 
 def _bar(runs: Sequence[RunData], charts: Sequence[ChartData]) -> Html:

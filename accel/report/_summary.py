@@ -14,7 +14,7 @@ from accel.report._run_data import MetricCurve, RunData
 from accel.report._run_state import RunState
 from accel.report._series import ChartData, best_of, clock_of, condense
 from accel.report._tables import NONE, Html, duration_of, element, join, ranks_of, show_source, show_time, table
-from accel.terminal import show_duration, show_seconds, show_size, show_value
+from accel.terminal import show_duration, show_names, show_seconds, show_size, show_value
 
 _RATES = ("tokens_per_s", "samples_per_s")
 _UNEVEN = 1.1  # times the median step, from which a rank counts as slow
@@ -81,7 +81,7 @@ def warnings_of(run: RunData) -> Iterator[str]:
     if bad:
         first = min(curve.marks[0][0] for curve in bad.values())
         count = len({step for curve in bad.values() for step, _ in curve.marks})
-        names = _names(list(bad))
+        names = show_names(list(bad), _MOST_NAMES)
         yield f"{count} step{'s' * (count > 1)} with values that are not finite, from step {show_value(first)}: {names}"
     for alert in run.alerts[-_MOST_ALERTS:]:
         times = f", {alert.count} times" if alert.count > 1 else ""
@@ -113,11 +113,6 @@ def warnings_of(run: RunData) -> Iterator[str]:
 
 def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
-
-
-def _names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
 
 
 def _slow_rank(run: RunData) -> str | None:
@@ -300,4 +295,4 @@ def _shared_warnings(runs: Sequence[RunData], states: Sequence[RunState]) -> Ite
         (restarted, "restarted after a failure"),
     ):
         if names:
-            yield f"{len(names)} of {len(runs)} {text}: {_names(names)}"
+            yield f"{len(names)} of {len(runs)} {text}: {show_names(names, _MOST_NAMES)}"

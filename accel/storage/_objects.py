@@ -21,7 +21,7 @@ import msgspec
 from accel.errors import AccelError, CheckpointError, ConfigError, MissingExtraError
 from accel.storage._files import SPAN_BYTES, Bytes, FileEntry, cut
 from accel.storage._ranges import Passed, Request, Wanted, WantedBytes, carry_out, memory_at, plan_requests
-from accel.terminal import show_limit
+from accel.terminal import show_limit, show_names
 
 _MOST_PARTS = 9_000  # of an object; S3 takes 10,000
 _THREADS = 4
@@ -281,7 +281,7 @@ class RemoteRanges:
         self._guard = Lock()
         self._listed = {each.name: each for each in list_objects(folder)}
         if missing := [name for name in names if name not in self._listed]:
-            raise CheckpointError("objects are missing", got=", ".join(missing[:5]), where=str(folder))
+            raise CheckpointError("objects are missing", got=show_names(missing, 5), where=str(folder))
         self.sizes = {name: self._listed[name].size for name in names}
         self._pool = ThreadPoolExecutor(readers, "accel-fetch")
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from accel.comm._streams import DeviceStream, DeviceStreams
 from accel.errors import ConfigError
+from accel.terminal import show_names
 from accel.testing._device_memory import HOST, Access, Clock, DeviceMemory, Kind, MemoryBlock, RaceWatch, join
 from accel.testing._device_operators import DeviceMode, copy_to_device
 from accel.testing._process import outside_of_modes
@@ -173,9 +174,8 @@ class SimulatedDevice(DeviceStreams):
                 self.finish()
         if self.watch is not None and self.watch.races:
             races = self.watch.races
-            more = f" and {len(races) - 1} more" if len(races) > 1 else ""
             raise StreamRace(
-                f"a race on the device: {races[0]}{more}",
+                f"a race on the device: {show_names(races, 1)}",
                 expected="an event between the two: record it on one stream, and let the other wait for it",
                 got="\n".join(races[:5]),
             )

@@ -36,6 +36,7 @@ from accel.parallel._leftovers import drop_unused, found_gradient
 from accel.parallel._spread import average_
 from accel.parallel.axes.pipeline import is_tied_copy
 from accel.tensors import is_dtensor, parameters_of
+from accel.terminal import show_names
 
 _MOST_BITS = 1024  # of what a float holds
 
@@ -303,12 +304,11 @@ def refuse_leftovers(ctx: DistContext, optimizers: Sequence[Optimizer]) -> None:
 
 
 def _leftovers(parameters: Sequence[torch.Tensor]) -> StepError:
-    names = [name_of(each) or f"one of shape {list(each.shape)}" for each in parameters[:_MOST_NAMED]]
-    more = f" and {len(parameters) - _MOST_NAMED} more" if len(parameters) > _MOST_NAMED else ""
+    names = [name_of(each) or f"one of shape {list(each.shape)}" for each in parameters]
     return StepError(
         "the step would use gradients from before its window",
         expected="parameters without gradients when a window begins",
-        got=f"gradients of {', '.join(names)}{more}",
+        got=f"gradients of {show_names(names, _MOST_NAMED)}",
         where="optimizer_step",
         fix="Call accel.training.clear_gradients(model) where a window is abandoned, "
         "or where a loss of another model has left gradients in this one; "

@@ -39,7 +39,7 @@ from accel.run_folder import (
     read_run,
     write_json,
 )
-from accel.terminal import show_duration, show_value
+from accel.terminal import show_duration, show_names, show_value
 
 TRACE = """{"traceEvents": [
     {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "ts": 0, "dur": 9},
@@ -260,6 +260,13 @@ def test_numbers_are_written_as_people_write_them(value: float, text: str) -> No
 )
 def test_durations_are_written_as_people_write_them(seconds: float, text: str) -> None:
     assert show_duration(seconds) == text
+
+
+def test_names_that_are_left_out_are_counted() -> None:
+    names = ["a", "b", "c", "d"]
+    assert show_names(names) == "a, b, c and 1 more"
+    assert (show_names(names, 4), show_names(names[:1]), show_names([])) == ("a, b, c, d", "a", "")
+    assert show_names(names, 2, "; ") == "a; b and 2 more"
 
 
 @pytest.mark.parametrize(

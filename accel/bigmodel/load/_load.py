@@ -63,7 +63,7 @@ from accel.storage import (
     decode_index,
 )
 from accel.tensors import is_dtensor, local_part
-from accel.terminal import byte_progress
+from accel.terminal import byte_progress, show_names
 
 Kind = Literal["safetensors", "pickled", "checkpoint"]
 
@@ -109,7 +109,7 @@ def find_files(path: str | os.PathLike[str] | RemotePath) -> WeightFiles:
     for kind, suffixes in _kinds():
         if names := sorted(each for each in found if each.endswith(suffixes)):
             return WeightFiles(kind, place, tuple(names))
-    got = ", ".join(sorted(found)[:5]) or ("nothing of the kind" if place.exists() else "nothing")
+    got = show_names(sorted(found), 5) or ("nothing of the kind" if place.exists() else "nothing")
     raise ConfigError(
         "no weights at the path",
         expected=f"a *{_SUFFIX} or *.bin file, an index of such files, a folder with either, or a checkpoint of accel",
@@ -145,7 +145,7 @@ def _indexed(folder: Place, name: str) -> WeightFiles:
     if missing := [file for file in index.files if file not in held]:
         raise CheckpointError(
             f"{len(missing)} of {len(index.files)} files are missing",
-            got=", ".join(missing[:5]),
+            got=show_names(missing, 5),
             where=where,
             fix="Download or copy them again.",
         )
@@ -454,7 +454,7 @@ def _read(
         if differing:
             raise CheckpointError(
                 "two different tensors for one that the model ties",
-                got=", ".join(sorted(set(differing))[:5]),
+                got=show_names(sorted(set(differing)), 5),
                 fix="Build the model without the tie, or leave one of them out by rename=.",
             )
     except BaseException:

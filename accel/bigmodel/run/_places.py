@@ -16,6 +16,7 @@ from accel.bigmodel.run._absent import AbsentTensor, in_form_of
 from accel.errors import ConfigError, StreamError
 from accel.parallel._modules import named_modules
 from accel.tensors import MARK, Packed, is_dtensor, local_part, packed, packed_weights
+from accel.terminal import show_names
 
 
 @dataclass(eq=False, slots=True)
@@ -72,9 +73,6 @@ def find_packed(model: nn.Module) -> list[tuple[PackedWeight, list[str]]]:
     return list(found.values())
 
 
-_SHOWN = 5
-
-
 class WeightPlace(NamedTuple):
     """One place of a weight: a module's dict of parameters or buffers, and the key in it."""
 
@@ -112,10 +110,9 @@ def find_places(model: nn.Module, skeleton: Skeleton) -> Mapping[str, tuple[Weig
     here = {name for name, _ in _named(model)}
     problems += [f"{name!r}, which the map does not have" for name in sorted(here - known)]
     if problems:
-        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ConfigError(
             "the device map is of another model",
-            got=", ".join(problems[:_SHOWN]) + more,
+            got=show_names(problems, 5),
             where="dispatch_model",
             fix="Make the map of this model: infer_device_map(describe(model), ...).",
         )

@@ -17,6 +17,7 @@ from accel.bigmodel.run._absent import AbsentTensor
 from accel.bigmodel.run._places import WeightPlace, has_values, held
 from accel.errors import CheckpointError, ConfigError
 from accel.errors._checks import did_you_mean
+from accel.terminal import show_names
 
 
 @runtime_checkable
@@ -231,7 +232,7 @@ def check_tasks(tasks: list[Task], source: WeightSource | None) -> None:
         raise ConfigError(
             f"{len(unsaved)} buffers have no values, and no checkpoint holds them",
             expected="a model that computes its non-persistent buffers when it is built",
-            got=", ".join(map(repr, unsaved[:_SHOWN])),
+            got=show_names([*map(repr, unsaved)], _SHOWN),
             where="dispatch_model",
             fix="Build the model by accel.init_empty_weights(make), which computes such buffers as "
             "torch.device('meta') does not.",
@@ -241,7 +242,7 @@ def check_tasks(tasks: list[Task], source: WeightSource | None) -> None:
         raise ConfigError(
             f"{len(empty)} weights have no values" if empty else f"{len(wanted)} weights have their home on a disk",
             expected="" if empty else "files that have them",
-            got=", ".join(repr(task.weight.name) for task in (empty or wanted)[:_SHOWN]),
+            got=show_names([repr(task.weight.name) for task in empty or wanted], _SHOWN),
             where="dispatch_model, source=",
             fix="Give the checkpoint that has them: source=path, or a mapping of tensors."
             + ("" if empty else " Or scratch=folder, where the model's values are written for the time of the run."),
@@ -269,10 +270,9 @@ def check_tasks(tasks: list[Task], source: WeightSource | None) -> None:
         elif task.home == "mmap" and not isinstance(source, Mappable):
             raise ConfigError("a source that maps no files", where=name, fix="Use the home 'disk' or 'cpu'.")
     if problems:
-        more = f"; {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointError(
             f"{len(problems)} weights of the model are not in the source",
-            got="; ".join(problems[:_SHOWN]) + more,
+            got=show_names(problems, _SHOWN, "; "),
             where="dispatch_model, source=",
             fix="Give source= all of them, or scratch=folder for values that the model has; or dispatch first, and add "
             "modules such as adapters after that.",

@@ -21,6 +21,7 @@ from accel.errors._checks import did_you_mean
 from accel.parallel._blocks import Select
 from accel.parallel._modules import named_modules
 from accel.tensors import FORMATS, Packed, is_absent, is_dtensor
+from accel.terminal import show_names
 
 
 def check_installed(config: Quantization) -> None:
@@ -155,7 +156,7 @@ def _check_model(model: nn.Module) -> None:
     if quantized:
         raise ConfigError(
             "the model is quantized already",
-            got=", ".join(map(repr, quantized[:_SHOWN])),
+            got=show_names([*map(repr, quantized)], _SHOWN),
             where="load_quantized",
             fix="Build it anew, as by accel.init_empty_weights.",
         )
@@ -177,7 +178,7 @@ def _check_layers(chosen: list[tuple[str, nn.Linear]], config: Quantization) -> 
     if not isinstance(config, Torchao):
         return
     if narrow := [name for name, module in chosen if module.in_features == 1]:
-        got = ", ".join(map(repr, narrow[:_SHOWN]))
+        got = show_names([*map(repr, narrow)], _SHOWN)
         fix = f"Pass skip={tuple(narrow[:_SHOWN])!r}."
         raise ConfigError("torchao quantizes no layers with one input", got=got, where="Torchao.skip", fix=fix)
     group = (config.group_size or 32) if config.kind.startswith("int4") else 1
@@ -185,7 +186,7 @@ def _check_layers(chosen: list[tuple[str, nn.Linear]], config: Quantization) -> 
     if odd:
         raise ConfigError(
             f"rows of {len(odd)} layers do not divide into groups of {group}",
-            got=", ".join(map(repr, odd[:_SHOWN])),
+            got=show_names([*map(repr, odd)], _SHOWN),
             where="Torchao.group_size",
             fix=f"Pass a smaller group_size=, or skip={tuple(odd[:_SHOWN])!r}.",
         )

@@ -35,6 +35,7 @@ from accel.items._values import Stateful
 from accel.loop_state import LossScale
 from accel.storage import RemotePath, as_place, open_directory, read_reference
 from accel.tensors import is_dtensor, parameters_of
+from accel.terminal import show_names
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 
@@ -212,7 +213,7 @@ def _missing(source: Path, name: str, present: list[str]) -> CheckpointError:
     fix = "Pass as many items of a kind as were saved."
     if sharded:
         fix = f"{sharded[0]} is of another format: only what Accelerate writes as safetensors is read."
-    got = ", ".join(present[:8]) or "an empty folder"
+    got = show_names(present, 8) or "an empty folder"
     return CheckpointError(
         f"{name}: missing", expected="a folder that Accelerate's save_state wrote", got=got, where=str(source), fix=fix
     )
@@ -248,7 +249,7 @@ def import_accelerate(
             raise CheckpointError(
                 "no model.safetensors",
                 expected="a folder that Accelerate's save_state wrote",
-                got=", ".join(names[:8]) or "an empty folder",
+                got=show_names(names, 8) or "an empty folder",
                 where=str(source),
                 fix="Only models that were saved as safetensors are taken.",
             )

@@ -19,7 +19,7 @@ from accel.errors._checks import is_users
 from accel.launching.local._children import Children, Relay
 from accel.launching.reports._failure import DECORATOR, STACK_SIGNAL, WORKER, EnteredCollective, file_beside
 from accel.run_folder import read_json
-from accel.terminal import show_limit
+from accel.terminal import show_limit, show_names
 
 _ANSWER_S = 1.0
 _PAUSE_S = 0.02
@@ -220,10 +220,9 @@ def _line(stack: str) -> str:
 
 
 def _subject(ranks: Sequence[int], hosts: Mapping[int, str] = MappingProxyType({})) -> str:
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     where = {hosts.get(rank, "") for rank in ranks}
     host = f" on {where.pop()}" if hosts and len(where) == 1 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{more}{host}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {show_names([*map(str, ranks)], 8)}{host}"
 
 
 def _request(record: str) -> bool:

@@ -32,7 +32,7 @@ from typing import Self
 from accel.errors import LaunchError
 from accel.run_folder import hide_in_words
 from accel.system import NOTICES, REPEATED, SAME_REQUEST_S, STOPPING, Helpers, not_ignored, open_streams
-from accel.terminal import show_limit
+from accel.terminal import show_limit, show_names
 
 LOOK_S = 5.0  # the longest wait between two looks at the children, as a signal may be lost
 _DEAF_S = 3.5  # a launcher that has not read a request to stop for so long, or does not continue after it, is stuck
@@ -268,8 +268,7 @@ def _words(pid: str) -> str:
 
 
 def _listed(found: dict[int, str]) -> str:
-    shown = [f"{pid} ({words})" if words else str(pid) for pid, words in list(found.items())[:_MOST_NAMED]]
-    return ", ".join(shown) + (f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else "")
+    return show_names([f"{pid} ({words})" if words else str(pid) for pid, words in found.items()], _MOST_NAMED)
 
 
 def _signal(pid: int, number: int) -> None:

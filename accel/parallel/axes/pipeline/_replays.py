@@ -27,6 +27,7 @@ from accel.parallel.axes.pipeline._planned import FIX, Planned, begins_by_holdin
 from accel.parallel.axes.pipeline._replayed import Calls, Replay, ReplayedModule, StageRun, running
 from accel.parallel.axes.pipeline._work import Boundary, Work, noise
 from accel.random import Key, isolated_rng
+from accel.terminal import show_names
 
 _MOST_REPLAYS = 16
 _SEEDS = 2**62  # number of different seeds
@@ -137,7 +138,7 @@ class Replays:
             raise StageError(
                 "a stage reads tensors for this batch that it does not hold",
                 expected="the parameters and buffers that the model was prepared with",
-                got=", ".join(missing[:3]),
+                got=show_names(missing),
                 fix=FIX,
             )
         if torch.is_grad_enabled():

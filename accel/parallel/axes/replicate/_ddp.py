@@ -33,9 +33,9 @@ from accel.parallel._spread import (
 )
 from accel.parallel.axes.replicate._comm_hooks import gather_sparse, register_hook
 from accel.tensors import has_wide_gradient
+from accel.terminal import show_names
 
 _ddp = cast(Any, DistributedDataParallel)
-_SHOWN = 3
 
 
 class _Running:
@@ -150,7 +150,7 @@ class Replica(DistributedDataParallel):
                 raise PrepareError(
                     "two prepared models share parameters, and one backward would exchange their gradients twice",
                     expected="one prepared model, or a backward for each before the next forward",
-                    got=f"a forward of both, with {', '.join(names[:_SHOWN])} in both",
+                    got=f"a forward of both, with {show_names(names)} in both",
                     where=f"{_inner_name(self)}, after {_inner_name(rival)}",
                     fix="Put both into one module with one forward, and prepare that; or prepare both with"
                     " gradient_as_bucket_view=False. A forward without a backward belongs into torch.no_grad().",

@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python tests/benchmarks/part_overhead.py
 
 One process runs the first rank's share: its messages go nowhere, and both variants make as many. Printed is the median
-over rounds of the ratio. The attention translates sizes by layouts, and the layers of the MLP run bare.
+over rounds of the ratio. The attention translates sizes by layouts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RANKS, HEADS, ROWS, TOKENS = 2, 8, 4, 64
 
 
 class Attention(nn.Module):
-    """Counts its heads in a mapping, where no style finds them; `share` is that of the heads."""
+    """Counts its heads in a mapping; `share` is that of the heads."""
 
     def __init__(self, width: int, share: int = 1) -> None:
         super().__init__()

@@ -110,8 +110,8 @@ def _styles(model: nn.Module) -> Any:
 
 
 STYLES = {
-    Attention: {"blocks.*.attention": "copy_input", "blocks.*.attention.norm": "replicated_with_grad_allreduce"},
-    Fused: {"blocks.*.attention.q": "packed_colwise_3", "blocks.*.attention.norm": "replicated_with_grad_allreduce"},
+    Attention: {"blocks.*.attention.q": "colwise"},
+    Fused: {"blocks.*.attention.q": "packed_colwise_3"},
 }
 ENDS = {"embed": "embedding_rowwise", "head": "colwise_gather_output", "blocks.*.mlp.up": "packed_colwise_2"}
 

@@ -476,6 +476,8 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
             [(2, n, 3), (n, 1, 3), (n,)],
             [RowLayout(1, cut), None, None],
         ),
+        "one slope": Region(functional.prelu, [(3, 7), (1,)], [RowLayout(1, unequal), None]),
+        "slopes of channels": Region(functional.prelu, [(3, 7, 2), (7,)], [RowLayout(1, unequal), None]),
         "sums of unequal rows": Region(
             lambda x: x.sum(-1) + x.mean(1) + x.norm(dim=1) + x.norm(1, -1), [(3, 7)], [RowLayout(1, unequal)]
         ),

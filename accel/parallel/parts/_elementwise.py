@@ -19,6 +19,7 @@ from accel.parallel.parts._part import (
     Named,
     PartTensor,
     aligned,
+    entered,
     make,
     name_of,
     named,
@@ -170,6 +171,17 @@ def dropped(func: Any, args: Args, kwargs: Named) -> Any:
     return make(part * own_mask(part, rate, drop), part.division, part.ranks)
 
 
+def sloped(func: Any, args: Args, kwargs: Named) -> Any:
+    """prelu, by one slope or one for each channel, the second dimension."""
+    given = named("input weight", args, kwargs)
+    part, weight = part_of(func, [given["input"]]), given["weight"]
+    layout = part.division
+    is_by_channel = layout is not None and layout.dim == 1 and whole_shape(weight).numel() > 1
+    if layout is not None and is_by_channel:
+        return make(func(part, own_rows(weight, 0, layout.cut, part.ranks)), layout, part.ranks)
+    return make(func(part, entered(weight, part.ranks)), layout, part.ranks)
+
+
 def own_mask(part: PartTensor, rate: float, drop: Callable[..., Any] = functional.dropout) -> Tensor:
     """Return this rank's part of a mask of dropout for a whole tensor: 0 or `1 / (1 - rate)`."""
     ones = torch.ones(whole_shape(part), dtype=part.dtype, device=part.device)
@@ -251,6 +263,7 @@ RULES = {
     **dict.fromkeys(("item", "tolist", "__bool__", "__float__", "__int__", "__index__"), alike),
     "data_ptr": alike,  # a kernel would take the whole shape for the shape of this rank's memory
     **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d"), dropped),
+    "prelu": sloped,
     **dict.fromkeys(("rand_like", "randn_like"), drawn_like),
     "passed": passage,
     "weighted": same,

@@ -141,7 +141,7 @@ class ReadList(ReadParameters):
         return own.__getitem__(index)
 
 
-class Head(LocalParameters):
+class DividedHead(LocalParameters):
     """A column-parallel linear layer that gives plain tensors: all outputs, or this rank's for its style "colwise"."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -256,8 +256,8 @@ def needed_rows(stored: torch.Tensor, layer: Layer, exchange: RowExchange) -> to
 def mixin_for(rule: Rule) -> type[LocalParameters]:
     """Return the class to put before the class of a module without parts."""
     return {
-        "colwise": Head,
-        "colwise_gather_output": Head,
+        "colwise": DividedHead,
+        "colwise_gather_output": DividedHead,
         "embedding_rowwise": Embedding,
         "replicated_local": ReadParameters,
     }.get(rule.style, LocalParameters)

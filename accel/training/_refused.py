@@ -33,7 +33,10 @@ _BY_PREPARE = ("plan", "compile")
 
 
 def check_settings(ctx: DistContext, accum: Accumulation, optimizers: Sequence[Optimizer]) -> None:
-    """Raise `ConfigError` if a setting of the launcher, or an axis cp, has no effect on a step. No communication."""
+    """Raise `ConfigError` if a setting of the launcher, or an axis cp, has no effect on a step.
+
+    A collective of the first step on a mesh with cp and pp; otherwise no communication.
+    """
     if "accumulation" in ctx.launched:
         _check_accumulation(ctx, accum)
     if "precision" in ctx.launched or "mesh" in ctx.launched:

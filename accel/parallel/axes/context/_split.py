@@ -184,19 +184,14 @@ def check_context_used(ctx: DistContext) -> None:
             "take the positions from accel.parallel.sequence_positions. For context parallelism of your own: "
             "accel.replace(ctx, mesh=ctx.mesh).",
         )
-    fix = (
-        "Leave pp out of the mesh: the model computes as it is written without stages. Or call "
-        "accel.parallel.context_attention in it. "
-        if ctx.axis("pp").size > 1
-        else "Call accel.parallel.context_attention in the model, or torch's scaled_dot_product_attention in a class "
-        "of its own, or prepare a model of transformers. "
-    )
     raise ConfigError(
         "ranks that share a sequence did not see each other's positions",
         expected=f"attention across {shared}",
         got="none",
         where="optimizer_step, ctx.mesh",
-        fix=f"{fix}For context parallelism of your own: accel.replace(ctx, mesh=ctx.mesh).",
+        fix="Call accel.parallel.context_attention in the model, or torch's scaled_dot_product_attention in a class of "
+        "its own, or prepare a model of transformers. Leave pp out of the mesh for a model as it is written. "
+        "For context parallelism of your own: accel.replace(ctx, mesh=ctx.mesh).",
     )
 
 

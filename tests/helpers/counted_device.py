@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from accel.comm._streams import TorchStreams
+from accel.parallel.parts import PartTensor
 from accel.testing._device_operators import host_reads
 
 NAME = "counted"
@@ -116,11 +117,22 @@ class CountedTensor(torch.Tensor):
         """Return the values; the host waits for them."""
         return self.to("cpu").tolist()
 
+    def as_subclass(self, kind: Any) -> Any:
+        """Return the tensor as a part, or a part as a tensor: torch changes the class of plain tensors alone."""
+        same = self.view_as(self)
+        if kind is PartTensor:
+            same.__class__ = CountedPart
+        return same
+
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return _counted(func, args, kwargs or {})  # those of a DTensor come here at once
+
+
+class CountedPart(PartTensor, CountedTensor):
+    """A part of a tensor of the device."""
 
 
 class _Counting(TorchDispatchMode):

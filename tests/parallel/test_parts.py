@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -704,6 +705,16 @@ def test_a_part_reports_the_whole_shape() -> None:
     assert "[2, 6, 4]" in repr(part)
     with torch._C.DisableTorchFunctionSubclass():
         assert part.shape == (2, 3, 4)
+
+
+def test_copies_of_many_parts_have_the_rows_of_each() -> None:
+    """Plain rows that a copy makes on the way have the number of an object that was before."""
+    ranks = alone(1, 2)
+    parts = [make(torch.full((2, 2), float(at)), RowLayout(1, RowCut(1, ((4, 2),))), ranks) for at in range(20)]
+    copies = copy.deepcopy({"parts": parts, "again": parts[3]})
+    assert [float(plain_of(each)[0, 0]) for each in copies["parts"]] == [*range(20)]
+    assert copies["again"] is copies["parts"][3]
+    assert copies["again"].shape == (2, 4)
 
 
 def test_a_plain_tensor_enters_once_for_all_who_take_it() -> None:

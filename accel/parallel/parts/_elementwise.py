@@ -129,7 +129,8 @@ def same(func: Any, args: Args, kwargs: Named) -> Any:
 def duplicated(func: Any, args: Args, kwargs: Named) -> Any:
     """copy.deepcopy, as of a cache of keys."""
     part = part_of(func, args)
-    return make(func(plain_of(part), *args[1:]), part.division, part.ranks)
+    # copy knows what it has copied by numbers of objects: of plain rows, which are gone, another part may have it next
+    return make(func(plain_of(part), {}), part.division, part.ranks)
 
 
 def converted(func: Any, args: Args, kwargs: Named) -> Any:

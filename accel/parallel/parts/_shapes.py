@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -238,7 +239,7 @@ def unbind(func: Any, args: Args, kwargs: Named) -> Any:
     """unbind."""
     part = part_of(func, args)
     dim = named("input dim", args, kwargs).get("dim", 0) % part.dim()
-    return tuple(_without(narrowed(part, dim, row, row + 1), dim) for row in range(whole_shape(part)[dim]))
+    return tuple(_without(each, dim) for each in _split(part, dim, [1] * whole_shape(part)[dim]))
 
 
 def split(func: Any, args: Args, kwargs: Named) -> Any:
@@ -258,12 +259,20 @@ def split(func: Any, args: Args, kwargs: Named) -> Any:
     sizes = [min(by, length - start) for start in range(0, length, by)] if isinstance(by, int) else list(by)
     if sum(sizes) != length or min(sizes) < 0:
         raise no_rule(f"of {length} rows in {sizes}")
-    found: list[PartTensor] = []
-    start = 0
-    for each in sizes:
-        found.append(narrowed(part, dim, start, start + each))
-        start += each
-    return tuple(found)
+    return _split(part, dim, sizes)
+
+
+def _split(part: Any, dim: int, sizes: Sequence[int]) -> tuple[PartTensor, ...]:
+    """Pieces of so many rows of the whole, by one function: its gradient is one concatenation."""
+    layout = part.division
+    layouts = [layout] * len(sizes)
+    if layout is not None and layout.dim == dim:
+        ends = [*itertools.accumulate(sizes, initial=0)]
+        pieces = [piece_of(layout.cut, start, stop) for start, stop in itertools.pairwise(ends)]
+        sizes = [piece.length for piece in pieces]
+        layouts = [at(dim, piece.cut) for piece in pieces]
+    rows = part.split_with_sizes(sizes, dim)
+    return tuple(make(each, own, part.ranks) for each, own in zip(rows, layouts, strict=True))
 
 
 def join(func: Any, args: Args, kwargs: Named) -> Any:

@@ -246,11 +246,12 @@ def local(parameter: torch.Tensor, rule: Rule) -> torch.Tensor:
     return local_of(parameter, summands=rule.summands, fresh=rule.fresh)
 
 
-def needed_rows(stored: torch.Tensor, layer: Layer, exchange: RowExchange) -> torch.Tensor:
-    """Return the rows, [rows, ...], that this rank computes with, from those that ranks store. A collective, as its
-    backward."""
-    sent = torch.cat(exchange.sent.of(stored))
-    return exchanged(sent, exchange.to, exchange.back, layer.group)
+def needed_rows(stored: torch.Tensor, dim: int, layer: Layer, exchange: RowExchange) -> torch.Tensor:
+    """Return the rows along a dimension that this rank computes with, from those that ranks store. A collective, as
+    its backward."""
+    sent = torch.cat(exchange.sent.of(stored if dim == 0 else stored.movedim(dim, 0)))
+    rows = exchanged(sent, exchange.to, exchange.back, layer.group)
+    return rows if dim == 0 else rows.movedim(0, dim)
 
 
 def mixin_for(rule: Rule) -> type[LocalParameters]:

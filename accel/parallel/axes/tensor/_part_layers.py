@@ -125,8 +125,7 @@ class PartParameters(LocalParameters):
             own = here.get(name)
             if own is not None:
                 if name in exchanges:
-                    rows = needed_rows(own.movedim(layout.dim, 0), self.accel_layer, exchanges[name])
-                    own = rows.movedim(0, layout.dim)
+                    own = needed_rows(own, layout.dim, self.accel_layer, exchanges[name])
                 here[name] = make(own, at(layout.dim, cut_of(*layout.cut)), ranks)  # all rows of a single head of keys
         return here
 

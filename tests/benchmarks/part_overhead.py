@@ -4,7 +4,8 @@
     OMP_NUM_THREADS=1 python tests/benchmarks/part_overhead.py
 
 One process runs the first rank's share: its messages go nowhere, and both variants make as many. Printed is the median
-over rounds of the ratio. The attention translates sizes by layouts.
+over rounds of the ratio. The attention translates sizes by layouts. Its queries, keys and values are one layer, from
+which ranks exchange rows in each forward and backward; with `--apart` they are three.
 """
 
 from __future__ import annotations
@@ -30,16 +31,20 @@ RANKS, HEADS, ROWS, TOKENS = 2, 8, 4, 64
 class Attention(nn.Module):
     """Counts its heads in a mapping; `share` is that of the heads."""
 
-    def __init__(self, width: int, share: int = 1) -> None:
+    def __init__(self, width: int, share: int = 1, *, apart: bool = False) -> None:
         super().__init__()
-        self.qkv = nn.Linear(width, 3 * width // share)
+        layers = (
+            [nn.Linear(width, width // share) for _ in range(3)] if apart else [nn.Linear(width, 3 * width // share)]
+        )
+        self.qkv = nn.ModuleList(layers)
         self.out = nn.Linear(width // share, width, bias=False)
         self.settings = {"heads": HEADS // share, "width": width // share}
 
     def forward(self, x: Tensor) -> Tensor:
         rows, tokens, _ = x.shape
         heads, width = self.settings["heads"], self.settings["width"]
-        q, k, v = (each.view(rows, tokens, heads, -1).transpose(1, 2) for each in self.qkv(x).split(width, 2))
+        pieces = self.qkv[0](x).split(width, 2) if len(self.qkv) == 1 else [layer(x) for layer in self.qkv]
+        q, k, v = (each.view(rows, tokens, heads, -1).transpose(1, 2) for each in pieces)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(rows, tokens, width))
 
@@ -57,10 +62,10 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """Both, with norms; of a rank's sizes with the messages of its layers, where it has a `group`."""
 
-    def __init__(self, width: int, share: int = 1, group: Any = None) -> None:
+    def __init__(self, width: int, share: int = 1, group: Any = None, *, apart: bool = False) -> None:
         super().__init__()
         self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention, self.mlp = Attention(width, share), Mlp(width, share)
+        self.attention, self.mlp = Attention(width, share, apart=apart), Mlp(width, share)
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,9 +75,9 @@ class Block(nn.Module):
         return x
 
 
-def divided(width: int, group: Any) -> nn.Module:
+def divided(width: int, group: Any, *, apart: bool = False) -> nn.Module:
     """Return the first rank's share of a block by the plan that is found."""
-    whole = Block(width)
+    whole = Block(width, apart=apart)
     plan = found_plan(whole, RANKS, [torch.empty(ROWS, TOKENS, width)])
     rules = rules_of(whole, plan.styles, RANKS, regions=plan.regions)
     part = copy.deepcopy(whole)
@@ -97,11 +102,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--widths", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--apart", action="store_true", help="queries, keys and values by a layer each")
     given = parser.parse_args()
     torch.manual_seed(0)
     for width in given.widths:
         group: Any = SilentGroup(RANKS)
-        own, written = divided(width, group), Block(width, RANKS, group)
+        own = divided(width, group, apart=given.apart)
+        written = Block(width, RANKS, group, apart=given.apart)
         x = torch.randn(ROWS, TOKENS, width, requires_grad=True)
         passes = max(2, 4096 // width)
         _ = seconds(own, x, 2), seconds(written, x, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -166,7 +166,9 @@ def _reduced_layout(layout: RowLayout, dims: Sequence[int], *, keepdim: bool) ->
 def normalized(func: Any, args: Args, kwargs: Named) -> Any:
     """functional.normalize."""
     given = named("input p dim eps", args, kwargs)
-    total = norm(Tensor.norm, (given["input"], given.get("p", 2.0), given.get("dim", 1), True), {})
+    total = norm(
+        cast(Any, torch.linalg).vector_norm, (given["input"], given.get("p", 2.0), given.get("dim", 1), True), {}
+    )
     least = total.clamp_min(given.get("eps", 1e-12))
     if isinstance(total, PartTensor):
         least = make(least, total.division, total.ranks)

@@ -104,7 +104,7 @@ def _spread(name: str, part: PartTensor, dims: list[int], given: Named) -> Tenso
         correction = 1 if given.get("unbiased", True) else 0
     rows = _wide(plain_of(part))
     shape = whole_shape(part)
-    count = math.prod(shape[dim] for dim in dims)
+    count = math.prod([shape[dim] for dim in dims])  # torch.compile multiplies no generator
     mean = part.ranks.enter(part.ranks.total(rows.sum(dims, keepdim=True))) / count
     squares = (rows - mean).square().sum(dims, keepdim=bool(given.get("keepdim")))
     found = part.ranks.total(squares) / max(count - correction, 0)
@@ -141,16 +141,20 @@ def norm(func: Any, args: Args, kwargs: Named) -> Any:
     """norm, linalg.vector_norm; over the divided dimension by sums of powers of the norms of ranks."""
     given = named("input ord dim keepdim", args, kwargs)
     part = part_of(func, args)
-    layout = part.division
-    dims = dims_of(given.get("dim") if given.get("dim") != () else None, part.dim())
-    own = func(plain_of(part), *args[1:], **kwargs)
-    if layout is None:
-        return _like(own, None, part)
-    if layout.dim not in dims:
-        return _like(own, _reduced_layout(layout, dims, keepdim=bool(given.get("keepdim"))), part)
     order = given.get("p", given.get("ord", 2))
     order = 2 if order in (None, "fro") else order
-    if not isinstance(order, int | float) or not 0 < order < float("inf"):
+    if not isinstance(order, int | float):
+        raise no_rule(f"of order {order}")
+    dim, is_kept = given.get("dim"), bool(given.get("keepdim"))
+    dim = None if dim in ((), []) else dim
+    norms: Any = cast(Any, torch.linalg).vector_norm
+    own: Tensor = norms(plain_of(part), order, dim, is_kept, dtype=given.get("dtype"))
+    layout = part.division
+    if layout is None:
+        return make(own, None, part.ranks)
+    if layout.dim not in (dims := dims_of(dim, part.dim())):
+        return make(own, _reduced_layout(layout, dims, keepdim=is_kept), part.ranks)
+    if not 0 < order < float("inf"):
         raise no_rule(f"of order {order}")
     if layout.cut.is_shared(part.ranks.size):
         raise no_rule("over rows that several ranks hold")

@@ -721,6 +721,7 @@ REFUSED: Mapping[str, tuple[str, Callable[[PartTensor], Any]]] = {
     "the memory of a kernel": ("data_ptr", lambda t: t.data_ptr()),
     "a value": ("item", lambda t: t[:1, :, :1].flatten().item()),
     "greatest over heads": ("amax", lambda t: t.amax(1)),
+    "a spread of complex numbers": ("var", lambda t: torch.complex(t, t).var(1)),
     "other rows beside": ("add", lambda t: t + torch.ones(5, 4)),
 }
 

@@ -99,6 +99,8 @@ def reduced(func: Any, args: Args, kwargs: Named) -> Any:
 
 def _spread(name: str, part: PartTensor, dims: list[int], given: Named) -> Tensor:
     """var, std: by the mean and the sum of squares of all ranks."""
+    if part.is_complex():
+        raise no_rule("of complex numbers over the divided dimension")
     correction = given.get("correction")
     if correction is None:
         correction = 1 if given.get("unbiased", True) else 0
@@ -128,7 +130,8 @@ def _extreme(func: Any, part: PartTensor, layout: RowLayout, *, keepdim: bool) -
     ranks, dim = part.ranks, layout.dim
     own, places = func(plain_of(part), dim, keepdim=True)
     rows = torch.tensor(rows_of(layout.cut, ranks.rank, ranks.size), device=own.device)[places]
-    joined, joined_rows = ranks.joined(own, dim), ranks.joined(rows, dim)
+    joined = ranks.joined(own, dim)
+    joined_rows = ranks.joined(rows, dim)
     is_found = (joined == func(joined, dim, keepdim=True)[0]) | (joined != joined)  # NaN is the extreme of all
     which = joined_rows.masked_fill(~is_found, layout.cut.total).argmin(dim, keepdim=True)
     found = joined.gather(dim, which), joined_rows.gather(dim, which)
@@ -145,8 +148,9 @@ def norm(func: Any, args: Args, kwargs: Named) -> Any:
     order = 2 if order in (None, "fro") else order
     if not isinstance(order, int | float):
         raise no_rule(f"of order {order}")
-    dim, is_kept = given.get("dim"), bool(given.get("keepdim"))
+    dim = given.get("dim")
     dim = None if dim in ((), []) else dim
+    is_kept = bool(given.get("keepdim"))
     norms: Any = cast(Any, torch.linalg).vector_norm
     own: Tensor = norms(plain_of(part), order, dim, is_kept, dtype=given.get("dtype"))
     layout = part.division

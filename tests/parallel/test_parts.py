@@ -241,6 +241,9 @@ CASES: Mapping[str, Callable[[Drawn], Any]] = {
         lambda g: torch.randn(2 * g.shape[1], 1, 3),
     ),
     "dropout": _new(lambda g, t: _seeded(t, lambda each: functional.dropout(each, 0.5))),
+    "dropout in place": _new(
+        lambda g, t: _seeded(t.clone(), lambda each: (functional.dropout(each, 0.5, True, True), each)[1])
+    ),
     "dropout of channels": _new(lambda g, t: _seeded(t, lambda each: functional.dropout1d(each, 0.5))),
     "randn_like": _new(lambda g, t: _seeded(t, torch.randn_like)),
     "dtypes": _new(lambda g, t: t.double().to(torch.float32).type_as(t)),

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from compiled_models import Between, Case, batch_of, train
+from compiled_models import WIDTH, Between, Case, Mlp, batch_of, train
 from pipelines import differences
 from steps import begin_batch
+from torch import nn
 
 import accel
 from accel.parallel import Plan
@@ -98,3 +99,26 @@ def test_each_kind_of_batch_has_one_graph(ranks: Simulator, name: str) -> None:
         assert counts[0] > 0
         assert len(set(counts)) == 1
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+class Normed(Mlp):
+    """A layer with norms, a spread and an extreme of rows that ranks divide."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        sizes = hidden.norm(dim=-1, keepdim=True) + hidden.std(-1, keepdim=True) + hidden.max(-1, True).values
+        return self.down(hidden / (1 + sizes.abs()))
+
+
+def test_reductions_of_divided_rows_are_part_of_a_graph(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> torch.Tensor:
+        ctx = accel.replace(ctx, mesh="tp=2")
+        torch.manual_seed(0)
+        net, x = nn.Sequential(Normed()).double(), torch.randn(3, WIDTH, dtype=torch.float64)
+        expected = net(x)
+        model = accel.prepare_model(ctx, net, plan=Plan(tensor={"0.up": "colwise", "0.down": "rowwise"}))
+        accel.compile_model(model, backend="aot_eager", fullgraph=True)
+        return model(x) - expected
+
+    for difference in ranks.run(rank, 2, default_group=True):
+        torch.testing.assert_close(difference, torch.zeros_like(difference), rtol=0, atol=1e-12)

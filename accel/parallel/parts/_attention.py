@@ -146,7 +146,7 @@ def _share_groups(query: Tensor, key: Tensor, ranks: Ranks) -> bool:
     """Whether ranks have equal runs of queries, with whole groups or parts of one."""
     layout = layout_of(query)
     keys = whole_shape(key)[-3]
-    is_even = layout is not None and layout.cut == even(layout.cut.total, ranks.size)
+    is_even = layout is not None and layout.cut.is_equal and layout.cut == even(layout.cut.total, ranks.size)
     return is_even and math.gcd(keys, ranks.size) in (keys, ranks.size)
 
 

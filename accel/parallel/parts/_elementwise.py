@@ -167,9 +167,13 @@ def dropped(func: Any, args: Args, kwargs: Named) -> Any:
     if not given.get("training", True) or not rate:
         return part
     drop: Callable[..., Any] = getattr(functional, name_of(func))
+    is_in_place = bool(given.get("inplace")) and not is_dynamo_compiling()  # a graph takes the result
     if part.division is None:
-        return make(drop(part, rate), None, part.ranks)
-    return make(part * own_mask(part, rate, drop), part.division, part.ranks)
+        found = drop(part, rate, inplace=is_in_place)
+    else:
+        mask = own_mask(part, rate, drop)
+        found = part.mul_(mask) if is_in_place else part * mask
+    return part if is_in_place else make(found, part.division, part.ranks)
 
 
 def sloped(func: Any, args: Args, kwargs: Named) -> Any:

@@ -139,6 +139,8 @@ def runs_of(rows: Sequence[int], pieces: int) -> Places:
     Slices need no tensor of places, which autograd would save: a checkpoint that computes a forward again must save as
     many tensors, on each rank.
     """
+    if not rows:
+        return slice(0, 0)
     if pieces > _MOST_RUNS:
         return tuple(rows)
     found: list[slice] = []
@@ -157,7 +159,7 @@ def places_of(need: RowCut, have: RowCut | None, rank: int, size: int) -> Places
         have is None and need.repeat == 1 and len(need.segments) == 1 and need.segments[0][1] > 0
     ):  # most often, so without a look at each row
         ways = need.segments[0][1]
-        first = rank * ways // size * need.local
+        first = min(rank * ways // size * need.local, need.total)
         return slice(first, min(first + need.local, need.total))
     own = range(need.total) if have is None else rows_of(have, rank, size)
     place = {row: number for number, row in enumerate(own)}
@@ -182,6 +184,9 @@ def viewed(shape: tuple[int, ...], layout: RowLayout, new: tuple[int, ...]) -> t
         new = tuple(count // max(others, 1) if each == -1 else each for each in new)
     if math.prod(new) != count:
         raise no_rule(f"view of {list(shape)} as {list(new)}, of another number of elements")
+    if not count and layout.cut.total:  # of no rows along another dimension, such as a batch of none
+        found, own = viewed(_at_least_one(shape), layout, _at_least_one(new))
+        return found, tuple(length and here for length, here in zip(new, own, strict=True))
     if not layout.cut.is_equal:
         kept_dims = len(shape) - layout.dim
         if new[-kept_dims:] != shape[layout.dim :]:
@@ -201,6 +206,10 @@ def viewed(shape: tuple[int, ...], layout: RowLayout, new: tuple[int, ...]) -> t
             return RowLayout(dim, cut), (*new[:dim], cut.local, *new[dim + 1 :])
         before *= length
     raise no_rule(f"view of {list(shape)} as {list(new)}: no dimension has all that ranks divide")
+
+
+def _at_least_one(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(each or 1 for each in shape)
 
 
 _UNEQUAL = "unequal numbers of rows"

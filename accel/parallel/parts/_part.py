@@ -199,6 +199,7 @@ class PartTensor(Tensor):
 
     split = _method("split")
     unflatten = _method("unflatten")
+    norm = _method("norm")
 
     def __repr__(self, **_kwargs: object) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"Part({list(whole_shape(self))}, {self.division}, rank {self.ranks.rank} of {self.ranks.size})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -68,74 +68,115 @@ def reduced(func: Any, args: Args, kwargs: Named) -> Any:
     """sum, mean, amax, var and their like: over dimensions, or all."""
     part = part_of(func, args)
     name = name_of(func)
-    given = named("input dim keepdim", args, kwargs)
+    is_spread = name in ("var", "std")
+    given = named(f"input dim {'unbiased ' if is_spread else ''}keepdim", args, kwargs)
     dim = given.get("dim")
     if name in ("max", "min") and isinstance(dim, Tensor):
         return elementwise(func, args, kwargs)
-    if name in ("var", "std") and isinstance(dim, bool):
+    if is_spread and isinstance(dim, bool):
         raise no_rule("with its second argument by place")
     dims = dims_of(None if dim == () or dim == [] else dim, part.dim())
     layout = part.division
     if layout is None:
         return _like(func(*args, **kwargs), None, part)
     if layout.dim not in dims:
-        place = layout.dim if given.get("keepdim") else layout.dim - sum(each < layout.dim for each in dims)
-        return _like(func(*args, **kwargs), RowLayout(place, layout.cut), part)
+        kept = _reduced_layout(layout, dims, keepdim=bool(given.get("keepdim")))
+        return _like(func(*args, **kwargs), kept, part)
     if layout.cut.is_shared(part.ranks.size):
         raise no_rule("over rows that several ranks hold")
-    if name in ("var", "std"):
+    if is_spread:
         return _spread(name, part, dims, given)
-    if name in ("max", "min") and dims == [layout.dim] and layout.cut.is_equal:
+    if name in ("max", "min") and dim is not None and layout.cut.is_equal:
         return _extreme(func, part, layout, keepdim=bool(given.get("keepdim")))
     if name not in ("sum", "mean"):
         raise no_rule("over the divided dimension")
-    summand = func(*args, **kwargs)
-    if name == "mean":  # of this rank's rows, which may be fewer than others'
-        summand = summand * (part.size(layout.dim) / layout.cut.total)
-    return part.ranks.total(summand)
+    if name == "sum":
+        return part.ranks.total(func(*args, **kwargs))
+    rows = part.size(layout.dim)  # of this rank, which may be fewer than others', or none, with a mean of NaN
+    summand = (func if rows else torch.sum)(*args, **kwargs)
+    return part.ranks.total(summand * (rows / layout.cut.total))
 
 
 def _spread(name: str, part: PartTensor, dims: list[int], given: Named) -> Tensor:
     """var, std: by the mean and the sum of squares of all ranks."""
-    correction = given.get("correction", 1 if given.get("unbiased", True) else 0)
-    rows = plain_of(part)
+    if part.is_complex():
+        raise no_rule("of complex numbers over the divided dimension")
+    correction = given.get("correction")
+    if correction is None:
+        correction = 1 if given.get("unbiased", True) else 0
+    rows = _wide(plain_of(part))
     shape = whole_shape(part)
-    count = math.prod(shape[dim] for dim in dims)
+    count = math.prod([shape[dim] for dim in dims])  # torch.compile multiplies no generator
     mean = part.ranks.enter(part.ranks.total(rows.sum(dims, keepdim=True))) / count
     squares = (rows - mean).square().sum(dims, keepdim=bool(given.get("keepdim")))
     found = part.ranks.total(squares) / max(count - correction, 0)
-    return found.sqrt() if name == "std" else found
+    return (_power(found, 0.5) if name == "std" else found).to(part.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return a tensor in a dtype for sums of squares."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _power(x: Tensor, exponent: float) -> Tensor:
+    """Return powers of positive numbers and 0, with a gradient of 0 at 0, as those of torch's functions."""
+    is_zero = x == 0
+    return x.masked_fill(is_zero, 1).pow(exponent).masked_fill(is_zero, 0)
 
 
 def _extreme(func: Any, part: PartTensor, layout: RowLayout, *, keepdim: bool) -> Any:
-    """max, min along the divided dimension: of the extremes of all ranks, with rows of the whole as indices."""
+    """max, min along the divided dimension: of the extremes of all ranks, with rows of the whole as indices, the first
+    of equal ones."""
     ranks, dim = part.ranks, layout.dim
     own, places = func(plain_of(part), dim, keepdim=True)
     rows = torch.tensor(rows_of(layout.cut, ranks.rank, ranks.size), device=own.device)[places]
-    values, which = func(ranks.joined(own, dim), dim, keepdim=True)
-    found = values, ranks.joined(rows, dim).gather(dim, which)
+    joined = ranks.joined(own, dim)
+    joined_rows = ranks.joined(rows, dim)
+    is_found = (joined == func(joined, dim, keepdim=True)[0]) | (joined != joined)  # NaN is the extreme of all
+    which = joined_rows.masked_fill(~is_found, layout.cut.total).argmin(dim, keepdim=True)
+    found = joined.gather(dim, which), joined_rows.gather(dim, which)
     kinds: Any = torch.return_types
     kind = kinds.max if name_of(func) == "max" else kinds.min
     return kind(found if keepdim else [each.squeeze(dim) for each in found])
 
 
 def norm(func: Any, args: Args, kwargs: Named) -> Any:
-    """norm, linalg.vector_norm, by sums of powers."""
+    """norm, linalg.vector_norm; over the divided dimension by sums of powers of the norms of ranks."""
     given = named("input ord dim keepdim", args, kwargs)
     part = part_of(func, args)
     order = given.get("p", given.get("ord", 2))
     order = 2 if order in (None, "fro") else order
-    if not isinstance(order, int | float) or not 0 < order < float("inf") or given.get("dtype") is not None:
+    if not isinstance(order, int | float):
         raise no_rule(f"of order {order}")
-    powers = make(part.abs().pow(order), part.division, part.ranks)
-    total = reduced(torch.sum, (powers,), {"dim": given.get("dim"), "keepdim": given.get("keepdim", False)})
-    return elementwise(torch.pow, (total, 1 / order), {}) if isinstance(total, PartTensor) else total ** (1 / order)
+    dim = given.get("dim")
+    dim = None if dim in ((), []) else dim
+    is_kept = bool(given.get("keepdim"))
+    norms: Any = cast(Any, torch.linalg).vector_norm
+    own: Tensor = norms(plain_of(part), order, dim, is_kept, dtype=given.get("dtype"))
+    layout = part.division
+    if layout is None:
+        return make(own, None, part.ranks)
+    if layout.dim not in (dims := dims_of(dim, part.dim())):
+        return make(own, _reduced_layout(layout, dims, keepdim=is_kept), part.ranks)
+    if not 0 < order < float("inf"):
+        raise no_rule(f"of order {order}")
+    if layout.cut.is_shared(part.ranks.size):
+        raise no_rule("over rows that several ranks hold")
+    total = part.ranks.total(_power(_wide(own), order))
+    return _power(total, 1 / order).to(own.dtype)
+
+
+def _reduced_layout(layout: RowLayout, dims: Sequence[int], *, keepdim: bool) -> RowLayout:
+    """The layout of a reduction over other dimensions than the divided one."""
+    return RowLayout(layout.dim if keepdim else layout.dim - sum(each < layout.dim for each in dims), layout.cut)
 
 
 def normalized(func: Any, args: Args, kwargs: Named) -> Any:
     """functional.normalize."""
     given = named("input p dim eps", args, kwargs)
-    total = norm(func, (given["input"], given.get("p", 2.0), given.get("dim", 1), True), {})
+    total = norm(
+        cast(Any, torch.linalg).vector_norm, (given["input"], given.get("p", 2.0), given.get("dim", 1), True), {}
+    )
     least = total.clamp_min(given.get("eps", 1e-12))
     if isinstance(total, PartTensor):
         least = make(least, total.division, total.ranks)
@@ -166,7 +207,7 @@ def _normed_over(given: dict[str, Any], layout: RowLayout, *, is_centered: bool)
     ranks = x.ranks
     if layout.dim != x.dim() - 1 or len(given["normalized_shape"]) > 1 or layout.cut.is_shared(ranks.size):
         raise no_rule("a norm over the divided dimension and others, or of rows that ranks share")
-    rows: Tensor = x
+    rows = _wide(x)
     eps = given.get("eps", 1e-5 if is_centered else None)
 
     def mean(values: Tensor) -> Tensor:
@@ -176,7 +217,7 @@ def _normed_over(given: dict[str, Any], layout: RowLayout, *, is_centered: bool)
     if is_centered:
         rows = rows - mean(rows)
     scale = torch.rsqrt(mean(rows.square()) + (torch.finfo(x.dtype).eps if eps is None else eps))
-    found = make(rows * scale, layout, ranks)
+    found = make((rows * scale).to(x.dtype), layout, ranks)
     if given.get("weight") is not None:
         found = elementwise(torch.mul, (found, given["weight"]), {})
     return found if given.get("bias") is None else elementwise(torch.add, (found, given["bias"]), {})

@@ -40,6 +40,8 @@ def _reshaped(part: PartTensor, new: Sequence[int], *, is_view: bool = False) ->
     if part.division is None:
         return make(change(part, new), None, part.ranks)  # pyright: ignore[reportArgumentType]
     layout, own = viewed(tuple(whole_shape(part)), part.division, tuple(new))
+    if not layout.cut.is_equal:
+        own = [*own[: layout.dim], part.size(part.division.dim), *own[layout.dim + 1 :]]
     return make(change(part, own), layout, part.ranks)
 
 

@@ -330,7 +330,7 @@ def repeated(x: Tensor, heads: int) -> Tensor:
 _ORDERS = {"causal_mask_function": True, "bidirectional_mask_function": False}  # in each mask of transformers
 
 
-class Span(NamedTuple):
+class MaskSpan(NamedTuple):
     """Stands for a mask of transformers: which distances it allows."""
 
     window: int | None = None  # as in `context_attention`
@@ -343,7 +343,7 @@ class Masks(NamedTuple):
     orders: set[bool]  # whether they are causal
     is_given: bool  # whether the call has a mask
 
-    def note(self, mask: Any) -> Span | None:
+    def note(self, mask: Any) -> MaskSpan | None:
         """Note the order of a mask, a function that transformers joined of others; return its distances if any."""
         window: int | None = None
         chunk: int | None = None
@@ -354,7 +354,7 @@ class Masks(NamedTuple):
             if "sliding_window" in own:  # around a position, the largest distance
                 window = own["sliding_window"] + ("bidirectional" in part.__qualname__)
             chunk = own.get("chunk_size", chunk)
-        return Span(window, chunk) if window or chunk else None
+        return MaskSpan(window, chunk) if window or chunk else None
 
 
 def _held(function: Any) -> list[Any]:

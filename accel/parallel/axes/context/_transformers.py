@@ -34,7 +34,7 @@ from accel.parallel.axes.context._checks import (
     stacks_of,
     text_decoder,
 )
-from accel.parallel.axes.context._kernels import Masks, Span
+from accel.parallel.axes.context._kernels import Masks, MaskSpan
 from accel.parallel.axes.context._split import own_positions, places, position_axis
 from accel.topology import ContextMethod
 from accel.tree import map_tensors
@@ -315,7 +315,9 @@ def _documents(ctx: DistContext, position_ids: Tensor) -> Tensor | None:
     return numbers[:, _own_places(ctx, position_ids.shape[1]).to(numbers.device)]
 
 
-def _mask(*, mask_function: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any) -> Span | None:
+def _mask(
+    *, mask_function: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any
+) -> MaskSpan | None:
     """Refuse masks of a model's own making, as transformers' `AttentionMaskInterface` asks. Others are made by the
     attention: return distances for those that have some."""
     own = "a mask that joins others, such as a mask of images among tokens"
@@ -355,7 +357,7 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | Span | None,
+    attention_mask: Tensor | MaskSpan | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     **keywords: Any,
@@ -367,7 +369,9 @@ def _attention(
     causal = keywords.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     crosses = call.is_decoder and not causal
-    span, attention_mask = (attention_mask, None) if isinstance(attention_mask, Span) else (Span(), attention_mask)
+    span, attention_mask = (
+        (attention_mask, None) if isinstance(attention_mask, MaskSpan) else (MaskSpan(), attention_mask)
+    )
     bias = keywords.get("position_bias")
     if crosses and not getattr(module, "has_relative_attention_bias", True):
         bias = None  # zeros

@@ -159,13 +159,12 @@ def _is_replicated(weight: Tensor) -> bool:
         return weight.division is None
     if tensor_notes(weight).get("replicated", False):
         return True
-    node: Any = weight.grad_fn
-    while node is not None:
-        parameter = getattr(node, "parameter", None)  # of `local_of`
+    before: list[Any] = [weight.grad_fn]
+    while len(before) == 1 and before[0] is not None:
+        parameter = getattr(before[0], "parameter", None)  # of `local_of`
         if isinstance(parameter, Tensor):
             return is_dtensor(parameter) and not split_dims(parameter)
-        before = [each for each, _ in node.next_functions]
-        node = before[0] if len(before) == 1 else None
+        before = [each for each, _ in before[0].next_functions]
     return False
 
 

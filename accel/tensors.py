@@ -385,12 +385,13 @@ def _weighted_sum(words: torch.Tensor) -> torch.Tensor:
     """Sum words times weights of their positions, which are products of a row's and a column's weight."""
     # Two words of 64 bits that differ in their first bit would weigh the same under all odd weights.
     words = words.view(torch.int32) if words.dtype == torch.int64 else words
-    columns = _weights(0, _COLUMNS, words.device)
+    width = min(_COLUMNS, len(words))  # a short tensor is one row
+    columns = _weights(0, width, words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for at in range(0, len(words), _COLUMNS * _ROWS):
         part = words[at : at + _COLUMNS * _ROWS]
-        count = -(-len(part) // _COLUMNS)
-        rows = torch.nn.functional.pad(part, (0, count * _COLUMNS - len(part))).view(count, _COLUMNS)
+        count = -(-len(part) // width)
+        rows = torch.nn.functional.pad(part, (0, count * width - len(part))).view(count, width)
         total += ((rows * columns).sum(1) * _weights(_COLUMNS + at // _COLUMNS, count, words.device)).sum()
     return total
 

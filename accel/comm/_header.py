@@ -8,7 +8,7 @@ import functools
 import hashlib
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple, NoReturn
 
@@ -195,24 +195,28 @@ def check_values(comm: Comm, call: Call, values: Sequence[FirstValue]) -> None:
         call: the message that compares.
         values: from `StepLog.take_values`.
     """
-    held: dict[str, dict[str, int]] = {}  # bits by name, for each set of holders
-    for each in values:
-        held.setdefault(each.holders, {})[each.name] = each.bits
-    mine = {holders: zlib.crc32(msgspec.json.encode(bits)) for holders, bits in held.items()}
+    held: dict[str, list[tuple[str, int]]] = {}  # names and bits, for each set of holders
+    for each in values:  # of several models, which may have the same names
+        held.setdefault(each.holders, []).append((each.name, each.bits))
+    # sorted, as the optimizers of two ranks may list their parameters in different orders
+    mine = {holders: zlib.crc32(msgspec.json.encode(sorted(named))) for holders, named in held.items()}
     first: dict[str, tuple[int, int]] = {}  # the first rank of each set of holders, and its digest
     for rank, text in enumerate(_texts(comm, msgspec.json.encode(mine), range(comm.size))):
         for holders, digest in msgspec.json.decode(text, type=dict[str, int]).items():
             other, expected = first.setdefault(holders, (rank, digest))
             if digest != expected:
                 comm.steps.clear()
-                raise _different_replicas(comm, call, (other, rank), held.get(holders, {}))
+                raise _different_replicas(comm, call, (other, rank), held.get(holders, []))
 
 
-def _different_replicas(comm: Comm, call: Call, ranks: tuple[int, int], bits: Mapping[str, int]) -> CollectiveMismatch:
+def _different_replicas(
+    comm: Comm, call: Call, ranks: tuple[int, int], named: Sequence[tuple[str, int]]
+) -> CollectiveMismatch:
     """Make the error for two ranks with other bits of the parameters that both hold. A collective."""
-    texts = _texts(comm, msgspec.json.encode(bits), ranks)
-    left, right = (msgspec.json.decode(text, type=dict[str, int]) for text in texts)
-    names = [name for name in left if right.get(name) != left[name]]
+    texts = _texts(comm, msgspec.json.encode(named), ranks)
+    left, right = (msgspec.json.decode(text, type=list[tuple[str, int]]) for text in texts)
+    differing = set(left) ^ set(right)
+    names = list(dict.fromkeys(each[0] for each in [*left, *right] if each in differing))
     return CollectiveMismatch(
         "ranks held different parameters before the first optimizer step, and train different models since",
         expected="the values that prepare sent from rank 0, or changes that are alike on every rank",

@@ -220,6 +220,7 @@ class TensorNotes(TypedDict, total=False):
     on_host: bool  # the optimizer keeps its state on the host. By prepare_model; read by prepare_optimizer and steps
     placeholder: bool  # also activation; another stage has its values. By stages; read by the look at a loss
     reached: bool  # activation; a unit is gathered again when its gradient comes. By the unit's forward
+    replicated: bool  # plain tensor of a parameter that ranks along tp replicate. By its module; read by losses
     reports: int  # id of the parameter that a hook notes as used
     sharded: bool  # torch writes its gradient past hooks. By prepare_model, fsdp; read by steps
     settled: bool  # gradient; ranks have exchanged its bit. By steps

@@ -198,13 +198,21 @@ class _Reads(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call the function."""
-        given = [each for each in pytree.tree_leaves((args, kwargs or {})) if isinstance(each, torch.Tensor)]
+        read = _with_values(str(getattr(func, "__name__", "")), args, kwargs or {})
+        given = [each for each in pytree.tree_leaves(read) if isinstance(each, torch.Tensor)]
         result = func(*args, **(kwargs or {}))
         if any(isinstance(each, torch.Tensor) for each in pytree.tree_leaves(result)):
             # a device or a number of elements reads no values
             self.parameters |= {id(each) for each in given if isinstance(each, nn.Parameter)}
             self.shape = next((each.shape for each in given if "placeholder" in tensor_notes(each)), self.shape)
         return result
+
+
+def _with_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments of a function without those that it takes a shape, dtype or device from."""
+    if name.startswith("new_") or name.endswith("_like"):
+        return args[1:]
+    return args[:1] if name == "to" or name.endswith("_as") else (args, kwargs)
 
 
 def is_models_own(loss: torch.Tensor, output: Any, rows: int, containers: Containers) -> bool:

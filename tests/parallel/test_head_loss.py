@@ -439,3 +439,44 @@ def test_the_loss_by_logits_of_own_words_is_the_same(ranks: Simulator) -> None:
         return float(linear_cross_entropy(ctx, hidden, own, target, reduction="sum") - other)
 
     assert max(map(abs, ranks.run(rank, 2, default_group=True))) < 1e-10
+
+
+class ReadHead(nn.Module):
+    """A divided block, and a head that the forward reads without calling it."""
+
+    def __init__(self, ctx: accel.DistContext, *, converts: bool = False) -> None:
+        super().__init__()
+        self.ctx, self.converts = ctx, converts
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        hidden = hidden + self.down(self.up(hidden).relu())
+        weight = self.head.weight.float() if self.converts else self.head.weight
+        return linear_cross_entropy(self.ctx, hidden.to(weight.dtype), weight, target)
+
+
+@pytest.mark.parametrize("style", ["replicated", "replicated_local", "colwise_gather_output"])
+@pytest.mark.parametrize(("grad", "converts"), [(True, False), (False, False), (True, True)])
+def test_a_head_that_the_forward_of_a_divided_model_reads(
+    ranks: Simulator, style: Any, grad: bool, converts: bool
+) -> None:
+    (hidden, _, _), target = drawn()
+
+    def rank(ctx: accel.DistContext) -> list[Tensor]:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            plain = ReadHead(ctx, converts=converts).double()
+        styles: Any = {"up": "colwise", "down": "rowwise", "head": style}
+        model = accel.prepare_model(ctx, plain, plan=accel.parallel.Plan(tensor=styles))
+        with torch.set_grad_enabled(grad):
+            loss = model(hidden.detach(), target)
+        if grad:
+            loss.backward()
+        grads = [each.grad for each in accel.unwrap_model(model).parameters() if each.grad is not None]
+        return [loss.detach(), *map(full_tensor, grads)]
+
+    expected = rank(ONE)
+    for found in ranks.run(lambda ctx: rank(accel.replace(ctx, mesh="tp=2")), 2, default_group=True):
+        assert len(found) == len(expected)
+        assert largest(found, expected) < (1e-5 if converts else 1e-10)

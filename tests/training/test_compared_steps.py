@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,20 @@ def test_what_ranks_hold_alike_is_compared_on_every_mesh(
         _ = ranks.run(rank, size, default_group=True)
 
 
+def test_each_of_two_models_with_the_same_names_is_compared(ranks: Simulator):
+    def rank(ctx: accel.DistContext) -> None:
+        one, other = Loop(ctx), Loop(ctx)
+        if ctx.rank == 1:
+            _ = next(iter(one.model.parameters())).data.add_(1)
+        for each in (one, other):  # without a message between their first steps
+            _ = each.step()
+        accel.wait_for_everyone(ctx)
+
+    got = r"on rank 1 than on rank 0 of 0\.weight"
+    with assert_raises(CollectiveMismatch, problem="different parameters before", got=got):
+        _ = ranks.run(rank, 2)
+
+
 def test_replicas_that_differ_are_told_after_any_number_of_steps(ranks: Simulator):
     def rank(ctx: accel.DistContext) -> None:
         loop = Loop(ctx)
@@ -242,6 +257,14 @@ def _changed_alike(ctx: accel.DistContext) -> None:
     loop = Loop(ctx)
     for each in loop.model.parameters():
         _ = each.data.mul_(0.5)
+    _ = loop.step()
+
+
+def _optimizers_in_other_orders(ctx: accel.DistContext) -> None:
+    """Parameters in the order of a set, for example, which is another one on each rank."""
+    replicated = accel.parallel.Plan(tensor={})
+    loop = Loop(ctx, functools.partial(accel.prepare_model, plan=replicated), mesh="tp=2")
+    loop.optimizer = torch.optim.SGD([*loop.model.parameters()][:: 1 - 2 * ctx.rank], lr=0.1)
     _ = loop.step()
 
 
@@ -349,6 +372,7 @@ PASS = [
     (_changed_alike, 2),
     (_ignored_by_ddp, 2),
     (_joined_without_inputs, 2),
+    (_optimizers_in_other_orders, 2),
     (_local_sgd, 2),
     (_local_sgd_on_a_mesh, 4),
     (_two_models_in_turn, 2),

@@ -315,6 +315,20 @@ def test_a_loss_may_read_the_parameters_of_a_head(ranks: Simulator):
     ranks.run(lambda ctx: _sums_of_stages(ctx, penalty), 2, default_group=True)
 
 
+def test_a_loss_may_make_tensors_of_the_dtype_of_a_parameter(ranks: Simulator):
+    def penalty(net: nn.Sequential) -> Tensor:
+        weight = net[0].get_parameter("0.weight")
+        made = (
+            torch.ones_like(weight),
+            weight.new_ones(4, 4),
+            torch.ones(4, 4).to(weight),
+            torch.ones(16).view_as(weight),
+        )
+        return torch.stack(made).sum()
+
+    ranks.run(lambda ctx: _sums_of_stages(ctx, penalty), 2, default_group=True)
+
+
 def test_a_loss_may_count_the_elements_of_all_parameters(ranks: Simulator):
     def penalty(net: nn.Sequential) -> Tensor:
         elements = sum(each.numel() for each in net.parameters() if each.device.type == "cpu" and each.requires_grad)

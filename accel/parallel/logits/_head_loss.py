@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import Tensor
 from accel.comm import adopt, all_gather_flat, copied, ranks_of_group
 from accel.context import DistContext, context_first, group_of
 from accel.parallel._local import local_of
+from accel.parallel._modules import tensor_notes
 from accel.parallel.logits._head_chunks import Reduction, Words, head_error, in_autocast, loss_of_rows
 from accel.parallel.parts import PartTensor, RowLayout, plain_of
 from accel.parallel.parts._layout import even
@@ -86,11 +87,12 @@ def linear_cross_entropy(
     _check(input, linear_weight, target, token_weights)
     _check_options(reduction, label_smoothing, softcap, chunk_size)
     group = group_of(ctx, "tp")
+    is_whole = _is_replicated(linear_weight)
     linear_weight = _own_words(linear_weight)
     linear_bias = None if linear_bias is None else _own_words(linear_bias)
     part = _part_of(linear_weight, group)
     own_bias = None if linear_bias is None else _part_of(linear_bias, group)
-    words = _words_of(ctx, linear_weight, part, group)
+    words = Words(0, part.shape[0], None) if is_whole else _words_of(ctx, linear_weight, part, group)
     if words.comm is not None:
         input = copied(in_autocast(input), cast("dist.ProcessGroup", group))
     return loss_of_rows(
@@ -146,6 +148,24 @@ def _check_options(reduction: str, label_smoothing: float, softcap: float | None
     for name, is_right, expected, got in choices:
         if not is_right:
             raise head_error(f"{name} is out of its range", expected, repr(got))
+
+
+def _is_replicated(weight: Tensor) -> bool:
+    """Return whether the forward of a divided model has read a weight that every rank along tp holds.
+
+    A weight with a gradient is found behind conversions too, by its graph.
+    """
+    if isinstance(weight, PartTensor):
+        return weight.division is None
+    if tensor_notes(weight).get("replicated", False):
+        return True
+    before: list[Any] = [weight.grad_fn]
+    while len(before) == 1 and before[0] is not None:
+        parameter = getattr(before[0], "parameter", None)  # of `local_of`
+        if isinstance(parameter, Tensor):
+            return is_dtensor(parameter) and not split_dims(parameter)
+        before = [each for each, _ in before[0].next_functions]
+    return False
 
 
 def _own_words(weight: Tensor) -> Tensor:

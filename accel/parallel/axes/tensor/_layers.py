@@ -19,7 +19,7 @@ from accel.comm import (
     summed,
 )
 from accel.parallel._local import local_of
-from accel.parallel._modules import RANKS, KeepsParameters
+from accel.parallel._modules import RANKS, KeepsParameters, note_tensor
 from accel.parallel._private import runs_in_backward
 from accel.parallel.axes.tensor._overlap import (
     copied_product,
@@ -102,7 +102,8 @@ class LocalParameters(KeepsParameters):
         """Return a local part in the place of a parameter that is read outside of the forward."""
         value = cast(Any, super().__getattr__(name))  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
         if isinstance(value, nn.Parameter) and self.is_read_local(value):
-            return self.parameters_here({name: value})[name]
+            part = self.parameters_here({name: value})[name]
+            return part if torch.compiler.is_compiling() else _noted(value, cast(torch.Tensor, part))
         return value
 
     def is_read_local(self, parameter: nn.Parameter) -> bool:
@@ -244,6 +245,15 @@ def _is_along_one_axis(parameter: torch.Tensor) -> bool:
 def local(parameter: torch.Tensor, rule: Rule) -> torch.Tensor:
     """Return this rank's part of a parameter, from which gradients flow back to the whole."""
     return local_of(parameter, summands=rule.summands, fresh=rule.fresh)
+
+
+def _noted(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Note on the part of a replicated parameter that it is whole. Losses take other plain tensors for parts."""
+    if type(part) is not torch.Tensor or not is_dtensor(parameter) or not parameter.placements[0].is_replicate():
+        return part
+    part = part if part.requires_grad else part.detach()  # else the parameter's own memory would get the note
+    note_tensor(part, replicated=True)
+    return part
 
 
 def needed_rows(stored: torch.Tensor, dim: int, layer: Layer, exchange: RowExchange) -> torch.Tensor:

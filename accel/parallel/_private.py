@@ -66,6 +66,7 @@ PRIVATE = {
         "_current_graph_task_id",
         "_is_torch_function_enabled",
         "DisableTorchFunctionSubclass",
+        "_EnableTorchFunction",
     ),
     "torch.autograd": ("_get_sequence_nr", "_unsafe_preserve_version_counter"),
     "torch.autograd.graph.Node": ("_sequence_nr",),
@@ -88,8 +89,10 @@ PRIVATE = {
 
 GET_DATA = cast(Any, torch.Tensor.data).__get__  # as modes of torch's functions see it
 SET_DATA = cast(Any, torch.Tensor.data).__set__
-# A block in which subclasses of tensors are tensors as any, and whether that is not so.
+# A block in which subclasses of tensors are tensors as any, a block inside of it in which they are not, and
+# whether they are not.
 without_subclasses: type[contextlib.AbstractContextManager[None]] = cast(Any, torch)._C.DisableTorchFunctionSubclass
+with_subclasses: type[contextlib.AbstractContextManager[None]] = cast(Any, torch)._C._EnableTorchFunction
 subclasses_are_on: Callable[[], bool] = cast(Any, torch)._C._is_torch_function_enabled
 alias: Callable[[torch.Tensor], torch.Tensor] = cast(Any, torch).ops.aten.alias.default
 Operator = cast(type, type(alias))  # of those, as modes of dispatch see them

@@ -363,6 +363,39 @@ def test_a_plan_is_found_for_a_model_that_attends_along_cp_itself(ranks: Simulat
     assert max(ranks.run(rank, 4, default_group=True)) < 1e-12
 
 
+class DividedHeads(nn.Module):
+    """Attends along cp with heads that ranks along tp divide."""
+
+    def __init__(self, ctx: accel.DistContext) -> None:
+        super().__init__()
+        self.ctx = ctx
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [layer(x).unflatten(2, (4, 2)).transpose(1, 2) for layer in (self.q, self.k, self.v)]
+        return self.o(accel.parallel.context_attention(self.ctx, *heads).transpose(1, 2).flatten(2))
+
+
+def test_divided_heads_of_a_plan_attend_in_the_order_of_the_sequence(ranks: Simulator) -> None:
+    """The first call of a mesh with cp is proved, and later ones compute with other parts."""
+    x = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = DividedHeads(accel.single()).double()
+    expected = made(x).detach()
+    plan = accel.parallel.Plan(tensor={"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"})
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2,tp=2")
+        model = DividedHeads(ctx).double()
+        _ = model.load_state_dict(made.state_dict())
+        part = accel.parallel.split_sequence(ctx, {"x": x, "out": expected})
+        model = accel.prepare_model(ctx, model, plan=plan)
+        return max(float((model(part["x"]) - part["out"]).detach().abs().nan_to_num(1).max()) for _ in range(3))
+
+    assert max(ranks.run(rank, 4, default_group=True)) < 1e-12
+
+
 def _qkv(q: tuple[int, ...] = (2, 4, 6, 8), k: tuple[int, ...] = (2, 2, 6, 8), v: tuple[int, ...] | None = None) -> Any:
     return torch.zeros(q), torch.zeros(k), torch.zeros(v or k)
 

@@ -41,6 +41,8 @@ def scaled_dot_product(func: Any, args: Args, kwargs: Named) -> Any:
     ranks = ranks_of(args, kwargs)
     tensors: list[Tensor] = [given.pop(name) for name in ("query", "key", "value")]
     if (mask := given.pop("attn_mask", None)) is not None:
+        if type(mask).__name__ == "CausalBias":  # of torch.nn.attention.bias: a sign, and no values
+            raise no_rule("with a mask of torch.nn.attention.bias; pass is_causal=True, or a boolean mask")
         tensors.append(mask)
     own, layout = _by_heads(tensors, ranks, is_grouped=bool(given.get("enable_gqa")))
     if len(own) > 3:

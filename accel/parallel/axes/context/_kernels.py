@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from accel.parallel._private import subclasses_are_on, with_subclasses
+from accel.parallel.parts import plain_of
+
 _aten = cast(Any, torch.ops.aten)
 _LSE_ROWS = 32  # the memory-efficient kernel pads its sums to a multiple of these
 _HEAD_ALIGNMENT = 8  # of the head dim, in the flash kernel
@@ -230,7 +233,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms, seen: Seen) -> Tensor:
 
 
 def last_queries(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Return the causal attention of the last of several positions."""
+    """Return the causal attention of the last of several positions. Rules of parts call it with subclasses off, where
+    torch would read the memory of its sign, which has no values."""
+    if not subclasses_are_on():
+        q, k, v = (plain_of(each) for each in (q, k, v))
+        with with_subclasses():
+            return last_queries(q, k, v, scale)
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=_lower_right(q, k), scale=scale)
 
 

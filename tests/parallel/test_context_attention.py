@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import accel
 from accel.comm import start_shift
-from accel.errors import ConfigError
+from accel.errors import ConfigError, PrepareError
 from accel.parallel.axes.context import _kernels, _ring
 from accel.testing import Simulator
 
@@ -394,6 +394,31 @@ def test_divided_heads_of_a_plan_attend_in_the_order_of_the_sequence(ranks: Simu
         return max(float((model(part["x"]) - part["out"]).detach().abs().nan_to_num(1).max()) for _ in range(3))
 
     assert max(ranks.run(rank, 4, default_group=True)) < 1e-12
+
+
+class OfPositions(nn.Module):
+    """Computes with positions one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def test_shared_tokens_of_a_written_plan_and_parts_of_positions_are_refused(ranks: Simulator) -> None:
+    plan = accel.parallel.Plan(tensor={"up": "colwise", "down": "rowwise"}, sequence=True)
+
+    def rank(ctx: accel.DistContext) -> str:
+        ctx = accel.replace(ctx, mesh="cp=2,tp=2")
+        part = accel.parallel.split_sequence(ctx, {"x": torch.ones(2, 8, 8)})
+        model = accel.prepare_model(ctx, OfPositions(), plan=plan)
+        with pytest.raises(PrepareError) as caught:
+            model(part["x"])
+        return str(caught.value)
+
+    assert all("sequence=True" in said for said in ranks.run(rank, 4, default_group=True))
 
 
 def _qkv(q: tuple[int, ...] = (2, 4, 6, 8), k: tuple[int, ...] = (2, 2, 6, 8), v: tuple[int, ...] | None = None) -> Any:

@@ -60,11 +60,13 @@ class Ranks:
         in_rule: whether a rule of nested parts runs.
         nests: whether rows may be parts along another axis.
         overlaps: whether messages overlap with matmuls, where torch compiles nothing.
+        shares_tokens: whether each rank holds its tokens between divided layers.
         given: layouts of the parts among the leaves of the arguments of a compiled call, by their number; None inside.
     """
 
     nests = False
     overlaps = False
+    shares_tokens = False
 
     __slots__ = ("_entered", "given", "group", "in_rule", "rank", "size")
 

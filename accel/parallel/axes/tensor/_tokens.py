@@ -94,6 +94,8 @@ class SequenceRanks(LayerRanks):
         gathers: names of functions that needed tokens of other ranks, outside of divided layers.
     """
 
+    shares_tokens = True
+
     __slots__ = ("_gathered", "_layouts", "gathers", "scatters", "tokens")
 
     def __init__(self, layer: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from language_models import STYLES, Run, plan_of, train
 from profiles import share
 
@@ -90,9 +90,15 @@ LAW = {
 }
 
 
+PLAIN: dict[str, Any] = {"strategy": "ddp", "accumulation": 1, "tied": False, "frozen": False, "unused": False}
+GATHERS = accel.parallel.Plan(tensor=STYLES, context="gather")
+
+
 @pytest.mark.kept("default")
 @settings(deadline=None, max_examples=share(0.06))
 @given(axes=meshes(4), **LAW)
+@example(axes=accel.parallel.Axes(tp=2), plan=GATHERS, kv_heads=2, **PLAIN)  # as many key features as positions
+@example(axes=accel.parallel.Axes(cp=2, tp=2), plan=GATHERS, kv_heads=4, **PLAIN)
 def test_training_on_any_mesh_is_training_on_one_process(
     ranks: Simulator, axes: accel.parallel.Axes, **case: Any
 ) -> None:

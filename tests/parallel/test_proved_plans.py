@@ -328,6 +328,7 @@ def test_a_plan_of_any_model_is_found_by_an_example_and_changes_nothing() -> Non
     plan = accel.parallel.tensor_plan(model, example=[ids])
     assert plan == {
         **{f"blocks.{at}.attention.{name}": style for at in range(2) for name, style in PROJECTIONS.items()},
+        **{f"blocks.2.attention.{name}": "colwise_gather_output" for name in PROJECTIONS},
         **{f"blocks.{at}.mlp.{layer}": style for at in range(3) for layer, style in ((0, "colwise"), (3, "rowwise"))},
     }
     assert torch.equal(stream, torch.get_rng_state())
@@ -599,8 +600,8 @@ def test_prepare_says_what_is_divided_and_what_stays_whole(ranks: Any, caplog: A
     with caplog.at_level(logging.WARNING, logger="accel.parallel"):
         assert ranks.run(rank, 2, default_group=True) == ["", ""]
     (text,) = [each.getMessage() for each in caplog.records if each.name == "accel.parallel"]
-    assert text.startswith("BertModel: 38% of the parameters are divided along tp=2, by a plan that is found and")
-    assert "encoder.layer.0.attention and 1 like it: self.query.weight: several ranks need rows 8 to 15" in text
+    assert text.startswith("BertModel: 94% of the parameters are divided along tp=2, by a plan that is found and")
+    assert "encoder.layer.0.attention.self.query.weight: several ranks need rows 8 to 15" in text
 
 
 @pytest.mark.parametrize("what", ["refuted", "failed"])

@@ -14,6 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
+from accel.parallel._private import with_subclasses
 from accel.parallel.parts._layout import RowCut, RowLayout, at, even, no_rule
 from accel.parallel.parts._part import (
     Args,
@@ -80,7 +81,8 @@ def _heads_alone(func: Any, args: Args, kwargs: Named) -> Any:
     given = [plain_of(each) for each in own]
     mask = given.pop() if isinstance(mask, Tensor) else mask
     named_ones = {name: plain_of(_of_heads(each, layout, ranks)) for name, each in kwargs.items()}
-    with _own_draws(ranks, given[0].device) if kwargs.get("dropout") and layout is not None else nullcontext():
+    draws = _own_draws(ranks, given[0].device) if kwargs.get("dropout") and layout is not None else nullcontext()
+    with draws, with_subclasses():  # the function may have masks of other classes
         found, weights = function(module, *given, mask, **named_ones)
     cut = layout and layout.cut
     return make(found, at(2, cut), ranks), None if weights is None else make(weights, at(1, cut), ranks)

@@ -70,7 +70,7 @@ def rules_of(
     styles = with_lora(model, _with_attention_outputs(model, styles, problems), problems)
     known = {path: cast(TensorStyle, style) for path, style in styles.items() if style in STYLES}
     complete = {**{path: _unnamed(module) for path, module in named_modules(model) if _holds(module)}, **known}
-    ends = set(word_layers(model).heads)
+    ends = _word_heads(model, known)
     heads = _heads(model, known)
     rules: dict[str, Rule] = {}
     for path, style in cast("dict[str, TensorStyle]", complete).items():
@@ -89,6 +89,22 @@ def rules_of(
         raise _refused(problems, size)
     rules = _with_regions(model, rules, {**_attentions(model, rules, size), **(regions or {})})
     return _with_tokens(model, rules, known) if shares_tokens else rules
+
+
+def _word_heads(model: nn.Module, styles: Mapping[str, str]) -> set[str]:
+    """Paths of layers with outputs that leave the model. One in a block, or with a row-wise layer behind it in the same
+    module, has as many outputs as some embedding has rows by chance."""
+    blocks = [path for group in block_groups(model) for path, _ in group.entries]
+    behind: set[str] = set()  # modules with a row-wise layer, from the last module to the first
+    found: set[str] = set()
+    heads = word_layers(model).heads
+    for path in reversed([path for path, _ in named_modules(model)]):
+        holder = path.rpartition(".")[0]
+        if styles.get(path) in ROWWISE:
+            behind.add(holder)
+        if path in heads and holder not in behind and not any(is_in(path, block) for block in blocks):
+            found.add(path)
+    return found
 
 
 def _with_ends(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Rule]:

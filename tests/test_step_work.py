@@ -26,6 +26,8 @@ LOSS_ALONG_PP = 1
 # between modules of other stages, write what arrives into the arguments of their first module, and receive each batch
 # in new memory.
 REPLAYED = {"pp": {"operators": 6, "kernels": 2}, "pp last": {"operators": 14, "kernels": 4}}
+# Along tp, of each micro-batch: views without a kernel, as tensors between divided layers change their class.
+PARTS = {"tp": {"operators": 38}}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -69,7 +71,7 @@ def assert_no_more_work(work: dict[str, Any], cases: int) -> None:
             most = hand[what] * (1.0 if what == "messages" else MOST[kind])
             if layout in REPLAYED and what == "messages" and kind != "looks":
                 most += LOSS_ALONG_PP
-            most += REPLAYED.get(layout, {}).get(what, 0) * int(steps)
+            most += (REPLAYED | PARTS).get(layout, {}).get(what, 0) * int(steps)
             if ours[what] > most:
                 over.append(f"{case}: {ours[what]} {what}, by hand {hand[what]}")
     assert not over, "\n".join(over)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
-from accel.errors import ConfigError
+from accel.errors import ConfigError, PrepareError
 from accel.errors._checks import check_count, check_kind
 from accel.estimate._build import Input, as_on_gpus, quiet_fakes, storage_of, users_code
 from accel.fakes import emptied_caches, fake_mode
@@ -362,7 +362,10 @@ def _copied(model: nn.Module, empty: Callable[[torch.Tensor], torch.Tensor]) -> 
             attributes = cast("dict[str, object]", vars(module))  # tables of parameters and buffers among them
             for tensor in _tensors_in(attributes.values()):
                 known[id(tensor)] = empty(tensor)
-        twin = copy.deepcopy(model, known)
+        try:
+            twin = copy.deepcopy(model, known)
+        except PrepareError as error:  # of a sharded model: the line to write here is another one
+            raise ValueError(error.problem) from error
     for _, module in modules_of(twin):
         if _is_lazy(module):
             continue  # its hook makes its parameters

@@ -29,14 +29,14 @@ def plain_attention(
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
-def _model(attention: str, dtype: torch.dtype = torch.float64) -> Any:
+def _model(attention: str, dtype: torch.dtype = torch.float64, *, keys: int = 4) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=4,
+        num_key_value_heads=keys,
         vocab_size=32,
         attn_implementation=attention,
     )
@@ -96,6 +96,21 @@ def test_caches_of_divided_keys_give_the_tokens_of_one_process(ranks: Simulator,
     expected = tokens(accel.single())
     assert expected.shape == (2, 10)
     for found in ranks.run(tokens, 2, default_group=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("keys", "size"), [(2, 4), (1, 2)])
+def test_a_static_cache_of_keys_that_several_ranks_hold(ranks: Simulator, keys: int, size: int) -> None:
+    def tokens(ctx: accel.DistContext) -> Tensor:
+        model = _model("sdpa", keys=keys)
+        if ctx.world_size > 1:
+            model = accel.prepare_model(accel.replace(ctx, mesh=f"tp={size}"), model)
+        words: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        return model.generate(IDS, max_new_tokens=3, cache_implementation="static", **words)
+
+    expected = tokens(accel.single())
+    for found in ranks.run(tokens, size, default_group=True):
         assert torch.equal(found, expected)
 
 

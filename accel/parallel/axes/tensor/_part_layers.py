@@ -23,7 +23,9 @@ from accel.parallel.axes.tensor._styles import RowExchange, Rule, row_exchange
 from accel.parallel.parts import PartsInGraph, PartTensor, Ranks, RowLayout, leave, make, plain_of
 from accel.parallel.parts._layout import at, cut_of, even, no_rule
 from accel.parallel.parts._nested import NestedPart, entered_rows, nested, rows_in
-from accel.parallel.parts._part import entered
+from accel.parallel.parts._part import Args, Named, entered, name_of
+
+_OF_WHOLE = ("reshape", "scaled_dot_product_attention")
 
 
 class LayerRanks(Ranks):
@@ -61,6 +63,14 @@ class LayerRanks(Ranks):
     def returned(self, rule: Rule, output: Any) -> Any:
         """Return what a module of a rule gives back for its output: whole tensors in the place of parts."""
         return pytree.tree_map_only(PartTensor, leave, output)
+
+    def without_rule(self, func: Any, args: Args, kwargs: Named, problem: str) -> Any:
+        """Compute a function of attention of whole tensors, where no gradient follows: transformers packs the queries
+        of a group, which several ranks may hold, for a static cache. Raise `NoRuleError` for others."""
+        if torch.is_grad_enabled() or self.nests or self.shares_tokens or name_of(func) not in _OF_WHOLE:
+            return super().without_rule(func, args, kwargs, problem)
+        given, named = pytree.tree_map_only(PartTensor, leave, (tuple(args), dict(kwargs)))
+        return func(*given, **named)
 
     @property
     def runs(self) -> bool:

@@ -21,6 +21,9 @@ from accel.parallel._private import without_subclasses
 from accel.parallel.parts._layout import RowLayout, no_rule
 from accel.parallel.parts._part import Args, Named, PartTensor, Ranks
 
+# What nested parts cannot be.
+AND_TOKENS = "sequence=True, where ranks along tp would divide the positions of a rank along cp again"
+
 
 class NestedPart(PartTensor):
     """A rank's rows of a tensor, which may be a part of positions. A rule sees rows of all positions."""

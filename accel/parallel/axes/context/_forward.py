@@ -41,13 +41,12 @@ from accel.parallel.axes.context._split import (
     own_positions,
 )
 from accel.parallel.parts import NoRuleError, PartTensor, plain_of, rows_of
-from accel.parallel.parts._nested import hold_plain_rows
+from accel.parallel.parts._nested import AND_TOKENS, hold_plain_rows
 from accel.random import isolated_rng
 from accel.tensors import is_dtensor
 from accel.tree import map_tensors
 
 _LOG = logging.getLogger("accel.parallel")
-_AND_TOKENS = "sequence=True, where ranks along tp would divide the positions of a rank along cp again"
 _PROOF = Call("positions", "proof", ordered=False)
 _DIFFERENT = "ranks along cp did not compute the same"
 _PROVED = 8  # positions of a rank in the proof
@@ -241,7 +240,7 @@ class _Positions:
                         raise
                     problem = type(error).__name__
             if not problem and self.is_cut and not self.crosses and not self.inner.models and _shares_tokens(module):
-                problem = _AND_TOKENS
+                problem = AND_TOKENS
             texts = exchange_values(self.ctx.comm, _PROOF, problem, str)
             problems.append(max(texts, key=lambda each: (bool(each), each != _DIFFERENT)))
             if not problems[-1]:

@@ -27,11 +27,10 @@ from accel.parallel.axes.tensor._trace import outputs_in
 from accel.parallel.parts import PartTensor, Ranks, RowLayout, leave, make, plain_of
 from accel.parallel.parts._elementwise import writes
 from accel.parallel.parts._layout import cut_of, even, no_rule
+from accel.parallel.parts._nested import AND_TOKENS
 from accel.parallel.parts._part import Args, Named, name_of, own_rows, tensors_of, whole_rows, whole_shape
 from accel.tensors import is_view
 from accel.tree import map_tensors
-
-AND_POSITIONS = "sequence=True, where ranks along tp would divide the positions of a rank along cp again"
 
 
 class _GatheredTokens(NamedTuple):
@@ -216,7 +215,7 @@ class SequenceRanks(LayerRanks):
     def _check_axis(self, x: Tensor) -> None:
         """Raise `NoRuleError` for a part along another axis, cp, with tokens that these ranks would divide again."""
         if isinstance(x, PartTensor) and x.ranks.group is not self.group:
-            raise no_rule(AND_POSITIONS)
+            raise no_rule(AND_TOKENS)
 
     def product_of_tokens(self, part: PartTensor, weight: PartTensor, bias: Tensor | None) -> Tensor | None:
         """Return this rank's outputs of a layer by messages that overlap with the matmul, and keep all tokens for

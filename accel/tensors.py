@@ -330,17 +330,27 @@ def word_layers(model: nn.Module) -> WordLayers:
     weights = {id(each.weight) for each in tables.values()}
     rows = {each.weight.shape[0] for each in tables.values()}
     linear = {path: each for path, each in modules.items() if isinstance(each, nn.Linear)}
-    sized = {path: each for path, each in linear.items() if each.weight.shape[0] in rows}
-    tied = {path: each for path, each in linear.items() if id(each.weight) in weights}
+    sized = {path: each for path, each in linear.items() if _outputs_of(each) in rows}
+    tied = {path: each for path, each in linear.items() if not _makes_weight(each) and id(each.weight) in weights}
     ask: Any = getattr(model, "get_output_embeddings", None)
     named: object = ask() if callable(ask) else None
     declared = {path: each for path, each in modules.items() if each is named and _has_matrix(each)}
     return WordLayers(tables, declared or tied or sized, sized)
 
 
+def _makes_weight(module: nn.Module) -> bool:
+    """Whether a module makes its weight when it is read: of the layer that it adapts, or by a parametrization, which
+    may change buffers."""
+    return isinstance(getattr(type(module), "weight", None), property)
+
+
+def _outputs_of(layer: nn.Linear) -> int:
+    return layer.out_features if _makes_weight(layer) else layer.weight.shape[0]
+
+
 def _has_matrix(module: nn.Module) -> bool:
     """Whether a module has a `weight` of two dimensions itself, unlike an adapter around a layer."""
-    if isinstance(getattr(type(module), "weight", None), property):  # of the layer that it adapts
+    if _makes_weight(module):
         return False
     weight: object = getattr(module, "weight", None)  # also one of another stage
     return isinstance(weight, torch.Tensor) and weight.ndim == 2

@@ -32,6 +32,7 @@ from accel.tensors import (
     placements_of,
     split_dims,
     summed,
+    word_layers,
 )
 
 
@@ -171,3 +172,12 @@ def test_caches_of_packages_are_read_again_with_new_names_and_those_of_users_eac
     assert emptied(package)
     assert emptied(user)
     assert emptied(user)  # another function of that name
+
+
+def test_word_layers_are_found_without_a_change_of_buffers() -> None:
+    """The weight of a parametrized layer is computed where it is read, and a power iteration changes buffers."""
+    net = nn.Sequential(nn.Embedding(8, 4), nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8)))
+    before = {name: each.clone() for name, each in net.named_buffers()}
+    assert before
+    assert list(word_layers(net).heads) == ["1"]
+    assert all(torch.equal(each, before[name]) for name, each in net.named_buffers())

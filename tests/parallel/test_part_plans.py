@@ -70,11 +70,7 @@ def compared(ranks: Simulator, entry: Handwritten, mesh: str, size: int) -> floa
 # A run with dropout is not that of one process.
 TRAINED = [each for each in MODELS if "random" not in each.tags]
 # What stays whole as a whole, and why; a share in percent for the others.
-REFUSED = frozenset({
-    "lstm", "gru", "gnn", "unet_batch_norm", "resnet", "hooked_features",
-    "odd_ties",  # two layers of one weight, each divided along another dimension
-    "spectral_hooked",  # its hooks read a weight that stays whole
-})  # fmt: skip
+REFUSED = frozenset({"lstm", "gru", "gnn", "unet_batch_norm", "resnet", "hooked_features"})
 # A norm with fewer groups than ranks; parts of a block that are called one by one, of a unit of fsdp.
 REFUSED_ON = frozenset({("unet", "tp=4"), ("called_by_parts", "dp=2,tp=2")})
 LEAST: Mapping[str, int] = {

@@ -102,7 +102,7 @@ def _word_heads(model: nn.Module, styles: Mapping[str, str]) -> set[str]:
         holder = path.rpartition(".")[0]
         if styles.get(path) in ROWWISE:
             behind.add(holder)
-        if path in heads and holder not in behind and not any(is_in(path, block) for block in blocks):
+        if path in heads and holder not in behind and not any(path != each and is_in(path, each) for each in blocks):
             found.add(path)
     return found
 

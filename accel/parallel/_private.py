@@ -89,8 +89,7 @@ PRIVATE = {
 
 GET_DATA = cast(Any, torch.Tensor.data).__get__  # as modes of torch's functions see it
 SET_DATA = cast(Any, torch.Tensor.data).__set__
-# A block in which subclasses of tensors are tensors as any, a block inside of it in which they are not, and
-# whether they are not.
+# Contexts without and with the `__torch_function__` of tensor subclasses, and whether it is called now.
 without_subclasses: type[contextlib.AbstractContextManager[None]] = cast(Any, torch)._C.DisableTorchFunctionSubclass
 with_subclasses: type[contextlib.AbstractContextManager[None]] = cast(Any, torch)._C._EnableTorchFunction
 subclasses_are_on: Callable[[], bool] = cast(Any, torch)._C._is_torch_function_enabled

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -70,7 +70,8 @@ def rules_of(
     styles = with_lora(model, _with_attention_outputs(model, styles, problems), problems)
     known = {path: cast(TensorStyle, style) for path, style in styles.items() if style in STYLES}
     complete = {**{path: _unnamed(module) for path, module in named_modules(model) if _holds(module)}, **known}
-    ends = _word_heads(model, known)
+    blocks = [path for group in outermost_groups(block_groups(model)) for path, _ in group.entries]
+    ends = _word_heads(model, known, blocks)
     heads = _heads(model, known)
     rules: dict[str, Rule] = {}
     for path, style in cast("dict[str, TensorStyle]", complete).items():
@@ -83,7 +84,7 @@ def rules_of(
         if not found:
             is_end = style == "colwise" and path in ends
             rules[path] = rule_for(module, style, size, ways=own if is_shared else size, is_end=is_end)
-    rules = _with_aliases(model, _with_ends(model, rules), known)
+    rules = _with_aliases(model, _with_ends(rules, blocks), known)
     problems += _tied_problems(model, rules)
     if problems:
         raise _refused(problems, size)
@@ -91,10 +92,9 @@ def rules_of(
     return _with_tokens(model, rules, known) if shares_tokens else rules
 
 
-def _word_heads(model: nn.Module, styles: Mapping[str, str]) -> set[str]:
+def _word_heads(model: nn.Module, styles: Mapping[str, str], blocks: Sequence[str]) -> set[str]:
     """Paths of layers with outputs that leave the model. One in a block, or with a row-wise layer behind it in the same
     module, has as many outputs as some embedding has rows by chance."""
-    blocks = [path for group in block_groups(model) for path, _ in group.entries]
     behind: set[str] = set()  # modules with a row-wise layer, from the last module to the first
     found: set[str] = set()
     heads = word_layers(model).heads
@@ -107,10 +107,9 @@ def _word_heads(model: nn.Module, styles: Mapping[str, str]) -> set[str]:
     return found
 
 
-def _with_ends(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Rule]:
+def _with_ends(rules: Mapping[str, Rule], blocks: Sequence[str]) -> dict[str, Rule]:
     """Rules of the modules that return whole tensors: the model, and the block around each layer that computes with
     parts."""
-    blocks = [path for group in outermost_groups(block_groups(model)) for path, _ in group.entries]
     found = dict(rules)
     in_parts = [path for path, rule in rules.items() if rule.layouts or rule.summands]
     ends = [each for each in blocks if any(path != each and is_in(path, each) for path in in_parts)]

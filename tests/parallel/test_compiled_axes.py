@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +24,10 @@ from accel.testing import Simulator
 TOLERANCE = {"rtol": 0, "atol": 1e-10}
 Plan = accel.parallel.Plan
 # torch makes a function of autograd while it traces one, and warns of it
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("own_graphs"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
 
 
 class Mlp(nn.Module):
@@ -81,14 +83,6 @@ CASES = {
     "pp x tp": Case("pp=2,tp=2", "ddp", None, 8),
 }
 QUICK = ("tp", "pp")  # compiled replicas and shards have tests beside their own laws
-
-
-@pytest.fixture(autouse=True)
-def _own_graphs() -> Iterator[None]:
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch.compiler.reset()
 
 
 def trained(ctx: accel.DistContext, case: Case, backend: str | None) -> tuple[list[Any], int, list[int]]:

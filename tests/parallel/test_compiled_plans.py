@@ -4,8 +4,6 @@ graph breaks, and each kind of batch has one graph."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from compiled_models import WIDTH, Between, Case, Mlp, batch_of, train
@@ -18,6 +16,7 @@ from accel.parallel import Plan
 from accel.testing import Simulator
 
 pytestmark = [
+    pytest.mark.usefixtures("own_graphs"),
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # torch's own, of a trace
 ]
@@ -36,14 +35,6 @@ CASES = {  # two kinds of rows, on ranks that share no graphs where their groups
     "between, shards": Case("dp=2,pp=2", Plan(micro_batches=2), 16, "fsdp", make=Between),
     "between, shards, recomputed": Case("dp=2,pp=2", Plan(micro_batches=2), 16, "fsdp", again=True, make=Between),
 }
-
-
-@pytest.fixture(autouse=True)
-def _own_graphs() -> Iterator[None]:
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch.compiler.reset()
 
 
 @pytest.mark.nightly

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,15 +22,10 @@ import accel
 from accel.errors import ConfigError
 from accel.testing import Simulator
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's, of a trace
-
-
-@pytest.fixture(autouse=True)
-def _own_graphs() -> Iterator[None]:
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch.compiler.reset()
+pytestmark = [
+    pytest.mark.usefixtures("own_graphs"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # torch's, of a trace
+]
 
 
 def heads_of(x: Tensor) -> Tensor:

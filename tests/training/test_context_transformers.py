@@ -257,10 +257,10 @@ def test_the_models_own_loss_takes_labels_that_are_shifted(ranks: Simulator) -> 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"position_ids": None}, "Pass position_ids=part"),
         ({"attention_mask": torch.ones(4, LENGTH)}, "a mask of other positions"),
         ({"attention_mask": torch.zeros(4, 1, LENGTH // 2, LENGTH // 2)}, "a mask of other positions"),
         ({"labels": True}, "shift_labels=part"),
+        ({"logits_to_keep": 1}, "Leave logits_to_keep out"),
         ({"pixel_values": torch.zeros(1, 3, 4, 4)}, "Pass text only"),
     ],
 )
@@ -561,8 +561,6 @@ def test_windows_around_a_position_and_padding_are_those_of_the_models_masks(ran
         whole = {"ids": ids, "goal": goal, "padded": padded, "seen": padded != config.decoder.pad_token_id}
         part = accel.parallel.split_sequence(ctx, {**whole, "one": plain[0], "two": plain[1]})
         at = part["position_ids"]
-        with assert_raises(ConfigError, fix="the argument is decoder_position_ids"):
-            model(part["ids"], position_ids=at, decoder_input_ids=part["goal"])
         given = {"position_ids": at, "decoder_position_ids": at, "use_cache": False}
         one = model(part["ids"], decoder_input_ids=part["goal"], **given).logits
         with assert_raises(ConfigError, got="a mask of the padding among the tokens"):
@@ -586,8 +584,70 @@ def test_positions_that_a_model_keeps_for_padding_are_refused(ranks: Simulator) 
         part = accel.parallel.split_sequence(ctx, {"ids": IDS[0].clamp(min=2), "out": expected})
         with assert_raises(ConfigError, fix=r"position_ids=part\['position_ids'\] \+ 2"):
             model(part["ids"], position_ids=part["position_ids"])
-        found = model(part["ids"], position_ids=part["position_ids"] + 2).logits
-        return bool((found - part["out"]).abs().max() < 1e-10)
+        found = [model(part["ids"], position_ids=part["position_ids"] + 2).logits, model(part["ids"]).logits]
+        return all(bool((each - part["out"]).abs().max() < 1e-10) for each in found)
+
+    assert all(ranks.run(rank, 2, default_group=True))
+
+
+def make_opt() -> Any:
+    config = transformers.OPTConfig(
+        vocab_size=VOCABULARY, hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2, dropout=0.0,
+        word_embed_proj_dim=16, max_position_embeddings=LENGTH,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.OPTForCausalLM(config).double().eval()
+
+
+def make_xlm_roberta() -> Any:
+    config = transformers.XLMRobertaConfig(**SMALL, **HEADS, pad_token_id=1, max_position_embeddings=LENGTH + 2)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.XLMRobertaForMaskedLM(config).double().eval()
+
+
+LEFT = (torch.arange(LENGTH) >= torch.tensor([[0], [3], [1], [9]])).long()
+
+
+@pytest.mark.parametrize(
+    ("make", "mask"),
+    [
+        (make_llama, None),
+        (make_mistral, LEFT),
+        (make_gpt2, LEFT),
+        (make_bert, LEFT),
+        (make_opt, None),
+        (make_xlm_roberta, LEFT),  # by tokens, some of which are of padding
+    ],
+)
+def test_a_model_numbers_its_tokens_as_in_one_process(ranks: Simulator, make: Any, mask: Tensor | None) -> None:
+    ids = IDS[0].clamp(min=1)
+    given = {} if mask is None else {"attention_mask": mask}
+    expected = make()(ids, **given).logits.detach()
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, make())
+        part = accel.parallel.split_sequence(ctx, {"input_ids": ids, **given, "out": expected}, shift=())
+        out = model(input_ids=part["input_ids"], **{name: part[name] for name in given}).logits
+        seen = part.get("attention_mask", torch.ones_like(part["input_ids"]))
+        return float(((out - part["out"]) * seen[..., None]).detach().abs().max())
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-6  # norms and rotations are float32 inside
+
+
+def test_tokens_that_a_model_cannot_number_need_their_positions(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> bool:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.unwrap_model(accel.prepare_model(ctx, make_opt()))
+        with assert_raises(ConfigError, fix="split_sequence", got="16 tokens, of no sequence that was cut"):
+            model(IDS[0])
+        part = accel.parallel.split_sequence(ctx, {"ids": IDS[0], "mask": LEFT})
+        with assert_raises(ConfigError, expected="for a call with attention_mask", fix="position_ids=part"):
+            model(part["ids"], attention_mask=part["mask"])
+        given = {"attention_mask": part["mask"], "position_ids": part["position_ids"]}
+        return bool(model(part["ids"], **given).logits.isfinite().all())
 
     assert all(ranks.run(rank, 2, default_group=True))
 

@@ -11,11 +11,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from accel.context import DistContext
 from accel.errors import ConfigError, PrepareError
 from accel.parallel._blocks import ModuleGroup, block_groups, outermost_groups
 from accel.parallel._modules import forward_names, layerdrops, named_modules, passes_keyword, source_of, written_class
 from accel.parallel._private import runs_in_reentrant_checkpoint
 from accel.parallel.axes.context._kernels import Terms
+from accel.parallel.axes.context._split import has_all_positions, is_cut
 
 _WHERE = "context_attention"
 
@@ -349,7 +351,7 @@ def scales_by_position(module: nn.Module) -> bool:
     return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
 
 
-def check_inputs(known: Mapping[str, Any], size: int, *, has_positions: bool, takes_samples: bool = False) -> None:
+def check_inputs(known: Mapping[str, Any], size: int, *, takes_samples: bool = False) -> None:
     """Raise `ConfigError` for inputs that do not belong to this rank's positions."""
     if not takes_samples and (given := [name for name in SAMPLES if known.get(name) is not None]):
         raise ConfigError(
@@ -367,15 +369,13 @@ def check_inputs(known: Mapping[str, Any], size: int, *, has_positions: bool, ta
             where=FORWARD,
             fix="Generate on a mesh without cp.",
         )
-    if has_positions and not isinstance(known.get("position_ids"), Tensor):
-        crosses = known.get("encoder_hidden_states") is not None
-        pair = " Of an encoder-decoder the argument is decoder_position_ids." if crosses else ""
+    if isinstance(kept := known.get("logits_to_keep"), int) and kept:
         raise ConfigError(
-            "the model would number the positions of every rank from 0",
-            expected="position_ids of the own positions",
-            got="none",
+            "the last positions of a rank are not the last ones of the sequence",
+            expected="logits of all own positions",
+            got=str(kept),
             where=FORWARD,
-            fix=f"Pass position_ids=part['position_ids'], of accel.parallel.split_sequence.{pair}",
+            fix="Leave logits_to_keep out, and choose among the logits that come.",
         )
     tokens = known.get("input_ids") if known.get("input_ids") is not None else known.get("inputs_embeds")
     own = tokens.shape[1] if isinstance(tokens, Tensor) else 0
@@ -392,6 +392,38 @@ def check_inputs(known: Mapping[str, Any], size: int, *, has_positions: bool, ta
             where=FORWARD,
             fix="Pass labels=part['labels'], shift_labels=part['labels'], of accel.parallel.split_sequence.",
         )
+
+
+def check_numbered(ctx: DistContext, known: Mapping[str, Any], own: int, *, by_mask: bool) -> None:
+    """Raise `ConfigError` for a call without `position_ids` of tokens that were not cut, or of a model that numbers
+    them by images among them, or by a mask. `own`: number of the tokens."""
+    if not has_all_positions(ctx) and not is_cut(ctx, own):
+        raise ConfigError(
+            "the model would number the positions of every rank from 0",
+            expected="tokens of a batch that was cut, or position_ids of the own positions",
+            got=f"{own} tokens, of no sequence that was cut",
+            where=FORWARD,
+            fix="Pass each batch through accel.parallel.split_sequence. Where your data come cut already, pass "
+            "position_ids=, of accel.parallel.sequence_positions.",
+        )
+    counted = [*SAMPLES, *(["attention_mask"] if by_mask else [])]
+    found = [name for name in counted if known.get(name) is not None]
+    if not found:
+        return
+    raise ConfigError(
+        "the model would number its tokens by other inputs of every rank",
+        expected=f"position_ids of the own positions, for a call with {found[0]}",
+        got="none",
+        where=FORWARD,
+        fix="Pass position_ids=part['position_ids'], of accel.parallel.split_sequence.",
+    )
+
+
+def counts_by_mask(stack: nn.Module) -> bool:
+    """Return whether a module of a stack numbers positions by the mask of its tokens, as OPT does."""
+    kinds = {written_class(each) for each in stack.modules()}
+    codes = [getattr(inspect.unwrap(each), "__code__", None) for kind in kinds for each in vars(kind).values()]
+    return any("cumsum" in each.co_names and "attention_mask" in each.co_varnames for each in codes if each)
 
 
 def check_pair_inputs(module: Any, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:

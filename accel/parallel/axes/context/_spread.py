@@ -175,7 +175,7 @@ class _GivenParts:
             has_samples = any(known.get(name) is not None for name in SAMPLES)
             others = (*SAMPLES, "labels", *(["attention_mask"] if has_samples else []))
             known = {name: each for name, each in known.items() if name not in others}
-        check_inputs(known, self.ctx.axis("cp").size, has_positions=False)
+        check_inputs(known, self.ctx.axis("cp").size)
         check_first(self.ctx, known.get("position_ids"), self.padding)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
@@ -23,8 +23,10 @@ from accel.parallel.axes.context._attention import context_attention, whole_posi
 from accel.parallel.axes.context._checks import (
     SAMPLES,
     check_inputs,
+    check_numbered,
     check_packed,
     check_pair_inputs,
+    counts_by_mask,
     has_relative_bias,
     is_attention,
     mask_refused,
@@ -130,6 +132,8 @@ class _HandOn:
         self.method: ContextMethod = method
         self.names = forward_names(stack)
         self.padding = kept_for_padding(stack)
+        self.by_tokens = _numbering_of(stack)
+        self.by_mask = counts_by_mask(stack)
         orders = [each.is_causal for each in stack.modules() if hasattr(each, "is_causal")]
         self.is_causal = not orders or any(orders)
 
@@ -138,9 +142,12 @@ class _HandOn:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         known = {**dict(zip(self.names, inputs, strict=False)), **keywords}
         has_positions = "position_ids" in self.names
-        check_inputs(
-            known, position_axis(self.ctx).size, has_positions=has_positions, takes_samples=self.images is not None
-        )
+        check_inputs(known, position_axis(self.ctx).size, takes_samples=self.images is not None)
+        changes: dict[str, Any] = {}
+        tokens: Tensor | None = known.get("inputs_embeds") if known.get("input_ids") is None else known["input_ids"]
+        if has_positions and known.get("position_ids") is None and tokens is not None:
+            check_numbered(self.ctx, known, tokens.shape[1], by_mask=self.by_mask)
+            changes["position_ids"] = known["position_ids"] = _numbers(self.ctx, tokens, self.by_tokens, self.padding)
         is_decoder = self.is_causal and known.get("encoder_hidden_states") is not None
         _FORWARD.masks = Masks(set(), known.get("attention_mask") is not None)
         call = ContextCall(self.ctx, self.method, _FORWARD.masks, is_decoder=is_decoder)
@@ -152,7 +159,6 @@ class _HandOn:
             if documents is not None:
                 check_packed(module, known)
             call = call._replace(positions=positions, documents=documents)
-        changes: dict[str, Any] = {}
         for name, field in (("attention_mask", "ignored"), ("encoder_attention_mask", "crossed")):
             mask = known.get(name)
             if isinstance(mask, Tensor) and mask.ndim == 2:
@@ -208,11 +214,25 @@ class _Images:
         return inputs, {**keywords, "inputs_embeds": own_positions(cast(Tensor, embeddings), rank, size)}
 
 
+_BY_TOKENS = "create_position_ids_from_input_ids"
+
+
+def _numbering_of(stack: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """Return the function by which a model numbers its tokens without those of padding, as RoBERTa does; None for
+    none."""
+    for module in stack.modules():
+        forward = inspect.unwrap(cast(Any, written_class(module)).forward)
+        padding = getattr(module, "padding_idx", None)
+        if isinstance(padding, int) and _BY_TOKENS in forward.__code__.co_names:
+            return partial(getattr(module, _BY_TOKENS, forward.__globals__.get(_BY_TOKENS)), padding_idx=padding)
+    return None
+
+
 def kept_for_padding(stack: nn.Module) -> int | None:
     """Return the last position that a model keeps for padding, in its table as RoBERTa does or by the first of its own
     `position_ids` as YOSO does; None for none."""
     for module in stack.modules():
-        if hasattr(module, "create_position_ids_from_input_ids"):
+        if hasattr(module, _BY_TOKENS):
             padding = getattr(module, "padding_idx", None)
             return padding if isinstance(padding, int) else None
     numbers = [getattr(module, "position_ids", None) for module in stack.modules()]
@@ -262,6 +282,20 @@ def _with_places(
 
     cache = SimpleNamespace(get_seq_length=length, update=update)
     return inputs, {**keywords, "past_key_values": cache}
+
+
+def _numbers(
+    ctx: DistContext, tokens: Tensor, by_tokens: Callable[[Tensor], Tensor] | None, padding: int | None
+) -> Tensor:
+    """Return the positions of own tokens or their embeddings, [batch or 1, own], as a model numbers the tokens of a
+    sequence itself. A collective if it does so `by_tokens`.
+
+    `padding`: the last position that it keeps for padding; None for none.
+    """
+    if by_tokens is not None and not tokens.is_floating_point():
+        return own_positions(by_tokens(whole_positions(ctx, tokens)), *position_axis(ctx))
+    places = _own_places(ctx, tokens.shape[1])[None].to(tokens.device)
+    return places if padding is None else places + padding + 1
 
 
 def _own_places(ctx: DistContext, own: int) -> Tensor:

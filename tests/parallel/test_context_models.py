@@ -126,20 +126,25 @@ def test_a_hand_written_model_computes_as_in_one_process_on_four_ranks(ranks: Si
 
 
 NO_PLAN = ("lstm", "gru", "hooked_features", "called_by_parts", "odd_ties", "spectral_hooked")  # refused along tp
-TOGETHER = ("nano_gpt", "moe", "t5", "in_place")
+TOGETHER = ("nano_gpt", "moe", "t5", "in_place", "torch_transformer")
+
+
+# computed with in code around their unit, a reentrant checkpoint, and a function with a backward of its own
+NOT_SHARED = (*NO_PLAN, "mamba", "residuals_between", "reentrant", "autograd_function")
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "entry",
+    ("entry", "sequence"),
     [
-        pytest.param(each, marks=pytest.mark.slow if each.name in TOGETHER else pytest.mark.nightly)
+        pytest.param(each, sequence, marks=pytest.mark.slow if each.name in together else pytest.mark.nightly)
+        for sequence, together in ((False, TOGETHER), (True, ("llama",)))
         for each in SEQUENCES
-        if each.name not in NO_PLAN
+        if each.name not in (NOT_SHARED if sequence else NO_PLAN)
     ],
-    ids=lambda each: each.name,
+    ids=lambda each: getattr(each, "name", "tokens" if each else "features"),
 )
-def test_a_hand_written_model_trains_along_cp_and_tp(ranks: Simulator, entry: Handwritten) -> None:
+def test_a_hand_written_model_trains_along_cp_and_tp(ranks: Simulator, entry: Handwritten, *, sequence: bool) -> None:
     batch = entry.batch(5, 3, LENGTH).inputs
     model = entry.make().eval()
     whole = floats(called(model, batch))
@@ -151,7 +156,8 @@ def test_a_hand_written_model_trains_along_cp_and_tp(ranks: Simulator, entry: Ha
         ctx = accel.replace(ctx, mesh="cp=2,tp=2")
         made: Any = entry.make().eval()
         optimizer: Any = torch.optim.SGD([each for each in made.parameters() if each.requires_grad], lr=1.0)
-        spread, optimizer = accel.prepare(ctx, made, optimizer, example=batch)
+        plan = accel.parallel.Plan(sequence=sequence)
+        spread, optimizer = accel.prepare(ctx, made, optimizer, example=batch, plan=plan)
         state = begin_batch(ctx)
         own = floats(called(spread, cut(ctx, batch)))
         shares = [

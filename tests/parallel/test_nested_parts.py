@@ -24,7 +24,7 @@ from accel.context import group_of
 from accel.errors import PrepareError
 from accel.parallel._modules import RANKS
 from accel.parallel.axes.context._positions import PositionRanks, whole_of
-from accel.parallel.axes.tensor._part_layers import NestedRanks
+from accel.parallel.axes.tensor._part_layers import LayerRanks
 from accel.parallel.axes.tensor._styles import Rule
 from accel.parallel.parts import NoRuleError, PartTensor, RowCut, RowLayout, make, rows_of
 from accel.parallel.parts._nested import NestedPart
@@ -117,6 +117,16 @@ def reordered(x: Tensor, weight: Tensor) -> Tensor:
     return first.gather(1, index) + second.index_select(1, at) * third[torch.arange(2)[:, None], at[None]]
 
 
+def by_module(x: Tensor, weight: Tensor) -> Tensor:
+    """torch's function of its module, where queries are no keys."""
+    second = x.transpose(0, 1)
+    out, *_ = functional.multi_head_attention_forward(
+        second * 2, second, second, WIDTH, HEADS, weight, None, None, None, False, 0.0,
+        torch.eye(WIDTH, dtype=x.dtype), None, need_weights=False,
+    )  # fmt: skip
+    return out.transpose(0, 1)
+
+
 ATTENTIONS = (by_hand, by_torch, by_einsum, linear_attention)
 FUNCTIONS = (*ATTENTIONS, in_place, over_positions, with_dropout, over_features, written, reordered)
 
@@ -137,7 +147,7 @@ def test_rules_of_both_axes_compose(ranks: Simulator, function: Callable[[Tensor
         _ = accel.parallel.split_sequence(ctx, {"x": x})
         along_cp = PositionRanks(ctx)
         layer = SimpleNamespace(group=group_of(ctx, "tp"), rule=Rule(style="replicated"))
-        along_tp = NestedRanks(cast(Any, layer))
+        along_tp = LayerRanks(cast(Any, layer), nests=True)
         layouts = [RowLayout(0, PACKED), RowLayout(1, RowCut(1, ((WIDTH, 2),)))]
         own = [
             each.index_select(layout.dim, torch.tensor(rows_of(layout.cut, along_tp.rank, 2))).requires_grad_()
@@ -153,7 +163,7 @@ def test_rules_of_both_axes_compose(ranks: Simulator, function: Callable[[Tensor
         with pytest.raises(NoRuleError, match="tp divide too"):  # for a model in the forward that takes own positions
             _ = along_cp.left(inside)
         with pytest.raises(NoRuleError, match="two models"):
-            _ = inside + make(inside, inside.division, NestedRanks(cast(Any, layer)))
+            _ = inside + make(inside, inside.division, LayerRanks(cast(Any, layer), nests=True))
         found = functional.linear(inside, parts[1])
         assert type(found) is PartTensor
         assert found.ranks is along_cp
@@ -198,12 +208,12 @@ def adam_of(model: nn.Module) -> Any:
     return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
 
 
-def train(ctx: accel.DistContext, entry: Handwritten, mesh: str) -> Result:
+def train(ctx: accel.DistContext, entry: Handwritten, mesh: str, plan: accel.parallel.Plan | None = None) -> Result:
     """Train with own positions of each batch; of outputs that all ranks have, each takes its share of the loss."""
     ctx = accel.replace(ctx, mesh=mesh)
     outputs = [[each.detach() for each in floats(called(entry.make(), batch))] for batch in batches(entry)]
     model: nn.Module = entry.make()
-    model, optimizer = accel.prepare(ctx, model, adam_of(model), example=entry.batch(1, 2).inputs)
+    model, optimizer = accel.prepare(ctx, model, adam_of(model), example=entry.batch(1, 2).inputs, plan=plan)
     norms: list[float] = []
     for window in WINDOWS:
         run = ByState(ctx, len(window))
@@ -249,10 +259,12 @@ def plain(entry: Handwritten) -> Result:
     return Result(model, {name: each.detach() for name, each in model.state_dict().items()}, norms)
 
 
-def check(ranks: Simulator, entry: Handwritten, mesh: str = MESH, size: int = 4) -> float:
+def check(
+    ranks: Simulator, entry: Handwritten, mesh: str = MESH, size: int = 4, plan: accel.parallel.Plan | None = None
+) -> float:
     """Compare training on a mesh with a plain loop; return the share of parameters that tp divides."""
     expected = plain(entry)
-    found = ranks.run(lambda ctx: train(ctx, entry, mesh), size, default_group=True)
+    found = ranks.run(lambda ctx: train(ctx, entry, mesh, plan), size, default_group=True)
     for each in found:
         torch.testing.assert_close(each.parameters, expected.parameters, rtol=0, atol=1e-10)
         assert each.norms == pytest.approx(expected.norms, rel=1e-10)
@@ -267,6 +279,8 @@ def check(ranks: Simulator, entry: Handwritten, mesh: str = MESH, size: int = 4)
         ("t5", 0.9),  # two sequences, biases with an entry for each head
         pytest.param("moe", 0.94, marks=pytest.mark.slow),  # experts by hand
         pytest.param("lora", 0.87, marks=pytest.mark.slow),  # low-rank corrections
+        ("cached_values", 0.94),  # tensors of heads and positions that pass units by a mapping
+        pytest.param("perceiver", 0.92, marks=pytest.mark.slow),  # torch's attention, of two sequences
     ],
 )
 def test_hand_written_models_train_with_the_parts_of_tp_alone(ranks: Simulator, name: str, share: float) -> None:
@@ -364,32 +378,47 @@ def test_copies_of_a_model_hold_plain_rows_as_it_does(ranks: Simulator) -> None:
     _ = ranks.run(rank, 4, default_group=True)
 
 
-def test_a_plan_that_is_found_does_not_divide_positions_of_a_rank_again(ranks: Simulator) -> None:
-    (entry,) = named("nano_gpt")
-    batch = entry.batch(5, 2, LENGTH).inputs
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nano_gpt",
+        pytest.param("perceiver", marks=pytest.mark.slow),  # torch's attention, of two sequences
+        pytest.param("cached_values", marks=pytest.mark.slow),  # tensors that pass units by a mapping
+    ],
+)
+def test_ranks_along_tp_share_the_tokens_of_a_rank_along_cp(ranks: Simulator, name: str) -> None:
+    _ = check(ranks, *named(name), plan=accel.parallel.Plan(sequence=True))
 
-    def rank(ctx: accel.DistContext) -> None:
-        ctx = accel.replace(ctx, mesh=MESH)
-        plan = accel.parallel.Plan(sequence=True)
-        model = accel.prepare_model(ctx, entry.make(), plan=plan, example=batch)
-        with assert_raises(PrepareError, got="sequence=True"):
-            _ = called(model, cut(ctx, batch))
 
-    _ = ranks.run(rank, 4, default_group=True)
-
-
-def test_shared_tokens_of_a_written_plan_are_refused(ranks: Simulator) -> None:
-    """The model would give all positions, where targets are of the rank's."""
+def test_a_plan_that_is_written_shares_tokens_too(ranks: Simulator) -> None:
     (entry,) = named("nano_gpt")
     own: Any = {"transformer.h.*.mlp.c_fc": "colwise", "transformer.h.*.mlp.c_proj": "rowwise"}
     batch = entry.batch(5, 2, LENGTH).inputs
+    (whole,) = floats(called(entry.make(), batch))
 
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh=MESH)
         plan = accel.parallel.Plan(sequence=True, tensor=own)
         model = accel.prepare_model(ctx, entry.make(), plan=plan)
-        with assert_raises(PrepareError, got="sequence=True"):
-            _ = called(model, cut(ctx, batch))
+        (found,) = floats(called(model, cut(ctx, batch)))
+        torch.testing.assert_close(found, own_of(ctx, whole, found), rtol=0, atol=1e-10)
+
+    _ = ranks.run(rank, 4, default_group=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_backward_of_a_function_of_tokens_along_both_axes_is_refused(ranks: Simulator) -> None:
+    (entry,) = named("autograd_function")
+    batch = entry.batch(5, 3, LENGTH).inputs
+
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh=MESH)
+        plan = accel.parallel.Plan(sequence=True)
+        model = accel.prepare_model(ctx, entry.make(), plan=plan, example=batch)
+        (out,) = floats(called(model, cut(ctx, batch)))
+        with pytest.raises(NoRuleError, match="in the backward of a function"):
+            out.sum().backward()
 
     _ = ranks.run(rank, 4, default_group=True)
 

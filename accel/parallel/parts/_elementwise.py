@@ -248,7 +248,7 @@ _SAME = _names("""
     short cdouble cfloat cpu cuda abs_ log_ log1p_ square_ sin_ cos_ reciprocal_ round_ floor_ ceil_ nan_to_num_ celu_
     logical_not_ erf_ expm1_ trunc_
 """)
-_FACTS = _names("""
+FACTS = _names("""
     dim ndimension is_floating_point is_contiguous is_complex is_signed is_conj is_neg element_size get_device
     stride storage_offset is_same_size is_inference result_type can_cast __hash__ untyped_storage new_zeros
     new_ones new_empty new_full new_tensor ndim dtype device is_cuda requires_grad layout is_meta is_leaf grad_fn
@@ -262,7 +262,7 @@ RULES = {
     **{name: partial(_written, function) for name, function in _OPERATORS.items()},
     **dict.fromkeys(_SAME, same),
     **dict.fromkeys(("to", "type_as"), converted),
-    **dict.fromkeys(_FACTS, facts),
+    **dict.fromkeys(FACTS, facts),
     "grad": _no_gradient,
     "__deepcopy__": duplicated,
     **dict.fromkeys(("item", "tolist", "__bool__", "__float__", "__int__", "__index__"), alike),

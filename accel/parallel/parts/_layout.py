@@ -130,7 +130,14 @@ def rows_of(cut: RowCut, rank: int, size: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-Places = slice | tuple[slice, ...] | tuple[int, ...]
+class Pieces(NamedTuple):
+    """Rows of each of several pieces of a dimension."""
+
+    repeat: int  # number of pieces
+    rows: slice  # of each
+
+
+Places = slice | tuple[slice, ...] | tuple[int, ...] | Pieces
 
 
 def runs_of(rows: Sequence[int], pieces: int) -> Places:
@@ -155,12 +162,12 @@ def runs_of(rows: Sequence[int], pieces: int) -> Places:
 @kept
 def places_of(need: RowCut, have: RowCut | None, rank: int, size: int) -> Places:
     """Return where a rank finds the rows that it needs among those that it has; `have` is None for all of them."""
-    if (
-        have is None and need.repeat == 1 and len(need.segments) == 1 and need.segments[0][1] > 0
-    ):  # most often, so without a look at each row
-        ways = need.segments[0][1]
-        first = min(rank * ways // size * need.local, need.total)
-        return slice(first, min(first + need.local, need.total))
+    if have is None and len(need.segments) == 1 and need.segments[0][1] > 0:  # most often: no look at each row
+        length, ways = need.segments[0]
+        piece = -(-length // ways)
+        first = min(rank * ways // size * piece, length)
+        rows = slice(first, min(first + piece, length))
+        return rows if need.repeat == 1 else Pieces(need.repeat, rows)
     own = range(need.total) if have is None else rows_of(have, rank, size)
     place = {row: number for number, row in enumerate(own)}
     try:

@@ -17,18 +17,26 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from accel.parallel._modules import RANKS
-from accel.parallel._private import without_subclasses
-from accel.parallel.parts._layout import RowLayout, no_rule
-from accel.parallel.parts._part import Args, Named, PartTensor, Ranks
-
-# What nested parts cannot be.
-AND_TOKENS = "sequence=True, where ranks along tp would divide the positions of a rank along cp again"
+from accel.parallel._private import alike, without_subclasses
+from accel.parallel.parts._elementwise import FACTS
+from accel.parallel.parts._layout import RowLayout, balanced, no_rule
+from accel.parallel.parts._part import Args, Named, PartTensor, Ranks, make, name_of
 
 
 class NestedPart(PartTensor):
     """A rank's rows of a tensor, which may be a part of positions. A rule sees rows of all positions."""
 
-    rows: Tensor  # this rank's: a part of positions, or a plain tensor
+    made_of: PartTensor | None  # this rank's rows, if they were a part of positions when this one was made
+
+    @property
+    def rows(self) -> Tensor:
+        """This rank's rows: a part of positions, or a plain tensor. Of the tensor itself, which has the history of
+        gradients, as functions with a backward of their own may have given it another one."""
+        if self.made_of is not None and self.made_of.division is None:
+            return self.made_of  # a selection, which knows the positions that it is of
+        with without_subclasses():
+            rows = self.as_subclass(Tensor)
+            return rows if self.made_of is None else make(rows, self.made_of.division, self.made_of.ranks)
 
     @property
     def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride, reportImplicitOverride]
@@ -37,28 +45,33 @@ class NestedPart(PartTensor):
 
     def plain_rows(self) -> Tensor:
         """Return the rows as a rule sees them."""
-        return _seen(self.rows)
+        return seen(self.rows)
 
     @classmethod
     def __torch_function__(  # pyright: ignore[reportImplicitOverride]
         cls, func: Any, types: Any, args: Args = (), kwargs: Named | None = None, scope: object = None
     ) -> Any:
-        ranks, *others = [each.ranks for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, NestedPart)]
+        if name_of(func) in FACTS:  # of the tensor itself, such as a hook of its gradient
+            with without_subclasses():
+                return func(*args, **(kwargs or {}))
+        parts = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, NestedPart)]
+        ranks, *others = [each.ranks.of_region for each in parts]
         if any(each is not ranks for each in others):
             raise no_rule("parts of two models")
         if ranks.in_rule:
             return _on_rows(func, args, kwargs or {})
-        given, named = pytree.tree_map_only(PartTensor, _seen, (tuple(args), dict(kwargs or {})))
-        return rows_in(super().__torch_function__(func, types, given, named, partial(_rule_runs, ranks)))
+        given, named = pytree.tree_map_only(PartTensor, seen, (tuple(args), dict(kwargs or {})))
+        return rows_in(super().__torch_function__(func, types, given, named, partial(rule_runs, ranks)))
 
 
 @contextlib.contextmanager
-def _rule_runs(ranks: Ranks) -> Generator[None]:
-    ranks.in_rule = True
+def rule_runs(ranks: Ranks) -> Generator[None]:
+    """Let functions of nested parts compute with their rows, in a block."""
+    before, ranks.in_rule = ranks.in_rule, True
     try:
         yield
     finally:
-        ranks.in_rule = False
+        ranks.in_rule = before
 
 
 def nested(rows: Tensor, layout: RowLayout | None, ranks: Ranks) -> NestedPart:
@@ -66,10 +79,24 @@ def nested(rows: Tensor, layout: RowLayout | None, ranks: Ranks) -> NestedPart:
     rows = rows.rows if isinstance(rows, NestedPart | RowsTensor) else rows
     with without_subclasses():
         part = rows.as_subclass(NestedPart)
-    part.rows = rows
+    part.made_of = rows if isinstance(rows, PartTensor) else None
     part.division = layout
     part.ranks = ranks
     return part
+
+
+def no_views(output: Any) -> Any:
+    """Return the output of a module, nested parts in it as tensors that are no views: a change of a view in place would
+    drop the hooks that `fully_shard` has on it."""
+
+    def own(part: NestedPart) -> NestedPart:
+        with without_subclasses():
+            found: Any = alike(part.as_subclass(Tensor), part.size())
+        found.__class__ = NestedPart
+        found.made_of, found.division, found.ranks = part.made_of, part.division, part.ranks
+        return found
+
+    return pytree.tree_map_only(NestedPart, own, output)
 
 
 def hold_plain_rows(model: nn.Module) -> None:
@@ -80,9 +107,20 @@ def hold_plain_rows(model: nn.Module) -> None:
             ranks.nests = False
 
 
+def position_pieces(tensor: Tensor) -> int:
+    """Return the number of pieces in which ranks along cp divide the second dimension of what a rule takes for plain: 1
+    for none, 0 for pieces of several lengths."""
+    rows = tensor.rows if isinstance(tensor, RowsTensor) else None
+    layout = None if rows is None else rows.division
+    if rows is None or layout is None or layout.dim != 1:
+        return 1
+    size = rows.ranks.size
+    return 2 * size if layout.cut == balanced(layout.cut.total, size) else 0
+
+
 def entered_rows(tensor: Tensor, enter: Callable[[Tensor], Tensor]) -> Tensor:
     """Return a tensor that a rule takes for plain, entered by a function of the tensor itself."""
-    return _seen(enter(tensor.rows)) if isinstance(tensor, RowsTensor) else enter(tensor)
+    return seen(enter(tensor.rows)) if isinstance(tensor, RowsTensor) else enter(tensor)
 
 
 def rows_in(tree: Any) -> Any:
@@ -99,6 +137,9 @@ class RowsTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Named | None = None) -> Any:
+        parts = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, NestedPart)]
+        if parts and not parts[0].ranks.of_region.in_rule:  # torch asks the class of the first argument
+            return NestedPart.__torch_function__(func, types, args, kwargs)
         return _on_rows(func, args, kwargs or {})
 
 
@@ -107,19 +148,20 @@ def _on_rows(func: Any, args: Args, kwargs: Named) -> Any:
     owners: dict[int, Tensor] = {}
 
     def rows_of(each: Any) -> Tensor:
-        owners[id(each.rows)] = each
-        return each.rows
+        rows = each.rows
+        owners[id(rows)] = each
+        return rows
 
     given, named = pytree.tree_map_only((NestedPart, RowsTensor), rows_of, (tuple(args), dict(kwargs)))
     found = func(*given, **named)
-    return pytree.tree_map_only(Tensor, lambda each: owners.get(id(each), _seen(each)), found)
+    return pytree.tree_map_only(Tensor, lambda each: owners.get(id(each), seen(each)), found)
 
 
-def _seen(each: Tensor) -> Tensor:
+def seen(each: Tensor) -> Tensor:
     """Return a tensor as a rule sees it."""
     if not isinstance(each, PartTensor) or isinstance(each, NestedPart):
         return each
     with without_subclasses():
-        seen = each.as_subclass(RowsTensor)
-    seen.rows = each
-    return seen
+        found = each.as_subclass(RowsTensor)
+    found.rows = each
+    return found

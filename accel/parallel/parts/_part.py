@@ -24,6 +24,7 @@ from accel.comm import ThreadGroup, copied, gathered, summed
 from accel.parallel._private import Operator, alias, runs_in_backward, subclasses_are_on, without_subclasses
 from accel.parallel.parts._layout import (
     NoRuleError,
+    Pieces,
     Places,
     RowCut,
     RowLayout,
@@ -88,6 +89,11 @@ class Ranks:
             self.keep(tensor, known)
         return known
 
+    @property
+    def of_region(self) -> Ranks:
+        """The ranks of the regions in which these compute."""
+        return self
+
     def keep(self, tensor: Tensor, inside: Tensor) -> None:
         """Let all who take a plain tensor have the same one inside."""
         is_traced = is_dynamo_compiling()
@@ -138,6 +144,10 @@ class Ranks:
     def nested(self, rows: Tensor, layout: RowLayout | None) -> PartTensor:
         """Return this rank's rows of a tensor, which may be parts along another axis, as a part."""
         raise NotImplementedError
+
+    def from_module(self, output: Any) -> Any:
+        """Return the output of a module in a model that computes with parts, inside of the model."""
+        return output
 
     def in_graph(self, rows: Tensor, layout: RowLayout | None) -> PartTensor:
         """Return this rank's rows of a tensor as a part, at a border of a graph of torch.compile."""
@@ -293,6 +303,9 @@ def whole_rows(part: PartTensor, join: Callable[[Tensor, int], Tensor]) -> Tenso
     layout = part.division
     assert layout is not None
     rows = plain_of(part)
+    if layout.cut.repeat > 1 and layout.cut.segments[0][1:] == (part.ranks.size,) and len(layout.cut.segments) == 1:
+        pieces: Tensor = cast(Any, rows).unflatten(layout.dim, (layout.cut.repeat, -1))
+        return join(pieces, layout.dim + 1).flatten(layout.dim, layout.dim + 1)
     if not layout.cut.is_equal:  # messages are of one length
         others = [0, 0] * (rows.dim() - 1 - layout.dim)
         rows = functional.pad(rows, [*others, 0, layout.cut.local - rows.shape[layout.dim]])
@@ -421,6 +434,9 @@ def taken(rows: Tensor, dim: int, places: Places) -> Tensor:
     """Return some rows along a dimension."""
     if isinstance(places, slice):
         return rows.narrow(dim, places.start, places.stop - places.start)
+    if isinstance(places, Pieces):
+        pieces: Tensor = cast(Any, rows).unflatten(dim, (places.repeat, -1))
+        return taken(pieces, dim + 1, places.rows).flatten(dim, dim + 1)
     if isinstance(places[0], slice):
         return torch.cat([taken(rows, dim, each) for each in cast("tuple[slice, ...]", places)], dim)
     return rows.index_select(dim, torch.tensor(places).to(rows.device, non_blocking=True))

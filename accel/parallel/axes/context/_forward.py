@@ -20,7 +20,7 @@ from accel.devices import wide_dtype
 from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._copies import WideMode, gradients_of
-from accel.parallel._modules import RANKS, note_module, notes_of, sharded_roots, written_class
+from accel.parallel._modules import note_module, notes_of, sharded_roots, written_class
 from accel.parallel._private import (
     called_eagerly,
     is_of_inputs,
@@ -41,7 +41,7 @@ from accel.parallel.axes.context._split import (
     own_positions,
 )
 from accel.parallel.parts import NoRuleError, PartTensor, plain_of, rows_of
-from accel.parallel.parts._nested import AND_TOKENS, hold_plain_rows
+from accel.parallel.parts._nested import hold_plain_rows
 from accel.random import isolated_rng
 from accel.tensors import is_dtensor
 from accel.tree import map_tensors
@@ -80,12 +80,6 @@ def use_positions(
     if inner is None:
         others = [each for each in model.modules() if each is not model]
         positions.guard(each for each in others if any(each.children()) or isinstance(each, nn.MultiheadAttention))
-
-
-def _shares_tokens(model: nn.Module) -> bool:
-    """Whether ranks along tp share the tokens between a model's divided layers."""
-    ranks = (vars(each).get(RANKS) for each in model.modules())
-    return any(each is not None and each.shares_tokens for each in ranks)
 
 
 class _ByPositions(Mixin, nn.Module):
@@ -239,8 +233,6 @@ class _Positions:
                     if at >= len(guesses):
                         raise
                     problem = type(error).__name__
-            if not problem and self.is_cut and not self.crosses and not self.inner.models and _shares_tokens(module):
-                problem = AND_TOKENS
             texts = exchange_values(self.ctx.comm, _PROOF, problem, str)
             problems.append(max(texts, key=lambda each: (bool(each), each != _DIFFERENT)))
             if not problems[-1]:

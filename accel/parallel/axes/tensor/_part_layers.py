@@ -29,22 +29,38 @@ _OF_WHOLE = ("reshape", "scaled_dot_product_attention")
 
 
 class LayerRanks(Ranks):
-    """The ranks of a layer's group. Copies of a model have one of their own, and pickles one of the layer's."""
+    """The ranks of a layer's group. Copies of a model have one of their own, and pickles one of the layer's.
 
-    __slots__ = ("depth", "layer", "overlaps", "sees_tuples")
+    On a mesh with cp, tensors may be parts of positions too (`nests`), unless `hold_plain_rows` says that none is.
+    """
 
-    def __init__(self, layer: Layer) -> None:
+    __slots__ = ("depth", "layer", "nests", "sees_tuples")
+
+    def __init__(self, layer: Layer, *, nests: bool = False) -> None:
         super().__init__(layer.group)
         self.layer = layer
-        self.overlaps = layer.rule.overlap
+        self.nests = nests
         self.depth = 0  # of the regions that run
         self.sees_tuples = False  # whether the region that runs finds parts in tuples
 
     def __deepcopy__(self, memo: object) -> LayerRanks:
-        return type(self)(self.layer)
+        return type(self)(self.layer, nests=self.nests)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.layer,)
+        return partial(type(self), nests=self.nests), (self.layer,)
+
+    @property
+    def overlaps(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether messages overlap with matmuls, of plain rows."""
+        return self.layer.rule.overlap and not self.nests
+
+    def nested(self, rows: Tensor, layout: RowLayout | None) -> PartTensor:
+        """Return this rank's rows of a tensor, plain or a part of positions, as a part."""
+        return nested(rows, layout, self)
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """Return a plain tensor, or a part of positions, for use inside."""
+        return entered_rows(tensor, super().enter)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return this rank's outputs of a layer, where the sum of its input's gradients overlaps with its matmuls. The
@@ -61,8 +77,8 @@ class LayerRanks(Ranks):
         return summed_product(plain_of(x), plain_of(weight), self.group)
 
     def returned(self, rule: Rule, output: Any) -> Any:
-        """Return what a module of a rule gives back for its output: whole tensors in the place of parts."""
-        return pytree.tree_map_only(PartTensor, leave, output)
+        """Return what a module of a rule gives back: tensors that these ranks do not divide."""
+        return rows_in(pytree.tree_map_only(NestedPart if self.nests else PartTensor, leave, output))
 
     def without_rule(self, func: Any, args: Args, kwargs: Named, problem: str) -> Any:
         """Compute a function of attention of whole tensors, where no gradient follows: transformers packs the queries
@@ -76,38 +92,6 @@ class LayerRanks(Ranks):
     def runs(self) -> bool:
         """Whether a region runs, or runs again in a backward."""
         return self.depth > 0 or runs_in_backward()
-
-
-class NestedRanks(LayerRanks):
-    """The ranks of a layer's group on a mesh with cp, where tensors may be parts of positions too, unless
-    `hold_plain_rows` says that none is."""
-
-    __slots__ = ("nests",)
-
-    def __init__(self, layer: Layer, *, nests: bool = True) -> None:
-        super().__init__(layer)
-        self.nests = nests
-        self.overlaps = False
-
-    def __deepcopy__(self, memo: object) -> NestedRanks:
-        return NestedRanks(self.layer, nests=self.nests)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(NestedRanks, nests=self.nests), (self.layer,)
-
-    def nested(self, rows: Tensor, layout: RowLayout | None) -> PartTensor:
-        """Return this rank's rows of a tensor, plain or a part of positions, as a part."""
-        return nested(rows, layout, self)
-
-    def enter(self, tensor: Tensor) -> Tensor:
-        """Return a plain tensor, or a part of positions, for use inside."""
-        return entered_rows(tensor, super().enter)
-
-    def returned(self, rule: Rule, output: Any) -> Any:
-        """Return what a module of a rule gives back: tensors that ranks along tp do not divide."""
-        if not self.nests:
-            return super().returned(rule, output)
-        return rows_in(pytree.tree_map_only(NestedPart, leave, output))
 
 
 class PartParameters(LocalParameters):

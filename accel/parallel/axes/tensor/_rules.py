@@ -17,7 +17,7 @@ from accel.parallel._blocks import block_groups, outermost_groups
 from accel.parallel._modules import RANKS, matching, named_modules, note_module
 from accel.parallel.axes.tensor._dependence import pattern_of
 from accel.parallel.axes.tensor._layers import Layer, ReadList, Recurrent, mixin_for
-from accel.parallel.axes.tensor._part_layers import LayerRanks, NestedRanks, PartParameters, RegionEnd, exchanges_of
+from accel.parallel.axes.tensor._part_layers import LayerRanks, PartParameters, RegionEnd, exchanges_of
 from accel.parallel.axes.tensor._styles import (
     ADAPTER,
     COLWISE,
@@ -381,10 +381,9 @@ def install(
     in_parts = [path for path, rule in rules.items() if rule.layouts or rule.summands or rule.ends or rule.tokens]
     within = [model.get_submodule(path) for path in in_parts]
     if ranks is None and within:
-        kind = NestedRanks if nests else LayerRanks
-        kind = SequenceRanks if any(rule.tokens for rule in rules.values()) else kind
+        kind = SequenceRanks if any(rule.tokens for rule in rules.values()) else LayerRanks
         with_parameters = [model.get_submodule(path) for path, rule in rules.items() if rule.layouts]
-        ranks = kind(cast(Any, [*with_parameters, *within][0]).accel_layer)
+        ranks = kind(cast(Any, [*with_parameters, *within][0]).accel_layer, nests=nests)
     for module in map(model.get_submodule, rules):
         setattr(module, RANKS, ranks)
     for module in within:

@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
@@ -24,10 +25,10 @@ from accel.parallel.axes.tensor._overlap import gathered_product, scattered_prod
 from accel.parallel.axes.tensor._part_layers import LayerRanks
 from accel.parallel.axes.tensor._styles import Rule
 from accel.parallel.axes.tensor._trace import outputs_in
-from accel.parallel.parts import PartTensor, Ranks, RowLayout, leave, make, plain_of
+from accel.parallel.parts import PartTensor, Ranks, RowCut, RowLayout, leave, make, plain_of
 from accel.parallel.parts._elementwise import writes
 from accel.parallel.parts._layout import cut_of, even, no_rule
-from accel.parallel.parts._nested import AND_TOKENS
+from accel.parallel.parts._nested import nested, no_views, position_pieces, rows_in, rule_runs, seen
 from accel.parallel.parts._part import Args, Named, name_of, own_rows, tensors_of, whole_rows, whole_shape
 from accel.tensors import is_view
 from accel.tree import map_tensors
@@ -51,8 +52,22 @@ class TokenRanks(Ranks):
     __slots__ = ("layers",)
 
     def __init__(self, layers: SequenceRanks) -> None:
-        super().__init__(layers.group)
         self.layers = layers
+        super().__init__(layers.group)
+
+    @property
+    def nests(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether tokens may be parts of positions too."""
+        return self.layers.nests
+
+    @property
+    def of_region(self) -> Ranks:
+        """The ranks of the divided layers."""
+        return self.layers
+
+    def nested(self, rows: Tensor, layout: RowLayout | None) -> PartTensor:
+        """Return this rank's tokens, plain or a part of positions, as a part."""
+        return nested(rows, layout, self)
 
     def enter(self, tensor: Tensor) -> Tensor:
         """Return a plain tensor for use inside, as for parts of features."""
@@ -97,8 +112,8 @@ class SequenceRanks(LayerRanks):
 
     __slots__ = ("_gathered", "_layouts", "gathers", "scatters", "tokens")
 
-    def __init__(self, layer: Any) -> None:
-        super().__init__(layer)
+    def __init__(self, layer: Any, *, nests: bool = False) -> None:
+        super().__init__(layer, nests=nests)
         self.tokens = TokenRanks(self)
         self.scatters = 0
         self.gathers: dict[str, None] = {}
@@ -129,6 +144,10 @@ class SequenceRanks(LayerRanks):
         finally:
             self.end(outer)
 
+    def from_module(self, output: Any) -> Any:
+        """Return the output of a module of the model, inside of it."""
+        return no_views(output) if self.nests else output
+
     def in_graph(self, rows: Tensor, layout: RowLayout | None) -> PartTensor:
         """Return this rank's rows of a tensor as a part: of tokens, if ranks divide it."""
         return make(rows, layout, self if layout is None else self.tokens)
@@ -142,10 +161,10 @@ class SequenceRanks(LayerRanks):
         is_inside = not is_end and (self.depth > 1 or runs_in_backward())
 
         def given_back(each: Tensor) -> Tensor:
-            if not isinstance(each, PartTensor):
+            if not isinstance(each, PartTensor) or each.ranks.group is not self.group:
                 return each
             is_kept = is_inside and (each.division is None or each.ranks is self.tokens)
-            return each if is_kept else _changeable(leave(each))
+            return each if is_kept else _changeable(rows_in(leave(each)))
 
         output = pytree.tree_map_only(PartTensor, given_back, output)
         if is_end and any(isinstance(each, PartTensor) for each in outputs_in(output)):
@@ -155,21 +174,21 @@ class SequenceRanks(LayerRanks):
 
     def ended(self, summand: Tensor) -> Tensor:
         """Return this rank's tokens of the sum of the ranks' summands; all of a sum without enough tokens."""
-        self._check_axis(summand)
         shape = tuple(summand.shape)
-        layout = self._layout_for(shape)
+        summand = seen(summand)
+        layout = self._layout_for(shape, position_pieces(summand))
         if layout is None:
-            return self.total(summand)
+            return rows_in(self.total(summand))
         dim, (repeat, segments) = layout
         if len(segments) > 1:
-            with without_subclasses():
+            with self._rule():
                 rows = _changeable(own_rows(self.total(summand), dim, layout.cut, self))
         elif repeat == 1:
             rows = scattered(summand, dim, self.group)
         else:
             by_row = summand.reshape(*summand.shape[:dim], repeat, -1, *summand.shape[dim + 1 :])
             rows = scattered(by_row, dim + 1, self.group).flatten(dim, dim + 1)
-        return self.scattered(shape, rows)
+        return self._tokens_of(rows, layout)
 
     def ended_product(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return this rank's tokens of the sum of a layer's outputs, with messages that may overlap with the matmul."""
@@ -180,10 +199,13 @@ class SequenceRanks(LayerRanks):
 
     def scattered(self, shape: tuple[int, ...], rows: Tensor) -> PartTensor:
         """Return this rank's rows of a sum of a full shape as its tokens."""
+        return self._tokens_of(rows, self._layout_for(shape))
+
+    def _tokens_of(self, rows: Tensor, layout: RowLayout | None) -> PartTensor:
         if not is_dynamo_compiling():  # a graph would be of this number alone
             self.scatters += 1
         rows = rows.contiguous()  # as a whole sum, which models view in other shapes
-        return make(rows, self._layout_for(shape), self.tokens)
+        return make(rows, layout, self.tokens)
 
     def scatters_evenly(self, shape: tuple[int, ...]) -> bool:
         """Return whether a sum of a full shape, [batch, tokens, ..., features], is scattered in equal pieces."""
@@ -198,24 +220,29 @@ class SequenceRanks(LayerRanks):
     def _is_even(self, layout: RowLayout | None) -> bool:
         return layout is not None and layout == RowLayout(1, even(layout.cut.total, self.size))
 
-    def _layout_for(self, shape: tuple[int, ...]) -> RowLayout | None:
-        """The tokens of a sum: those that were gathered in this shape, or [batch, tokens, ..., features]."""
+    def _layout_for(self, shape: tuple[int, ...], pieces: int = 1) -> RowLayout | None:
+        """The tokens of a sum: those that were gathered in this shape, or [batch, tokens, ..., features]. Of positions
+        that ranks along cp divide in so many pieces, each rank has some of each piece."""
         known = self._layouts.get(shape[:-1])
-        if known is not None or len(shape) < 3:
+        if known is not None or len(shape) < 3 or pieces < 1:
             return known
+        if pieces > 1:
+            cut = RowCut(pieces, ((shape[1] // pieces, self.size),))
+            return None if shape[1] % (pieces * self.size) else RowLayout(1, cut)
         rest = shape[1] % self.size  # tokens that all ranks hold
         cut = cut_of(1, [each for each in ((shape[1] - rest, self.size), (rest, 1)) if each[0]])
         return None if cut is None else RowLayout(1, cut)
 
     def entered_whole(self, x: Tensor) -> Tensor:
-        """Return all tokens of an input of a divided layer, plain; their gradient is summed over ranks."""
-        self._check_axis(x)
-        return plain_of(self._whole(x) if isinstance(x, PartTensor) else self.enter(x))
+        """Return all tokens of an input of a divided layer, not divided by these ranks; their gradient is summed over
+        them."""
+        if isinstance(x, PartTensor) and x.ranks.group is self.group:
+            return rows_in(plain_of(self._whole(x)))
+        return self.enter(x)
 
-    def _check_axis(self, x: Tensor) -> None:
-        """Raise `NoRuleError` for a part along another axis, cp, with tokens that these ranks would divide again."""
-        if isinstance(x, PartTensor) and x.ranks.group is not self.group:
-            raise no_rule(AND_TOKENS)
+    def _rule(self) -> contextlib.AbstractContextManager[None]:
+        """A block that computes with this rank's rows, as a rule does."""
+        return rule_runs(self) if self.nests else without_subclasses()
 
     def product_of_tokens(self, part: PartTensor, weight: PartTensor, bias: Tensor | None) -> Tensor | None:
         """Return this rank's outputs of a layer by messages that overlap with the matmul, and keep all tokens for
@@ -250,7 +277,7 @@ class SequenceRanks(LayerRanks):
             self._gathered.append(_GatheredTokens(part, whole, (_version_of(part), _version_of(whole))))
 
     def _all(self, part: PartTensor) -> PartTensor:
-        with without_subclasses():
+        with self._rule():
             self._keep_layout(part)
             whole = whole_rows(part, lambda rows, dim: gathered_summed(rows, dim, self.group))
             return make(_changeable(whole), None, self)
@@ -271,6 +298,8 @@ class SequenceRanks(LayerRanks):
         name = name_of(func)
         if kwargs.get("out") is not None or (divided and not of_tokens):
             return super().without_rule(func, args, kwargs, problem)
+        if self.nests and of_tokens and runs_in_backward() and not torch.is_grad_enabled():
+            raise no_rule(f"{name}, in the backward of a function, with this rank's tokens along tp and cp")
         if not divided:
             return self._alike(func, args, kwargs)
         if len(of_tokens) == len(divided):
@@ -310,7 +339,7 @@ class SequenceRanks(LayerRanks):
         whole = changed[0].whole if changed else self._all(target)
         given, named = pytree.tree_map_only(PartTensor, self._whole, (tuple(args), dict(kwargs)))
         _ = func(whole, *given, **named)
-        with without_subclasses():
+        with self._rule():
             _ = plain_of(target).copy_(own_rows(whole, layout.dim, layout.cut, self))
         return target
 

@@ -24,6 +24,7 @@ from accel.parallel.axes.replicate._comm_hooks import PowerSgd
 from accel.parallel.axes.replicate._local_sgd import LocalSgd, local_sgd_step, prepare_local_model
 from accel.parallel.axes.tensor import tensor_plan
 from accel.parallel.logits import linear_cross_entropy, vocab_cross_entropy
+from accel.parallel.parts._local_map import local_map
 from accel.topology import Axes, Plan
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "expert_counts",
     "expert_plan",
     "linear_cross_entropy",
+    "local_map",
     "local_sgd_step",
     "prepare_local_model",
     "route_tokens",

@@ -68,6 +68,7 @@ PRIVATE = {
         "DisableTorchFunctionSubclass",
         "_EnableTorchFunction",
     ),
+    "torch._functorch.vmap": ("_validate_and_get_batch_size",),  # which asks tensors for the size to map over
     "torch.autograd": ("_get_sequence_nr", "_unsafe_preserve_version_counter"),
     "torch.autograd.graph.Node": ("_sequence_nr",),
     "torch.nn.TransformerEncoderLayer": ("_ff_block",),  # compared, like nn.TransformerDecoderLayer's
@@ -95,6 +96,11 @@ with_subclasses: type[contextlib.AbstractContextManager[None]] = cast(Any, torch
 subclasses_are_on: Callable[[], bool] = cast(Any, torch)._C._is_torch_function_enabled
 alias: Callable[[torch.Tensor], torch.Tensor] = cast(Any, torch).ops.aten.alias.default
 Operator = cast(type, type(alias))  # of those, as modes of dispatch see them
+_SIZES_OF_VMAP = cast(Any, importlib.import_module("torch._functorch.vmap"))._validate_and_get_batch_size.__code__
+OPERATORS: tuple[type, ...] = (
+    Operator,
+    type(cast(object, cast(Any, torch).ops.aten.alias)),
+)  # one overload, and all of a name
 # A tensor of the same memory that is no view.
 alike: Callable[[torch.Tensor, Sequence[int]], torch.Tensor] = cast(Any, torch).ops.aten._unsafe_view.default
 
@@ -263,6 +269,17 @@ def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str,
     return [each for each in found if isinstance(each, torch.Tensor)]
 
 
+def overloads_of(operator: Any) -> list[Any]:
+    """Return the overloads of one of `OPERATORS`."""
+    one = isinstance(operator, Operator)
+    return [operator] if one else [getattr(operator, each) for each in operator.overloads()]
+
+
+def is_pointwise(overload: Any) -> bool:
+    """Return whether an overload computes each element independently, by its tags, and writes into no argument."""
+    return torch.Tag.pointwise in overload.tags and not overload._schema.is_mutable
+
+
 def part_alone(parameter: DTensor) -> torch.Tensor:
     """Return this rank's part, without autograd's record: one view, where `to_local` of a parameter takes two."""
     return cast(Any, parameter)._local_tensor.detach()
@@ -277,6 +294,16 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def in_function_transform() -> bool:
     """Return whether a transform of `torch.func`, such as `vjp`, runs the function around."""
     return cast(Any, torch)._C._are_functorch_transforms_active()
+
+
+def is_asked_by_vmap() -> bool:
+    """Return whether torch.vmap asks a tensor for a size, a few calls up. It then takes the tensor's memory."""
+    frame = inspect.currentframe()
+    for _ in range(8):
+        if frame is None or frame.f_code is _SIZES_OF_VMAP:
+            return frame is not None
+        frame = frame.f_back
+    return False
 
 
 def runs_in_backward() -> bool:

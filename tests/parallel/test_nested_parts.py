@@ -127,8 +127,25 @@ def by_module(x: Tensor, weight: Tensor) -> Tensor:
     return out.transpose(0, 1)
 
 
+def _gate(one: Tensor, other: Tensor) -> Tensor:
+    assert type(one) is type(other) is Tensor
+    return one.sin() * other
+
+
+def _normed(heads: Tensor) -> Tensor:
+    assert type(heads) is Tensor
+    return heads / heads.norm(dim=-1, keepdim=True)
+
+
+def by_kernels(x: Tensor, weight: Tensor) -> Tensor:
+    """Kernels that get this rank's rows and positions."""
+    first, second, _ = functional.linear(x, weight).chunk(3, -1)
+    gated = accel.parallel.local_map(_gate, "elements")(first, second)
+    return accel.parallel.local_map(_normed, "rows")(gated.view(2, x.shape[1], HEADS, -1)).flatten(2)
+
+
 ATTENTIONS = (by_hand, by_torch, by_einsum, linear_attention)
-FUNCTIONS = (*ATTENTIONS, in_place, over_positions, with_dropout, over_features, written, reordered)
+FUNCTIONS = (*ATTENTIONS, in_place, over_positions, with_dropout, over_features, written, reordered, by_kernels)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda each: each.__name__)

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from accel.comm import ThreadGroup, run_in_threads
 from accel.errors import PrepareError
+from accel.parallel import local_map
 from accel.parallel.parts import NoRuleError, PartTensor, Ranks, RowCut, RowLayout, leave, make, plain_of, rows_of
 from accel.parallel.parts._layout import cut_of, fit, scaled
 from accel.parallel.parts._rules import find_rule
@@ -403,6 +404,48 @@ def _written(x: Tensor, y: Tensor) -> Tensor:
     return whole.index_copy_(2, torch.tensor([0]), x[:, :, :1]).add_(x) * y
 
 
+class Kernel(torch.autograd.Function):
+    """`x * y.sigmoid()` by memory that torch does not see, of equal shapes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return torch.from_numpy(x.numpy() / (1 + (-y.contiguous()).exp().numpy()))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        gate = y.sigmoid()
+        return grads[0] * gate, grads[0] * x * gate * (1 - gate)
+
+
+def _gated(x: Tensor, y: Tensor) -> Tensor:
+    assert type(x) is type(y) is Tensor
+    return cast(Any, Kernel).apply(*torch.broadcast_tensors(x, y))
+
+
+def _normed(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    assert type(x) is type(scale) is Tensor
+    spread = x.square().mean(-1).add(1.0).rsqrt()
+    return x * spread.unsqueeze(-1) * scale, spread
+
+
+def _turned(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys by heads, [batch, heads, tokens, features], by the angles of tokens."""
+    assert {type(q), type(k), type(angles)} == {Tensor}
+    return q * angles.cos(), k.flip(-1) * angles.sin()
+
+
+def _scanned(q: Tensor, k: Tensor, decay: Tensor) -> Tensor:
+    """A recurrence over tokens, [batch, tokens, heads, features], with a decay for each head; keys are of groups."""
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+    state, found = torch.zeros_like(q[:, 0]), []
+    for at in range(q.shape[1]):
+        state = state * decay.sigmoid().unsqueeze(-1) + k[:, at] * k[:, at].sum(-1, keepdim=True)
+        found.append(q[:, at] * state)
+    return torch.stack(found, 1)
+
+
 def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
     """Functions that contract or sum the divided dimension, or take whole tensors beside parts."""
     cut = a_cut(draw, size)
@@ -456,6 +499,22 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
             [RowLayout(1, cut)],
         ),
         "written": Region(_written, [(2, n, 4), (n, 1)], [RowLayout(1, cut), draw.choice([None, RowLayout(0, cut)])]),
+        "a kernel of elements": Region(
+            local_map(_gated, "elements"),
+            [(2, n, 4), (n, 1)],
+            [RowLayout(1, cut), draw.choice([None, RowLayout(0, cut)])],
+        ),
+        "a kernel of rows": Region(local_map(_normed, "rows"), [(2, n, 4), (4,)], [RowLayout(1, cut), None]),
+        "a kernel of heads": Region(
+            local_map(_turned, (1, 1, None), out=1),
+            [(2, m, 3, 4), (2, m, 3, 4), (2, 1, 3, 4)],
+            [RowLayout(1, even), RowLayout(1, even), None],
+        ),
+        "a kernel of groups": Region(
+            local_map(_scanned, (2, -2, 0)),
+            [(2, 3, 8, 4), (2, 3, 2, 4), (8,)],
+            [RowLayout(2, RowCut(1, ((8, size),))), draw.choice([None, RowLayout(2, RowCut(1, ((2, 2),)))]), None],
+        ),
         "sums": Region(lambda x: x.sum(-1) + x.mean(1), [(3, m)], [RowLayout(1, even)]),
         "spreads": Region(
             lambda x: x.var(-1) + x.std(1, keepdim=True) + x.var(dim=(0, 1), correction=0),

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils import _pytree as pytree
 
-from accel.parallel._private import with_subclasses
-from accel.parallel.parts._layout import RowCut, RowLayout, at, even, no_rule
+from accel.parallel.parts._layout import RowCut, RowLayout, even, no_rule
+from accel.parallel.parts._local_map import Independence, mapped
 from accel.parallel.parts._part import (
     Args,
     Named,
@@ -71,33 +72,22 @@ def _heads_alone(func: Any, args: Args, kwargs: Named) -> Any:
     query, key, _ = tensors
     if any(callable(each) for each in kwargs.values()):
         raise no_rule("with functions of heads")
-    if isinstance(mask, Tensor):
-        tensors.append(mask)
-    elif mask is not None and mask.shape[1] != 1:  # of a BlockMask
+    if mask is not None and not isinstance(mask, Tensor) and mask.shape[1] != 1:  # of a BlockMask
         raise no_rule("with a mask for each head that is no tensor")
-    own, layout = _by_heads(tensors, ranks, is_grouped=whole_shape(query)[1] != whole_shape(key)[1])
-    if layout is not None and layout.dim != 1:
-        raise no_rule("of a dimension other than heads")
-    given = [plain_of(each) for each in own]
-    mask = given.pop() if isinstance(mask, Tensor) else mask
-    named_ones = {name: plain_of(_of_heads(each, layout, ranks)) for name, each in kwargs.items()}
-    draws = _own_draws(ranks, given[0].device) if kwargs.get("dropout") and layout is not None else nullcontext()
-    with draws, with_subclasses():  # the function may have masks of other classes
-        found, weights = function(module, *given, mask, **named_ones)
-    cut = layout and layout.cut
-    return make(found, at(2, cut), ranks), None if weights is None else make(weights, at(1, cut), ranks)
+    if whole_shape(query)[1] != whole_shape(key)[1] and not _share_groups(query, key, ranks):
+        tensors[1:] = [_of_queries(each, whole_shape(query)[1]) for each in tensors[1:]]
+    others = [each for each in pytree.tree_leaves((mask, kwargs)) if isinstance(each, Tensor)]
+    heads = (1, 1, 1, *(_dim_of_heads(each, whole_shape(query)[1]) for each in others))
+    declared = Independence(heads, (2, 1), like=0)
+    is_divided = any(layout_of(each) is not None for each in tensors)
+    with _own_draws(ranks, query.device) if kwargs.get("dropout") and is_divided else nullcontext():
+        return mapped(func, (function, declared, (module, *tensors, mask), kwargs), {})
 
 
-def _of_heads(each: Any, layout: RowLayout | None, ranks: Ranks) -> Any:
-    """This rank's entries of a tensor with an entry for each head, [heads] or [batch, heads, queries, keys]."""
-    if not isinstance(each, Tensor) or layout is None:
-        return entered(each, ranks)
+def _dim_of_heads(each: Tensor, heads: int) -> int | None:
+    """The dimension of heads of a tensor with an entry for each, [heads] or [batch, heads, queries, keys]."""
     dim = {1: 0, 4: 1}.get(each.dim())
-    if dim is not None and whole_shape(each)[dim] == layout.cut.total:
-        return own_rows(each, dim, layout.cut, ranks)
-    if layout_of(each) is not None:
-        raise no_rule("with a part that has no entry for each head")
-    return entered(each, ranks)
+    return dim if dim is not None and whole_shape(each)[dim] == heads else None
 
 
 def _own_draws(ranks: Ranks, device: torch.device) -> AbstractContextManager[None]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
+from accel.parallel._private import runs_in_backward
 from accel.parallel.parts._layout import no_rule
 from accel.parallel.parts._part import (
     Args,
@@ -51,6 +52,11 @@ def elementwise(func: Any, args: Args, kwargs: Named) -> Any:
     ordered = [put(each) for each in args]
     by_name = {key: put(value) for key, value in kwargs.items()}
     return placed(func(*ordered, **by_name), alignment, ranks)
+
+
+def of_tags(func: Any, args: Args, kwargs: Named) -> Any:
+    """An operator of torch.library that computes each element alone, by its tags."""
+    return func(*args, **kwargs) if runs_in_backward() else elementwise(func, args, kwargs)  # there rows are plain
 
 
 def _written(function: Any, func: Any, args: Args, kwargs: Named) -> Any:
@@ -145,10 +151,25 @@ def facts(func: Any, args: Args, kwargs: Named) -> Any:
     return func(*args, **kwargs)
 
 
-def _no_gradient(func: Any, args: Args, kwargs: Named) -> Any:
-    """The gradient of a tensor that the model has computed."""
-    if func(*args, **kwargs) is not None:
+def _gradient(func: Any, args: Args, kwargs: Named) -> Any:
+    """The gradient of a tensor that the model has computed; in a backward, which a reentrant checkpoint begins in
+    another, its rows."""
+    found = func(*args, **kwargs)
+    if found is not None and not runs_in_backward():
         raise no_rule("of a part")
+    return found
+
+
+def _backward(func: Any, args: Args, kwargs: Named) -> None:
+    """The backward of a reentrant checkpoint, in another."""
+    if not runs_in_backward():
+        raise no_rule("of a part")
+    func(*args, **kwargs)
+
+
+def _followed(func: Any, args: Args, kwargs: Named) -> None:
+    """`tensor.requires_grad = True`."""
+    func(part_of(func, args), *args[1:], **kwargs)
 
 
 def alike(func: Any, args: Args, kwargs: Named) -> Any:
@@ -263,7 +284,9 @@ RULES = {
     **dict.fromkeys(_SAME, same),
     **dict.fromkeys(("to", "type_as"), converted),
     **dict.fromkeys(FACTS, facts),
-    "grad": _no_gradient,
+    "grad": _gradient,
+    "backward": _backward,
+    "requires_grad.__set__": _followed,
     "__deepcopy__": duplicated,
     **dict.fromkeys(("item", "tolist", "__bool__", "__float__", "__int__", "__index__"), alike),
     "data_ptr": alike,  # a kernel would take the whole shape for the shape of this rank's memory

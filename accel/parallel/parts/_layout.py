@@ -36,7 +36,14 @@ class TracedNoRuleError(Exception):
     """A `NoRuleError` in a trace of torch.compile, which follows no `__init__` of errors. Its problem is `args[2]`."""
 
 
-def no_rule(problem: str) -> Exception:
+_WHOLE = "Keep the module whole: plan=accel.parallel.Plan(tensor=accel.parallel.tensor_plan(model, example=batch))."
+_LOCAL = (
+    "If a kernel computes each element, row or head independently, let it have the rows of a rank: "
+    'accel.parallel.local_map(kernel, "elements"). '
+)
+
+
+def no_rule(problem: str, *, may_be_kernel: bool = False) -> Exception:
     """Return the error of a function that cannot compute on parts; its name is put before the problem of arguments."""
     if is_dynamo_compiling():
         return TracedNoRuleError("", "", problem)
@@ -45,7 +52,7 @@ def no_rule(problem: str) -> Exception:
         expected="functions that give each rank, from its rows, its part of the result on all rows",
         got=problem,
         where="forward, in a module that ranks along tp divide",
-        fix="Keep the module whole: plan=accel.parallel.Plan(tensor=accel.parallel.tensor_plan(model, example=batch)).",
+        fix=_LOCAL + _WHOLE if may_be_kernel else _WHOLE,
     )
 
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 # Their rules call functions that have rules.
 _COMPOSED = (functional.multi_head_attention_forward, functional.pixel_shuffle, functional.pixel_unshuffle)
+_OF_KERNELS = ("data_ptr", "size")  # attributes that kernels ask for and that have rules; torch.vmap for a size
 Args = Sequence[Any]
 Named = Mapping[str, Any]
 Rule = Callable[[Any, Args, Named], Any]
@@ -155,7 +156,8 @@ class Ranks:
 
     def without_rule(self, func: Any, args: Args, kwargs: Named, problem: str) -> Any:
         """Compute a function that has no rule for its arguments; raise `NoRuleError` where these ranks cannot."""
-        raise no_rule(_named_problem(func, problem))
+        may_be_kernel = problem == name_of(func) or name_of(func) in _OF_KERNELS
+        raise no_rule(_named_problem(func, problem), may_be_kernel=may_be_kernel)
 
     def begin(self) -> Any:
         """Begin a region, in which nothing has entered; return what `end` needs of the one around it."""
@@ -417,7 +419,7 @@ def own_rows(tensor: Tensor, dim: int, need: RowCut, ranks: Ranks) -> Tensor:
         raise no_rule(f"a function of parts that ranks divide along dimensions {layout.dim} and {dim}")
     length = whole_shape(tensor)[dim]
     if length != need.total:
-        if layout is None and length == need.local and not _is_followed(tensor):  # a gradient, in an own function
+        if layout is None and length == need.local and _may_be_gradient(tensor):
             return entered(tensor, ranks)
         raise no_rule(f"a function of {length} rows and a part of {need.total}")
     if layout is not None and layout.cut == need:
@@ -425,9 +427,11 @@ def own_rows(tensor: Tensor, dim: int, need: RowCut, ranks: Ranks) -> Tensor:
     return taken(entered(tensor, ranks), dim, places_of(need, layout and layout.cut, ranks.rank, ranks.size))
 
 
-def _is_followed(tensor: Tensor) -> bool:
-    """Whether a gradient flows back into a tensor: rows of another layer would get the sum of all ranks'."""
-    return tensor.requires_grad and torch.is_grad_enabled()
+def _may_be_gradient(tensor: Tensor) -> bool:
+    """Whether a plain tensor may have the rows of a rank: a gradient, in the backward of a function of the model. Other
+    rows are of another layer, or of a function that has computed with this rank's without a rule."""
+    is_backward = is_dynamo_compiling() or runs_in_backward()
+    return is_backward and not (tensor.requires_grad and torch.is_grad_enabled())
 
 
 def taken(rows: Tensor, dim: int, places: Places) -> Tensor:
@@ -458,7 +462,7 @@ class Alignment(NamedTuple):
 @kept
 def alignment_of(kinds: tuple[tuple[RowLayout | None, torch.Size, bool], ...], rank: int, size: int) -> Alignment:
     """Return how tensors of these layouts and whole shapes are cut alike, broadcast from the right as torch does; the
-    third number of each: whether it is plain, and a gradient flows back into it."""
+    third number of each: whether it may be a gradient of this rank's rows."""
     rights = {len(shape) - layout.dim for layout, shape, _ in kinds if layout is not None}
     if not rights:
         return Alignment((None,) * len(kinds))
@@ -467,13 +471,13 @@ def alignment_of(kinds: tuple[tuple[RowLayout | None, torch.Size, bool], ...], r
     right = rights.pop()
     need = finest([layout.cut for layout, _, _ in kinds if layout is not None])
     places: list[tuple[int, Places] | None] = []
-    for layout, shape, is_followed in kinds:
+    for layout, shape, may_be_gradient in kinds:
         dim = len(shape) - right
         if dim < 0 or shape[dim] == 1 or (layout is not None and layout.cut == need):
             places.append(None)
         elif shape[dim] == need.total:
             places.append((dim, places_of(need, layout and layout.cut, rank, size)))
-        elif layout is None and shape[dim] == need.local and not is_followed:  # a gradient, in an own function
+        elif layout is None and shape[dim] == need.local and may_be_gradient:
             places.append(None)
         else:
             raise no_rule(f"a function of {shape[dim]} rows and a part of {need.total}")
@@ -483,7 +487,7 @@ def alignment_of(kinds: tuple[tuple[RowLayout | None, torch.Size, bool], ...], r
 def aligned(tensors: Sequence[Tensor], ranks: Ranks) -> tuple[list[Tensor], Alignment]:
     """Return the rows of each tensor that this rank computes with, and their alignment."""
     kinds = tuple(
-        (layout := layout_of(each), whole_shape(each), layout is None and _is_followed(each)) for each in tensors
+        (layout := layout_of(each), whole_shape(each), layout is None and _may_be_gradient(each)) for each in tensors
     )
     found = alignment_of(kinds, ranks.rank, ranks.size)
     inside = [entered(each, ranks) for each in tensors]

@@ -6,12 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch.compiler import is_dynamo_compiling
+
+from accel.parallel._private import OPERATORS, is_pointwise, overloads_of
 from accel.parallel.parts import (
     _attention,
     _contractions,
     _convolutions,
     _elementwise,
     _indexing,
+    _local_map,
     _reductions,
     _shapes,
 )
@@ -26,6 +30,7 @@ RULES: Mapping[str, Rule] = {
     **_convolutions.RULES,
     **_attention.RULES,
     **_indexing.RULES,
+    **_local_map.RULES,
 }
 
 
@@ -39,5 +44,13 @@ def rule_of(func: Callable[..., Any]) -> Rule:
 
 
 def find_rule(func: Callable[..., Any]) -> Rule | None:
-    """Return the rule of a function of torch; None for none."""
-    return RULES.get(name_of(func))
+    """Return the rule of a function of torch; None for none. An operator of torch.library, which may have the name of
+    another function, has one if its tags say that it computes each element independently."""
+    if not isinstance(func, OPERATORS):
+        return RULES.get(name_of(func))
+    if is_dynamo_compiling():  # which cannot trace a question about an operator
+        return None
+    overloads = overloads_of(func)
+    if overloads[0].namespace == "aten" and func not in overloads:
+        return RULES.get(name_of(func))
+    return _elementwise.of_tags if all(map(is_pointwise, overloads)) else None

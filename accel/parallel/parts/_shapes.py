@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
+from accel.parallel._private import is_asked_by_vmap
 from accel.parallel.parts._layout import RowCut, RowLayout, at, dims_of, finest, no_rule, piece_of, scaled, viewed
 from accel.parallel.parts._part import (
     Args,
@@ -362,7 +364,11 @@ def size(func: Any, args: Args, kwargs: Named) -> Any:
     """size, shape."""
     shape = whole_shape(args[0])
     dim = named("input dim", args, kwargs).get("dim")
-    return shape if dim is None else shape[dim]
+    if dim is None:
+        return shape
+    if not is_dynamo_compiling() and layout_of(args[0]) is not None and is_asked_by_vmap():
+        raise no_rule("for torch.vmap, which would compute with this rank's rows")
+    return shape[dim]
 
 
 def count(func: Any, args: Args, kwargs: Named) -> Any:

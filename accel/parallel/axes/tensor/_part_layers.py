@@ -62,6 +62,12 @@ class LayerRanks(Ranks):
         """Return a plain tensor, or a part of positions, for use inside."""
         return entered_rows(tensor, super().enter)
 
+    def begin(self) -> Any:
+        """Begin a region. What has entered in a backward, which computes layers again outside of a region, is
+        dropped."""
+        outer = super().begin()
+        return outer if self.depth else {}
+
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return this rank's outputs of a layer, where the sum of its input's gradients overlaps with its matmuls. The
         first layer of an input sums them for all."""

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions without a rule between split layers: kernels that get plain tensors of a rank's rows, and errors that say
+how to declare them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from steps import two_steps
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import accel
+from accel.errors import PrepareError
+from accel.parallel import Plan, local_map
+from accel.parallel._modules import RANKS
+from accel.tensors import is_dtensor
+from accel.testing import Simulator
+
+STYLES: dict[str, Any] = {"up": "colwise", "gate": "colwise", "down": "rowwise"}
+X = torch.linspace(-1, 1, 96, dtype=torch.float64).view(2, 6, 8)
+
+
+class Gate(torch.autograd.Function):
+    """`x * sigmoid(y)` by memory that torch does not see."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return torch.from_numpy(x.numpy() / (1 + (-y).exp().numpy()))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        gate = y.sigmoid()
+        return grads[0] * gate, grads[0] * x * gate * (1 - gate)
+
+
+def gated(x: Tensor, y: Tensor) -> Tensor:
+    return cast(Any, Gate).apply(x, y)
+
+
+def normed(x: Tensor, y: Tensor) -> Tensor:
+    """Needs all features of a row."""
+    return x.detach().cumsum(-1).mul(0.0).add(x / x.square().mean(-1, keepdim=True).add(1).sqrt()) * y
+
+
+@torch.library.custom_op("accel_tests::relu", mutates_args=())
+def relu(x: Tensor) -> Tensor:
+    """Not what torch's function of this name computes."""
+    return x - x.mean(-1, keepdim=True)
+
+
+@torch.library.custom_op("accel_tests::doubled", mutates_args=(), tags=[torch.Tag.pointwise])
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def _backward_of_doubled(_: Any, grad: Tensor) -> Tensor:
+    return grad * 2
+
+
+cast(Any, doubled).register_autograd(_backward_of_doubled)
+
+
+class Mlp(nn.Module):
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.gate, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.function(self.up(x), self.gate(x)))
+
+
+def trained(
+    ctx: accel.DistContext, function: Callable[[Tensor, Tensor], Tensor], *, find: bool = False, compiled: bool = False
+) -> tuple[Any, bool]:
+    """Losses and parameters of two steps, and whether ranks divide the first layer."""
+    model: nn.Module = Mlp(function).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    ways: dict[str, Any] = {"example": [X]} if find else {"plan": Plan(tensor=STYLES)}
+    if ctx.world_size > 1:
+        ctx = accel.replace(ctx, mesh="tp=2")
+        model, optimizer = accel.prepare(ctx, model, optimizer, **ways)
+    else:
+        model, optimizer = accel.prepare(ctx, model, optimizer)
+    if compiled:
+        accel.compile_model(model, Mlp, backend="aot_eager", fullgraph=True)
+    losses = two_steps(ctx, model, optimizer, lambda: model(X).square().mean())
+    divides = is_dtensor(weight := model.get_parameter("up.weight")) and weight.placements[0].is_shard()
+    return (losses, accel.get_state_dict(ctx, model, dst=None)), divides
+
+
+def compared(ranks: Simulator, function: Callable[[Tensor, Tensor], Tensor], **ways: bool) -> bool:
+    """Train on two ranks as in one process; return whether the layers are divided."""
+    want, _ = trained(accel.single(), function)
+    runs = ranks.run(lambda ctx: trained(ctx, function, **ways), 2, default_group=True)
+    for got, _ in runs:
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+    return runs[0][1]
+
+
+def heads_of(x: Tensor, y: Tensor) -> Tensor:
+    """A kernel of heads, [batch, tokens, heads, features], which mixes tokens and features."""
+    found = local_map(lambda q, k: (q.cumsum(1) * k.sum(-1, keepdim=True)).sin(), 2)
+    return found(x.view(2, 6, 4, 4), y.view(2, 6, 4, 4)).flatten(2)
+
+
+def recomputed(x: Tensor, y: Tensor) -> Tensor:
+    """A reentrant checkpoint of parts."""
+    found: Tensor = checkpoint(lambda a, b: torch.tanh(a) * b.exp(), x, y, use_reentrant=True)
+    return found
+
+
+def mapped_by_torch(x: Tensor, y: Tensor) -> Tensor:
+    return local_map(torch.vmap(lambda a, b: a.sin() * b), "elements")(x, y)
+
+
+def by_operator(x: Tensor, y: Tensor) -> Tensor:
+    return torch.ops.accel_tests.doubled(x) * cast(Any, doubled)(y)
+
+
+RUNNING = {
+    "elements": local_map(gated, "elements"),
+    "heads": heads_of,
+    "reentrant checkpoint": recomputed,
+    "vmap": mapped_by_torch,
+    "pointwise operator": by_operator,
+}
+
+
+@pytest.mark.parametrize("name", RUNNING)
+def test_declared_functions_train_as_in_one_process(ranks: Simulator, name: str) -> None:
+    assert compared(ranks, RUNNING[name])
+
+
+@pytest.mark.slow
+def test_a_found_plan_divides_layers_around_a_kernel_and_refuses_a_false_declaration(ranks: Simulator) -> None:
+    assert compared(ranks, local_map(lambda x, y: x.sin() * y, "elements"), find=True)
+    with pytest.raises(PrepareError, match="no tensor-parallel plan is known"):
+        _ = compared(ranks, local_map(normed, "elements"), find=True)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_graphs")
+def test_torch_compile_traces_a_declared_function(ranks: Simulator) -> None:
+    assert compared(ranks, local_map(lambda x, y: x.sin() * y, "elements"), compiled=True)
+
+
+REFUSED: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "a kernel": ("numpy", gated),
+    "an operator with the name of a function of torch": ("relu", lambda x, y: torch.ops.accel_tests.relu(x) * y),
+    "an operator without a tag": ("relu", lambda x, y: cast(Any, relu)(x) * y),
+    "vmap, which would see features of this rank": ("vmap", lambda x, y: torch.vmap(lambda r: r - r.mean(-1))(x) * y),
+}
+FALSE: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "rows that ranks divide": ("rows", local_map(normed, "rows")),
+    "another dimension": ("dimension 1", local_map(gated, 1)),
+    "a result of another shape": ("result", local_map(lambda x, y: (x * y).mean(-1), "elements")),
+    "one number for two tensors": ("2 tensors", local_map(gated, (2,))),
+    "rows of a rank from elsewhere": ("8 rows", lambda x, y: x * torch.ones(8, dtype=torch.float64) * y),
+}
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *FALSE])
+def test_what_is_not_declared_or_declared_falsely_is_an_error(ranks: Simulator, name: str) -> None:
+    word, function = (REFUSED | FALSE)[name]
+
+    def rank(ctx: accel.DistContext) -> PrepareError:
+        ctx = accel.replace(ctx, mesh="tp=2")
+        model = accel.prepare_model(ctx, Mlp(function).double(), plan=Plan(tensor=STYLES))
+        with torch.no_grad(), pytest.raises(PrepareError) as caught:
+            model(X)
+        return caught.value
+
+    for error in ranks.run(rank, 2, default_group=True):
+        assert word in error.got
+        assert ("local_map" in error.fix) == (name in REFUSED)
+        assert "tensor_plan" in error.fix
+
+
+@pytest.mark.parametrize("over", ["each", "element", True, None, (), (None,), 1.0, ("1",)])
+def test_a_declaration_that_is_none_is_an_error(over: Any) -> None:
+    with pytest.raises(PrepareError, match="local_map"):
+        local_map(gated, over)
+
+
+def test_a_plain_call_is_a_call() -> None:
+    found = local_map(gated, "elements")(X, X)
+    assert type(found) is Tensor
+    torch.testing.assert_close(found, X * X.sigmoid())
+
+
+def test_layers_that_a_backward_computes_again_hold_no_tensors_of_former_steps(ranks: Simulator) -> None:
+    class Recomputed(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x * 1.5, use_reentrant=False)
+
+    def rank(ctx: accel.DistContext) -> list[int]:
+        ctx = accel.replace(ctx, mesh="tp=2")
+        model = accel.prepare_model(ctx, Recomputed(torch.mul).double(), plan=Plan(tensor=STYLES))
+        held: list[int] = []
+        for _ in range(3):
+            model(X.clone().requires_grad_()).sum().backward()
+            held.append(len(vars(model.get_submodule("up"))[RANKS]._entered))
+        return held
+
+    for first, *others in ranks.run(rank, 2, default_group=True):
+        assert others == [first, first]

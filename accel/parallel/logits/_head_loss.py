@@ -14,8 +14,8 @@ from accel.context import DistContext, context_first, group_of
 from accel.parallel._local import local_of
 from accel.parallel._modules import tensor_notes
 from accel.parallel.logits._head_chunks import Reduction, Words, head_error, in_autocast, loss_of_rows
-from accel.parallel.parts import PartTensor, RowLayout, plain_of
-from accel.parallel.parts._layout import even
+from accel.parallel.logits._vocabulary import own_words
+from accel.parallel.parts import PartTensor, plain_of
 from accel.tensors import checksums, integers, is_dtensor, split_dims
 
 
@@ -90,9 +90,9 @@ def linear_cross_entropy(
     _check(input, linear_weight, target, token_weights)
     _check_options(reduction, label_smoothing, softcap, chunk_size)
     group = group_of(ctx, "tp")
-    part = _part_of(_own_words(linear_weight), group)
+    part = _part_of(_own_rows(linear_weight), group)
     words = _words_of(ctx, linear_weight, part, group)
-    own_bias = None if linear_bias is None else _part_of(_own_words(linear_bias), group)
+    own_bias = None if linear_bias is None else _part_of(_own_rows(linear_bias), group)
     if words.comm is not None:
         input = copied(in_autocast(input), cast("dist.ProcessGroup", group))
     return loss_of_rows(
@@ -150,16 +150,9 @@ def _check_options(reduction: str, label_smoothing: float, softcap: float | None
             raise head_error(f"{name} is out of its range", expected, repr(got))
 
 
-def _own_words(weight: Tensor) -> Tensor:
-    """Return this rank's classes of a weight or bias that the forward of a divided model reads."""
-    if not isinstance(weight, PartTensor) or weight.division is None:
-        return plain_of(weight)
-    total = weight.division.cut.total
-    if weight.division != RowLayout(0, even(total, weight.ranks.size)):
-        raise head_error(
-            "ranks along tp hold other rows than classes in order", "a head divided by classes", repr(weight)
-        )
-    return plain_of(weight)
+def _own_rows(weight: Tensor) -> Tensor:
+    """Return this rank's classes of a weight or bias that the forward of a divided model reads, or all of them."""
+    return plain_of(weight) if isinstance(weight, PartTensor) and weight.division is None else own_words(weight, 0)
 
 
 def _part_of(weight: Tensor, group: dist.ProcessGroup | None) -> Tensor:

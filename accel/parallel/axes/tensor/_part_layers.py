@@ -62,7 +62,13 @@ class LayerRanks(Ranks):
 
     def returned(self, rule: Rule, output: Any) -> Any:
         """Return what a module of a rule gives back for its output: whole tensors in the place of parts."""
-        return pytree.tree_map_only(PartTensor, leave, output)
+        return pytree.tree_map_only(PartTensor, partial(self.left, rule), output)
+
+    def left(self, rule: Rule, part: PartTensor) -> Tensor:
+        """Return what leaves a module of a rule for a part: this rank's words of logits, or else the whole tensor."""
+        cut = part.division.cut if part.division is not None and part.ranks is self else None
+        is_of_words = cut is not None and cut.total in rule.words and cut == even(cut.total, self.size)
+        return plain_of(part) if is_of_words else leave(part)
 
     def without_rule(self, func: Any, args: Args, kwargs: Named, problem: str) -> Any:
         """Compute a function of attention of whole tensors, where no gradient follows: transformers packs the queries
@@ -107,7 +113,7 @@ class NestedRanks(LayerRanks):
         """Return what a module of a rule gives back: tensors that ranks along tp do not divide."""
         if not self.nests:
             return super().returned(rule, output)
-        return rows_in(pytree.tree_map_only(NestedPart, leave, output))
+        return rows_in(pytree.tree_map_only(NestedPart, partial(self.left, rule), output))
 
 
 class PartParameters(LocalParameters):

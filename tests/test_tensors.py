@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from accel.fakes import emptied_caches, fake_mode
 from accel.tensors import (
+    checksums,
     dtensor_like,
     full_tensor,
     is_dtensor,
@@ -181,3 +182,17 @@ def test_word_layers_are_found_without_a_change_of_buffers() -> None:
     assert before
     assert list(word_layers(net).heads) == ["1"]
     assert all(torch.equal(each, before[name]) for name, each in net.named_buffers())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("length", [1, 64, 5000, 9001])
+def test_a_checksum_by_position_sees_a_bit_at_another_place(dtype: torch.dtype, length: int) -> None:
+    places = torch.arange(length)[:: -(-length // 64)]
+    size = dtype.itemsize
+    for bit in range(8 * size):
+        tensors = {}
+        for place in places.tolist():
+            words = torch.full((length * size,), 0x3C, dtype=torch.uint8)
+            words[place * size + bit // 8] ^= 1 << bit % 8
+            tensors[str(place)] = words.view(dtype)
+        assert len(set(checksums(tensors, by_position=True).values())) == len(places)

@@ -15,7 +15,7 @@ from accel.comm import adopt
 from accel.context import DistContext, context_first, group_of
 from accel.errors import ConfigError
 from accel.parallel._modules import unwrap_model
-from accel.parallel.logits import check_logits, row_scores
+from accel.parallel.logits import check_logits, own_words, row_scores
 from accel.parallel.logits._logits import DeferredLogits
 from accel.tensors import is_half
 from accel.training._evaluating import evaluating
@@ -91,6 +91,7 @@ def token_logprobs(
             "temperature is out of its range", expected="above 0", got=repr(temperature), where="token_logprobs"
         )
     group = group_of(ctx, "tp") if vocab_parallel else None
+    logits = own_words(logits, -1) if vocab_parallel else logits
     if isinstance(logits, DeferredLogits):
         if logits.is_split != (group is not None):
             raise ConfigError(

@@ -225,10 +225,11 @@ class RemoteLock:
     Its thread runs before that: a writer that finds the object takes it for abandoned without the thread.
     """
 
-    __slots__ = ("_beat", "_lease", "_path")
+    __slots__ = ("_beat", "_lease", "_path", "_writing")
 
     def __init__(self, path: RemotePath, lease: Lease) -> None:
         self._path, self._lease = path, lease
+        self._writing = threading.Lock()  # of the object, by the thread or by `release`
         self._beat: Beat | None = Beat(self._renew, _beat_name(lease))
 
     def check(self) -> None:
@@ -245,15 +246,17 @@ class RemoteLock:
         """Release the lock. Never raises: an object that cannot be removed is abandoned, as this process knows."""
         if self._beat is None:
             return
-        self._beat.stop()
-        self._beat = None
-        with contextlib.suppress(CheckpointError):
+        # the thread ends last: without it, a writer of this process takes the lock, and that one would be removed
+        with contextlib.suppress(CheckpointError), self._writing:
             if self._is_mine():
                 remove_objects(self._path.parent, [self._path.name])
+        self._beat.stop()
+        self._beat = None
 
     def _renew(self) -> None:
-        if self._is_mine():
-            put_object(self._path, msgspec.json.encode(msgspec.structs.replace(self._lease, renewed=time.time())))
+        with self._writing:
+            if self._is_mine():
+                put_object(self._path, msgspec.json.encode(msgspec.structs.replace(self._lease, renewed=time.time())))
 
     def _is_mine(self) -> bool:
         held = _read_lease(self._path)

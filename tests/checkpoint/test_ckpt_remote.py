@@ -25,6 +25,7 @@ import accel
 from accel.cli import main
 from accel.errors import CheckpointError, ConfigError, MissingExtraError
 from accel.storage import LOCK, RemotePath
+from accel.storage._lock import take_remote_lock
 from accel.testing import simulate
 
 URL = "objects://runs/demo"
@@ -267,6 +268,24 @@ def test_a_second_writer_is_refused_and_named_while_the_first_is_alive(monkeypat
     assert "another writer is saving into this folder" in refused[0]
     assert f"process {os.getpid()} on host" in refused[0]
     assert steps() == {"step-00000001"}
+
+
+def test_a_lock_that_is_released_is_held_until_its_object_is_gone() -> None:
+    lock, refused = take_remote_lock(RemotePath(URL)), list[str]()
+
+    def second(kind: str, work: Any) -> Any:
+        if kind == "delete":
+            Store.fault = None
+            with pytest.raises(CheckpointError) as caught:
+                take_remote_lock(RemotePath(URL))
+            refused.append(str(caught.value))
+        return work()
+
+    Store.fault = second
+    lock.release()
+    assert "another writer is saving into this folder" in refused[0]
+    take_remote_lock(RemotePath(URL)).release()
+    assert names() == []
 
 
 @pytest.mark.parametrize("age", [10.0, 100.0])

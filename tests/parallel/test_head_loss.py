@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import language_models as lm
@@ -444,39 +445,68 @@ def test_the_loss_by_logits_of_own_words_is_the_same(ranks: Simulator) -> None:
 class ReadHead(nn.Module):
     """A divided block, and a head that the forward reads without calling it."""
 
-    def __init__(self, ctx: accel.DistContext, *, converts: bool = False) -> None:
+    def __init__(self, ctx: accel.DistContext, read: Callable[[Any], Tensor]) -> None:
         super().__init__()
-        self.ctx, self.converts = ctx, converts
+        self.ctx, self.read = ctx, read
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.full((WIDTH,), 1.5))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         hidden = hidden + self.down(self.up(hidden).relu())
-        weight = self.head.weight.float() if self.converts else self.head.weight
+        weight = self.read(self)
         return linear_cross_entropy(self.ctx, hidden.to(weight.dtype), weight, target)
 
 
-@pytest.mark.parametrize("style", ["replicated", "replicated_local", "colwise_gather_output"])
-@pytest.mark.parametrize(("grad", "converts"), [(True, False), (False, False), (True, True)])
-def test_a_head_that_the_forward_of_a_divided_model_reads(
-    ranks: Simulator, style: Any, grad: bool, converts: bool
-) -> None:
+READ: dict[str, Callable[[Any], Tensor]] = {
+    "as it is": lambda model: model.head.weight,
+    "float32": lambda model: model.head.weight.float(),
+    "bfloat16": lambda model: model.head.weight.bfloat16(),
+    "scaled": lambda model: model.head.weight * 1.5,
+    "by a parameter": lambda model: model.head.weight * model.gain,
+    "detached": lambda model: model.head.weight.detach(),
+}
+
+
+@pytest.mark.parametrize(
+    ("style", "read"),
+    [
+        *(("replicated", read) for read in READ),
+        *((style, read) for style in ("replicated_local", "colwise_gather_output") for read in ("as it is", "float32")),
+    ],
+)
+@pytest.mark.parametrize("mode", ["trained", "frozen", "no_grad"])
+def test_a_head_that_the_forward_of_a_divided_model_reads(ranks: Simulator, style: Any, mode: str, read: str) -> None:
     (hidden, _, _), target = drawn()
 
     def rank(ctx: accel.DistContext) -> list[Tensor]:
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            plain = ReadHead(ctx, converts=converts).double()
+            plain = ReadHead(ctx, READ[read]).double()
+        _ = plain.head.weight.requires_grad_(mode != "frozen")
         styles: Any = {"up": "colwise", "down": "rowwise", "head": style}
         model = accel.prepare_model(ctx, plain, plan=accel.parallel.Plan(tensor=styles))
-        with torch.set_grad_enabled(grad):
+        with torch.set_grad_enabled(mode != "no_grad"):
             loss = model(hidden.detach(), target)
-        if grad:
+        if mode != "no_grad":
             loss.backward()
         grads = [each.grad for each in accel.unwrap_model(model).parameters() if each.grad is not None]
         return [loss.detach(), *map(full_tensor, grads)]
 
     expected = rank(ONE)
+    close = {"float32": 1e-5, "bfloat16": 2e-2}.get(read, 1e-10)
     for found in ranks.run(lambda ctx: rank(accel.replace(ctx, mesh="tp=2")), 2, default_group=True):
         assert len(found) == len(expected)
-        assert largest(found, expected) < (1e-5 if converts else 1e-10)
+        assert largest(found, expected) < close
+
+
+@pytest.mark.parametrize("own", ["zeros", "parameter"])
+def test_equal_weights_that_may_be_parts_are_refused(ranks: Simulator, own: str) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="tp=2")
+        (hidden, weight, _), target = drawn()
+        part = torch.zeros(10, WIDTH).double() if own == "zeros" else weight.detach()[:10].requires_grad_()
+        with assert_raises(ConfigError, expected="other values on each rank", fix="Pass the parameter itself"):
+            linear_cross_entropy(ctx, hidden, part, target)
+
+    ranks.run(rank, 2, default_group=True)

@@ -78,7 +78,7 @@ def _is_plain(head: nn.Module) -> bool:
     layer: Layer | None = getattr(head, "accel_layer", None)
     if layer is None:
         return True
-    if layer.rule.layouts:
+    if layer.rule.layouts and not layer.rule.words:
         return False
     return layer.rule.style in ("replicated", "colwise", "colwise_gather_output")
 

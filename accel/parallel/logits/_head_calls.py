@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from accel.devices import autocast_dtype
 from accel.errors import PrepareError
 from accel.parallel._modules import forget, is_unit, note_module
+from accel.parallel.parts import plain_of
 from accel.tensors import is_dtensor, split_dims
 
 WHERE = "defer_logits"
@@ -75,7 +76,7 @@ class HeadCall:
 def parameters_of(head: Any) -> Mapping[str, Any]:
     """The parameters that a head computes with on this rank."""
     if hasattr(head, "accel_layer"):
-        return head.parameters_here(head._parameters)
+        return {name: plain_of(each) for name, each in head.parameters_here(head._parameters).items()}
     return {"weight": head.weight, "bias": head.bias}
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,9 @@ from accel.context import DistContext, context_first, group_of
 from accel.parallel._local import local_of
 from accel.parallel._modules import tensor_notes
 from accel.parallel.logits._head_chunks import Reduction, Words, head_error, in_autocast, loss_of_rows
-from accel.parallel.parts import PartTensor, RowLayout, plain_of
-from accel.parallel.parts._layout import even
-from accel.tensors import is_dtensor, split_dims
+from accel.parallel.logits._vocabulary import own_words
+from accel.parallel.parts import PartTensor, plain_of
+from accel.tensors import checksums, integers, is_dtensor, split_dims
 
 
 @context_first
@@ -43,13 +43,15 @@ def linear_cross_entropy(
     The result equals `cross_entropy(linear(input, linear_weight, linear_bias), target, ...)`. Logits exist for
     `chunk_size` rows at a time, in float32 for 16-bit inputs. Along tp, where ranks have different classes, the forward
     makes one all-gather of two numbers a row (three with label smoothing), and the backward one all-reduce of the
-    gradient of `input`. A plain `linear_weight` takes one more message there. Elsewhere there is no communication.
+    gradient of `input`. A plain `linear_weight` takes one more message there, and waits for the device, to find whether
+    it is full or this rank's part. Elsewhere there is no communication.
 
     Args:
         ctx: the context.
         input: hidden states, shape [..., features]; alike on all ranks along tp.
-        linear_weight: the head's weight, shape [classes, features]. Along tp a parameter of a prepared model, or a
-            plain tensor of this rank's classes: classes / tp rounded up, less on the last rank.
+        linear_weight: the head's weight, shape [classes, features]. Along tp a parameter of a prepared model, a plain
+            tensor with all classes and the same values on each rank, or a plain tensor of this rank's classes:
+            classes / tp rounded up, less on the last rank.
         target: classes, int64 of shape [...], alike on all ranks along tp. One that is no class makes the loss and the
             gradients NaN.
         linear_bias: the head's bias, shape [classes], split as `linear_weight` is.
@@ -71,8 +73,9 @@ def linear_cross_entropy(
         The loss: shape [], or the shape of `target` for "none". float64 for inputs of float64, else float32.
 
     Raises:
-        ConfigError: shapes that do not fit each other, a weight that is sharded along dp, an option out of its range,
-            `recompute=False` where it is not possible, or a second backward after it.
+        ConfigError: shapes that do not fit each other, a weight that is sharded along dp, equal plain weights that may
+            be full or parts, an option out of its range, `recompute=False` where it is not possible, or a second
+            backward after it.
 
     Reference:
         torch.nn.functional.linear_cross_entropy, for names and defaults; Wijmans et al. 2024, "Cut your losses in
@@ -87,12 +90,9 @@ def linear_cross_entropy(
     _check(input, linear_weight, target, token_weights)
     _check_options(reduction, label_smoothing, softcap, chunk_size)
     group = group_of(ctx, "tp")
-    is_whole = _is_replicated(linear_weight)
-    linear_weight = _own_words(linear_weight)
-    linear_bias = None if linear_bias is None else _own_words(linear_bias)
-    part = _part_of(linear_weight, group)
-    own_bias = None if linear_bias is None else _part_of(linear_bias, group)
-    words = Words(0, part.shape[0], None) if is_whole else _words_of(ctx, linear_weight, part, group)
+    part = _part_of(_own_rows(linear_weight), group)
+    words = _words_of(ctx, linear_weight, part, group)
+    own_bias = None if linear_bias is None else _part_of(_own_rows(linear_bias), group)
     if words.comm is not None:
         input = copied(in_autocast(input), cast("dist.ProcessGroup", group))
     return loss_of_rows(
@@ -150,34 +150,9 @@ def _check_options(reduction: str, label_smoothing: float, softcap: float | None
             raise head_error(f"{name} is out of its range", expected, repr(got))
 
 
-def _is_replicated(weight: Tensor) -> bool:
-    """Return whether the forward of a divided model has read a weight that every rank along tp holds.
-
-    A weight with a gradient is found behind conversions too, by its graph.
-    """
-    if isinstance(weight, PartTensor):
-        return weight.division is None
-    if tensor_notes(weight).get("replicated", False):
-        return True
-    before: list[Any] = [weight.grad_fn]
-    while len(before) == 1 and before[0] is not None:
-        parameter = getattr(before[0], "parameter", None)  # of `local_of`
-        if isinstance(parameter, Tensor):
-            return is_dtensor(parameter) and not split_dims(parameter)
-        before = [each for each, _ in before[0].next_functions]
-    return False
-
-
-def _own_words(weight: Tensor) -> Tensor:
-    """Return this rank's classes of a weight or bias that the forward of a divided model reads."""
-    if not isinstance(weight, PartTensor) or weight.division is None:
-        return plain_of(weight)
-    total = weight.division.cut.total
-    if weight.division != RowLayout(0, even(total, weight.ranks.size)):
-        raise head_error(
-            "ranks along tp hold other rows than classes in order", "a head divided by classes", repr(weight)
-        )
-    return plain_of(weight)
+def _own_rows(weight: Tensor) -> Tensor:
+    """Return this rank's classes of a weight or bias that the forward of a divided model reads, or all of them."""
+    return plain_of(weight) if isinstance(weight, PartTensor) and weight.division is None else own_words(weight, 0)
 
 
 def _part_of(weight: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -198,12 +173,32 @@ def _part_of(weight: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _words_of(ctx: DistContext, weight: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> Words:
-    """Return the classes of this rank. A collective for plain weights along tp, of one number."""
-    if group is None or (is_dtensor(weight) and not split_dims(weight)):
+    """Return the classes of this rank. A collective for plain weights along tp."""
+    if group is None or _is_whole(weight):
         return Words(0, part.shape[0], None)
     comm = adopt(group, ctx.device)
-    if is_dtensor(weight):
+    if is_dtensor(weight) or isinstance(weight, PartTensor):
         total = weight.shape[0]
         return Words(min(-(-total // comm.size) * comm.rank, total), total, comm)
-    sizes = all_gather_flat(comm, torch.tensor([part.shape[0]], device=part.device))
-    return Words(sizes[0, 0] * comm.rank, sizes.sum(), comm)
+    bits = checksums({"": part}, by_position=True)[""]
+    found = all_gather_flat(comm, torch.tensor([part.shape[0], bits], device=part.device))
+    sizes = integers(found[:, 0])
+    if len({*zip(sizes, integers(found[:, 1]), strict=True)}) > 1:
+        return Words(sizes[0] * comm.rank, sum(sizes), comm)
+    if bits == 0 or (weight.is_leaf and weight.requires_grad):
+        raise head_error(
+            "ranks along tp have equal weights, which may be a full head, or parts of one",
+            "the parameter of a prepared model, or other values on each rank",
+            f"a plain tensor of {'zeros' if bits == 0 else 'equal values'} on each rank, shape {list(part.shape)}",
+            "Pass the parameter itself, as head.weight in the forward of a prepared model, without a conversion.",
+        )
+    return Words(0, part.shape[0], None)
+
+
+def _is_whole(weight: Tensor) -> bool:
+    """Return whether every rank along tp is known to hold all classes."""
+    if isinstance(weight, PartTensor):
+        return weight.division is None
+    if is_dtensor(weight):
+        return not split_dims(weight)
+    return tensor_notes(weight).get("replicated", False)

@@ -20,6 +20,7 @@ from accel.parallel._modules import note_module, notes_of
 from accel.parallel._private import is_library_hook, without_subclasses, wrapper_of
 from accel.parallel.logits._head_calls import WHERE, HeadCall, parameters_of
 from accel.parallel.logits._head_chunks import Words, loss_of_rows
+from accel.parallel.parts import plain_of
 
 if TYPE_CHECKING:
     from accel.parallel.axes.tensor._layers import Layer
@@ -116,10 +117,10 @@ class DeferredLogits(Tensor):
         if self._made is None:
             with torch.set_grad_enabled(self.call.grad):
                 if self.numel() == 0:  # as in a micro-batch without rows; its gradients are zeros
-                    self._made = self.call.hooked(self.call.run(lambda _: self.call.forward(self.hidden)))
+                    self._made = self.call.hooked(plain_of(self.call.run(lambda _: self.call.forward(self.hidden))))
                 elif self._step is None:
                     _report(self.call.head)
-                    self._made = self.call.hooked(self.call.run())
+                    self._made = self.call.hooked(plain_of(self.call.run()))
                 else:
                     parent, step = self._step
                     self._made = step(parent.made())

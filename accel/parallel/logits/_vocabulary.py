@@ -14,6 +14,8 @@ from accel.comm import Comm, adopt, all_reduce_flat
 from accel.context import DistContext, context_first, group_of
 from accel.errors import ConfigError
 from accel.parallel.logits._logits import DeferredLogits
+from accel.parallel.parts import PartTensor, RowLayout, plain_of
+from accel.parallel.parts._layout import even
 from accel.tensors import is_dtensor, is_half
 
 _MANY = 32_000  # words from which a gathered head is worth a line
@@ -50,6 +52,7 @@ def vocab_cross_entropy(
         4.0
     """
     check_logits(logits, targets, where="vocab_cross_entropy", split="")
+    logits = own_words(logits, -1)
     group = group_of(ctx, "tp")
     if isinstance(logits, DeferredLogits):
         total = logits.loss(targets, is_split=group is not None, ignore_index=ignore_index, reduction="sum")
@@ -94,6 +97,22 @@ def check_logits(logits: torch.Tensor, targets: torch.Tensor, *, where: str, spl
             where=where,
             fix=f"Score the logits that predict a token: {where}(ctx, logits[:, :-1], ids[:, 1:]).",
         )
+
+
+def own_words(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return this rank's classes, along a dimension, of a tensor in the forward of a divided model: a plain tensor."""
+    if not isinstance(tensor, PartTensor):
+        return tensor
+    total = tensor.shape[dim]
+    if tensor.division != RowLayout(dim % tensor.dim(), even(total, tensor.ranks.size)):
+        raise ConfigError(
+            "ranks along tp hold other rows than classes in order",
+            expected="a head divided by classes",
+            got=repr(tensor),
+            where="forward",
+            fix='Give the head the style "colwise".',
+        )
+    return plain_of(tensor)
 
 
 def row_scores(

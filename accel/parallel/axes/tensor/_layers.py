@@ -142,8 +142,8 @@ class ReadList(ReadParameters):
         return own.__getitem__(index)
 
 
-class DividedHead(LocalParameters):
-    """A column-parallel linear layer that gives plain tensors: all outputs, or this rank's for its style "colwise"."""
+class GatheredLayer(LocalParameters):
+    """A column-parallel linear layer that gives plain tensors of all outputs."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the outputs."""
@@ -156,8 +156,6 @@ class DividedHead(LocalParameters):
         else:
             args, kwargs = _with_input(args, kwargs, partial(entered, self))
             output = super().forward(*args, **kwargs)
-        if layer.rule.style == "colwise":
-            return output
         if not layer.rule.uneven:
             return gathered(output, -1, layer.group).contiguous()  # as models expect of their layers
         missing = part_length(layer.rule.uneven, layer.size) - output.shape[-1]
@@ -267,8 +265,7 @@ def needed_rows(stored: torch.Tensor, dim: int, layer: Layer, exchange: RowExcha
 def mixin_for(rule: Rule) -> type[LocalParameters]:
     """Return the class to put before the class of a module without parts."""
     return {
-        "colwise": DividedHead,
-        "colwise_gather_output": DividedHead,
+        "colwise_gather_output": GatheredLayer,
         "embedding_rowwise": Embedding,
         "replicated_local": ReadParameters,
     }.get(rule.style, LocalParameters)

@@ -83,8 +83,15 @@ class LayerRanks(Ranks):
         return summed_product(plain_of(x), plain_of(weight), self.group)
 
     def returned(self, rule: Rule, output: Any) -> Any:
-        """Return what a module of a rule gives back: tensors that these ranks do not divide."""
-        return rows_in(pytree.tree_map_only(NestedPart if self.nests else PartTensor, leave, output))
+        """Return what a module of a rule gives back: tensors that these ranks do not divide, or words of logits."""
+        kind = NestedPart if self.nests else PartTensor
+        return rows_in(pytree.tree_map_only(kind, partial(self.left, rule), output))
+
+    def left(self, rule: Rule, part: PartTensor) -> Tensor:
+        """Return what leaves a module of a rule for a part: this rank's words of logits, or else the whole tensor."""
+        cut = part.division.cut if part.division is not None and part.ranks is self else None
+        is_of_words = cut is not None and cut.total in rule.words and cut == even(cut.total, self.size)
+        return plain_of(part) if is_of_words else leave(part)
 
     def without_rule(self, func: Any, args: Args, kwargs: Named, problem: str) -> Any:
         """Compute a function of attention of whole tensors, where no gradient follows: transformers packs the queries

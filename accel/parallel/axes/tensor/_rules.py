@@ -71,7 +71,6 @@ def rules_of(
     known = {path: cast(TensorStyle, style) for path, style in styles.items() if style in STYLES}
     complete = {**{path: _unnamed(module) for path, module in named_modules(model) if _holds(module)}, **known}
     blocks = [path for group in outermost_groups(block_groups(model)) for path, _ in group.entries]
-    ends = _word_heads(model, known, blocks)
     heads = _heads(model, known)
     rules: dict[str, Rule] = {}
     for path, style in cast("dict[str, TensorStyle]", complete).items():
@@ -82,29 +81,13 @@ def rules_of(
         found += [uneven_heads(own, size)] if own % size and not is_shared else []
         problems += [f"{path or 'the model'}: {each}" for each in found]
         if not found:
-            is_end = style == "colwise" and path in ends
-            rules[path] = rule_for(module, style, size, ways=own if is_shared else size, is_end=is_end)
-    rules = _with_aliases(model, _with_ends(rules, blocks), known)
+            rules[path] = rule_for(module, style, size, ways=own if is_shared else size)
+    rules = _with_aliases(model, _with_words(model, _with_ends(rules, blocks)), known)
     problems += _tied_problems(model, rules)
     if problems:
         raise _refused(problems, size)
     rules = _with_regions(model, rules, {**_attentions(model, rules, size), **(regions or {})})
     return _with_tokens(model, rules, known) if shares_tokens else rules
-
-
-def _word_heads(model: nn.Module, styles: Mapping[str, str], blocks: Sequence[str]) -> set[str]:
-    """Paths of layers with outputs that leave the model. One in a block, or with a row-wise layer behind it in the same
-    module, has as many outputs as some embedding has rows by chance."""
-    behind: set[str] = set()  # modules with a row-wise layer, from the last module to the first
-    found: set[str] = set()
-    heads = word_layers(model).heads
-    for path in reversed([path for path, _ in named_modules(model)]):
-        holder = path.rpartition(".")[0]
-        if styles.get(path) in ROWWISE:
-            behind.add(holder)
-        if path in heads and holder not in behind and not any(path != each and is_in(path, each) for each in blocks):
-            found.add(path)
-    return found
 
 
 def _with_ends(rules: Mapping[str, Rule], blocks: Sequence[str]) -> dict[str, Rule]:
@@ -115,6 +98,16 @@ def _with_ends(rules: Mapping[str, Rule], blocks: Sequence[str]) -> dict[str, Ru
     ends = [each for each in blocks if any(path != each and is_in(path, each) for path in in_parts)]
     for path in ("", *ends):
         found[path] = msgspec.structs.replace(found.get(path) or Rule(style="replicated"), ends="features")
+    return found
+
+
+def _with_words(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """Rules of the model and of its heads that are column-wise, from which this rank's words leave."""
+    heads = [path for path in word_layers(model).heads if path in rules and rules[path].style == "colwise"]
+    totals = {path: rules[path].layouts["weight"].cut.total for path in heads}
+    found = dict(rules)
+    for path, words in [*((path, {total}) for path, total in totals.items()), ("", set(totals.values()))]:
+        found[path] = msgspec.structs.replace(found[path], words=tuple(sorted(words)))
     return found
 
 

@@ -79,6 +79,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     layouts: Mapping[str, RowLayout] = {}  # layouts of its parameters that are parts in a forward, by name
     # Parts that are made whole in its outputs, where modules in it compute with parts: of "features", or "all".
     ends: Literal["", "features", "all"] = ""
+    # Numbers of words of which this rank's part of the logits leaves the module. The module is a head, or the model.
+    words: tuple[int, ...] = ()
     tokens: bool = False  # whether each rank has its tokens around it
 
 
@@ -93,9 +95,8 @@ _FRESH = {nn.LayerNorm.forward, nn.RMSNorm.forward, nn.GroupNorm.forward}
 _BETWEEN = (COLWISE | ROWWISE | {"embedding_colwise"}) - {"colwise_gather_output"}
 
 
-def rule_for(module: nn.Module, style: TensorStyle, size: int, *, ways: int, is_end: bool = False) -> Rule:
-    """Return the rule of a module without a problem, by which its outputs have as many pieces as `ways`. With `is_end`
-    they are plain tensors of this rank's rows."""
+def rule_for(module: nn.Module, style: TensorStyle, size: int, *, ways: int) -> Rule:
+    """Return the rule of a module without a problem, by which its outputs have as many pieces as `ways`."""
     dims = _dims(module, style)
     uneven = 0
     if style == "colwise_gather_output":
@@ -108,7 +109,7 @@ def rule_for(module: nn.Module, style: TensorStyle, size: int, *, ways: int, is_
         summands=style == "replicated_with_grad_allreduce",
         fresh=type(module).forward in _FRESH,
         uneven=uneven,
-        layouts={} if is_end or style not in _BETWEEN else _layouts(module, dims, _PACKS.get(style, 1), ways),
+        layouts={} if style not in _BETWEEN else _layouts(module, dims, _PACKS.get(style, 1), ways),
     )
 
 

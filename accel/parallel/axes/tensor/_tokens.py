@@ -164,7 +164,7 @@ class SequenceRanks(LayerRanks):
             if not isinstance(each, PartTensor) or each.ranks.group is not self.group:
                 return each
             is_kept = is_inside and (each.division is None or each.ranks is self.tokens)
-            return each if is_kept else _changeable(rows_in(leave(each)))
+            return each if is_kept else _changeable(rows_in(self.left(rule, each)))
 
         output = pytree.tree_map_only(PartTensor, given_back, output)
         if is_end and any(isinstance(each, PartTensor) for each in outputs_in(output)):

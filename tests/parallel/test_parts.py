@@ -434,6 +434,13 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
         ),
         "addmm": Region(torch.addmm, [(5,), (3, m), (m, 5)], [None, RowLayout(1, even), RowLayout(0, even)]),
         "addmm by columns": Region(torch.addmm, [(n,), (3, 5), (5, n)], [None, None, RowLayout(1, cut)]),
+        "baddbmm of memory that is not read": Region(
+            lambda x, y: torch.baddbmm(
+                torch.full((n, 3, 4), torch.nan, dtype=torch.float64), x, y, beta=0.0, alpha=0.5
+            ),
+            [(n, 3, 5), (n, 5, 4)],
+            [RowLayout(0, cut), RowLayout(0, cut)],
+        ),
         "matmul of heads": Region(
             torch.matmul, [(2, n, 3, 5), (2, n, 5, 3)], [RowLayout(1, cut), draw.choice([None, RowLayout(1, cut)])]
         ),

@@ -58,7 +58,7 @@ def is_called(module: nn.Module) -> bool:
     """Return whether a module has a forward."""
     if isinstance(module, _CONTAINERS):
         return not is_container(module)
-    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+    return "forward" in vars(module) or written_class(module).forward is not nn.Module.forward  # its author's
 
 
 def blocks_of(model: nn.Module | Mapping[str, nn.Module], *, nested: bool = False) -> tuple[ModelBlock, ...]:

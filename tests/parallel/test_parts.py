@@ -95,6 +95,9 @@ class Drawn(NamedTuple):
     def slice_of(self, entry: Any) -> tuple[Any, ...]:
         return (*[slice(None)] * self.dim, entry)
 
+    def first_of_other(self) -> tuple[Any, ...]:
+        return (*[slice(None)] * self.other, slice(0, 1))
+
     def divisor(self) -> int:
         return self.draw.choice([each for each in range(1, self.length + 1) if self.length % each == 0])
 
@@ -191,6 +194,11 @@ CASES: Mapping[str, Callable[[Drawn], Any]] = {
     "gather": _new(lambda g, t: t.gather(g.other, t.argsort(g.other))),
     "index_add": _of(
         lambda g, t, rows: torch.zeros_like(t).index_add(g.other, rows, t.index_select(g.other, rows)), _rows_of_other
+    ),
+    "scatter_add": _new(lambda g, t: torch.zeros_like(t).scatter_add(g.other, t.argsort(g.other) // 2, t)),
+    "scatter_": _new(lambda g, t: t.clone().scatter_(g.other, t.argsort(g.other)[g.first_of_other()], 7.0)),
+    "scatter_reduce": _new(
+        lambda g, t: t.scatter_reduce(g.other, t.argsort(g.other) // 2, t * 2, "amax", include_self=False)
     ),
     "assigned": _of(lambda g, t, at: _assign(g, t, at), lambda g: g.draw.randrange(g.shape[g.other])),
     "cat along": _new(lambda g, t: torch.cat([t, t], g.dim)),
@@ -477,6 +485,18 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
         ),
         "addmm": Region(torch.addmm, [(5,), (3, m), (m, 5)], [None, RowLayout(1, even), RowLayout(0, even)]),
         "addmm by columns": Region(torch.addmm, [(n,), (3, 5), (5, n)], [None, None, RowLayout(1, cut)]),
+        "baddbmm of memory that is not read": Region(
+            lambda x, y: torch.baddbmm(
+                torch.full((n, 3, 4), torch.nan, dtype=torch.float64), x, y, beta=0.0, alpha=0.5
+            ),
+            [(n, 3, 5), (n, 5, 4)],
+            [RowLayout(0, cut), RowLayout(0, cut)],
+        ),
+        "scatter_add to heads": Region(
+            lambda x, y: x.scatter_add(0, torch.arange(3)[:, None].expand(3, n) % 2, y),
+            [(2, n), (3, n)],
+            [RowLayout(1, cut), draw.choice([None, RowLayout(1, cut)])],
+        ),
         "matmul of heads": Region(
             torch.matmul, [(2, n, 3, 5), (2, n, 5, 3)], [RowLayout(1, cut), draw.choice([None, RowLayout(1, cut)])]
         ),

@@ -202,6 +202,33 @@ def test_a_path_by_the_number_of_rows_is_that_of_each_batch(ranks: Simulator) ->
         assert max(found) < 1e-6
 
 
+class Streams(Steps):
+    """A product that is larger than its factors, one of them a parameter that the first stage reads too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(6, 3, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x * self.scale.mean((0, 1)))[:, None] * self.scale.mean(0)).sum(1)
+
+
+@pytest.mark.parametrize("sizes", [(24, 4, 24), (4, 24, 4)])
+def test_batches_of_any_size_read_what_stages_hold(ranks: Simulator, sizes: tuple[int, ...]) -> None:
+    """The first is the size of the example. The product is sent for small batches, its factors for large ones."""
+
+    def rank(ctx: accel.DistContext) -> float:
+        with accel.seeding.seeded(ctx, 0):
+            model = Streams()
+        whole = copy.deepcopy(model)
+        model = _prepared(ctx, model, torch.ones(sizes[0], 4), stages=STAGES, micro_batches=2)
+        inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+        found = [accel.training.forward(ctx, model, inputs[:rows]) - whole(inputs[:rows]) for rows in sizes]
+        return max(float(each.detach().abs().max()) for each in found)
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-6
+
+
 def test_the_data_of_a_parameter_is_changed_in_the_stage_that_holds_it(ranks: Simulator) -> None:
     inputs = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 

@@ -140,7 +140,9 @@ def added_product(func: Any, args: Args, kwargs: Named) -> Any:
         rows = RowLayout(1 - y.division.dim, y.division.cut)
         return linear(functional.linear, (x, make(y.t(), rows, y.ranks), given["input"]), {})
     found = multiplied(x, y, ranks_of(x, y)) if ranks_or_none(x, y) else torch.matmul(x, y)
-    return added(_times(found, given.get("alpha", 1)), _times(given["input"], given.get("beta", 1)))
+    scaled = _times(found, given.get("alpha", 1))
+    beta = given.get("beta", 1)
+    return added(scaled, _times(given["input"], beta)) if beta else scaled  # torch reads no memory for 0
 
 
 def ranks_or_none(*tensors: Tensor) -> Ranks | None:

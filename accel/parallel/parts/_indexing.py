@@ -15,6 +15,7 @@ from accel.parallel.parts._part import (
     Named,
     PartTensor,
     aligned,
+    entered,
     layouts_of,
     make,
     name_of,
@@ -202,10 +203,40 @@ def added_at(func: Any, args: Args, kwargs: Named) -> Any:
     return target if name.endswith("_") else make(found, layout, ranks)
 
 
+def scattered(func: Any, args: Args, kwargs: Named) -> Any:
+    """scatter, scatter_add, scatter_reduce: along a dimension that all ranks hold, to as many rows as the index has."""
+    name = name_of(func)
+    given = named("input dim index src reduce", args, kwargs)
+    target = given.pop("input")
+    if not isinstance(given.get("src", target), Tensor):
+        given["value"] = given.pop("src")
+    tensors = {"input": target, **{key: each for key, each in given.items() if isinstance(each, Tensor)}}
+    ranks = ranks_of(*tensors.values())
+    if name.endswith("_") and not isinstance(target, PartTensor):
+        return written_whole(func, args, kwargs)
+    layouts = layouts_of(tensors.values())
+    layout = None
+    own = {key: entered(each, ranks) for key, each in tensors.items()}
+    if layouts:
+        layout = RowLayout(layouts[0].dim, finest([each.cut for each in layouts]))
+        lengths = {whole_shape(each)[layout.dim] for each in tensors.values()}
+        if layout.dim == given["dim"] % target.dim() or len({each.dim for each in layouts}) > 1 or len(lengths) > 1:
+            raise no_rule("along the divided dimension, or of some of its rows")
+        own = {key: own_rows(each, layout.dim, layout.cut, ranks) for key, each in tensors.items()}
+    rows = own.pop("input")
+    if name.endswith("_") and rows is not target:
+        raise no_rule("in place, of a tensor that more ranks hold than the others")
+    found = func(rows, **{**given, **own})
+    return target if name.endswith("_") else make(found, layout, ranks)
+
+
 RULES = {
     "__getitem__": get,
     "__setitem__": put,
     "index_select": index_select,
     "gather": gathered_along,
     **dict.fromkeys(("index_add", "index_copy", "index_add_", "index_copy_"), added_at),
+    **dict.fromkeys(
+        ("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"), scattered
+    ),
 }

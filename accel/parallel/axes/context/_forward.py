@@ -29,7 +29,7 @@ from accel.parallel._private import (
 )
 from accel.parallel.axes.context._attention import whole_positions
 from accel.parallel.axes.context._checks import refuse_reentrant
-from accel.parallel.axes.context._inner import InnerModels, compile_inside, listed, noted, uncompiled_for
+from accel.parallel.axes.context._inner import InnerModels, Outputs, compile_inside, listed, noted, uncompiled_for
 from accel.parallel.axes.context._positions import DifferentRankError, PositionRanks, SelectedTensor, whole_of
 from accel.parallel.axes.context._split import (
     all_positions,
@@ -118,6 +118,7 @@ class _Positions:
         is_running: whether a forward of the model runs.
         in_region: whether a `PositionRegion` runs.
         guards: hooks that refuse separate calls of parts of the model.
+        outputs: of the forward.
     """
 
     def __init__(self, ctx: DistContext, *, is_cut: bool, may_cross: bool, inner: Sequence[nn.Module]) -> None:
@@ -133,6 +134,7 @@ class _Positions:
         self.is_running = False
         self.in_region = False
         self.guards: list[RemovableHandle] = []
+        self.outputs = Outputs(self.ranks)
 
     @untraced
     def call(self, module: nn.Module, forward: _Forward, given: _Inputs, *, is_traced: bool) -> Any:
@@ -153,7 +155,7 @@ class _Positions:
             output = forward(*inputs, **keywords)
         finally:
             self.is_running = False
-        return map_tensors(self.ranks.left, output)
+        return self.outputs.leave(output)
 
     @untraced
     def divide(
@@ -350,6 +352,7 @@ class _Positions:
                     got = _outputs_of(forward(*inputs, **keywords))
                 if difference := self._difference(expected, got, compared):
                     raise PrepareError("", got=difference)
+                self.outputs.note_full(got, whole, own, partial(self._expected, forward, may_fail=True))
             if compared or not parameters:
                 return
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules inside of a model that computes with parts: models of transformers, which get own positions, and modules that
-torch compiles."""
+"""Borders of code that computes with parts: models of transformers inside of a model, which get own positions, modules
+that torch compiles, and outputs."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from accel.parallel._modules import RANKS, note_module, notes_of
 from accel.parallel._private import contains_compiled, forward_pre_hooks, is_compiled, run_eagerly
 from accel.parallel.axes.context._kernels import last_queries
 from accel.parallel.axes.context._positions import PositionRanks
-from accel.parallel.axes.context._split import is_cut
+from accel.parallel.axes.context._split import is_cut, own_positions
 from accel.parallel.parts import PartRegion, PartsInGraph, PartTensor
 from accel.parallel.parts._part import tensors_of
 from accel.tree import map_tensors
@@ -147,6 +148,70 @@ class PositionRegion(PartRegion, nn.Module):
         """Run the module's own forward, on parts; in a graph, by a mode."""
         with PartsInGraph() if is_dynamo_compiling() else contextlib.nullcontext():
             return super().forward(*args, **kwargs)
+
+
+class Outputs:
+    """Outputs of a forward that computes with parts.
+
+    Attributes:
+        ranks: of the parts.
+        full: dimensions of positions, by number, of outputs that each rank computes in full.
+    """
+
+    def __init__(self, ranks: PositionRanks) -> None:
+        self.ranks = ranks
+        self.full: dict[int, int] = {}
+
+    def leave(self, output: Any) -> Any:
+        """Return own positions for the tensors of an output."""
+        numbers = count()
+
+        def own(each: Tensor) -> Tensor:
+            found = self.ranks.left(each)
+            dim = self.full.get(next(numbers)) if each.is_floating_point() else None
+            if dim is None or _has_rows(each) or found.shape[dim] % (2 * self.ranks.size):
+                return found
+            return own_positions(found, self.ranks.rank, self.ranks.size, dim)
+
+        return map_tensors(own, output)
+
+    def note_full(
+        self, outputs: Sequence[Tensor], whole: Any, own: Any, call: Callable[[Any], Sequence[Tensor] | None]
+    ) -> None:
+        """Note the outputs that each rank computes in full: the model puts them together from single positions.
+
+        A dimension is one of positions if it is as long as the sequence, and half as long for half of the sequence.
+
+        Args:
+            outputs: floating-point outputs of a call with this rank's positions.
+            whole, own: the inputs with all positions and with this rank's.
+            call: returns the outputs for inputs like `whole`; None if the model fails for them. Called if an output may
+                be a full one.
+        """
+        inputs = list(zip(listed(whole), listed(own), strict=True))
+        dims = [[at for at, size in enumerate(each.shape) if size != mine.shape[at]] for each, mine in inputs]
+        lengths = {each.shape[at] for (each, _), found in zip(inputs, dims, strict=True) for at in found}
+        self.full = {}
+        if not any(lengths.intersection(each.shape) for each in outputs if not _has_rows(each)):
+            return
+        halves: dict[int, Tensor] = {}
+        for (each, _), found in zip(inputs, dims, strict=True):
+            half = each
+            for at in found or [at for at, size in enumerate(each.shape) if size in lengths]:  # masks of all positions
+                half = half.narrow(at, 0, each.shape[at] // 2)
+            halves[id(each)] = half
+        shorter = call(map_tensors(lambda each: halves[id(each)], whole))
+        if shorter is None or [each.dim() for each in shorter] != [each.dim() for each in outputs]:
+            return
+        for number, (each, half) in enumerate(zip(outputs, shorter, strict=True)):
+            sizes = zip(each.shape, half.shape, strict=True)
+            found = [at for at, (size, less) in enumerate(sizes) if size in lengths and less == size // 2]
+            if found and not _has_rows(each):
+                self.full[number] = 1 if 1 in found else found[0]
+
+
+def _has_rows(tensor: Tensor) -> bool:
+    return isinstance(tensor, PartTensor) and tensor.division is not None
 
 
 def uncompiled_for(model: nn.Module, ranks: PositionRanks, *, is_traced: bool) -> str:

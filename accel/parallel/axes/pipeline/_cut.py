@@ -130,9 +130,12 @@ def _resolved(record: ForwardRecord, labels: Iterable[Label], sent: Labels) -> s
     return found
 
 
-def cut_record(record: ForwardRecord, begins: Sequence[int]) -> Cut:
-    """Cut a record at the first calls of stages: what each needs, gives, passes on and holds."""
-    sent = _sent_arguments(record, begins)
+def cut_record(record: ForwardRecord, begins: Sequence[int], held: Sequence[Collection[str]] = ()) -> Cut:
+    """Cut a record at the first calls of stages: what each needs, gives, passes on and holds.
+
+    `held`: names of the tensors that stages hold already, which they rather read than others.
+    """
+    sent = _sent_arguments(record, begins, held)
     needs, reads = _needs(record, begins, sent)
     everything = set[Label]().union(*needs)
     last = len(begins) - 1
@@ -168,15 +171,17 @@ def _maker(record: ForwardRecord, begins: Sequence[int], label: Label) -> int:
     return next(at for at, (begin, end) in spans if begin <= label.call < end)
 
 
-def _sent_arguments(record: ForwardRecord, begins: Sequence[int]) -> Labels:
-    """The arguments of first calls that are sent instead of their sources if that sends less."""
+def _sent_arguments(record: ForwardRecord, begins: Sequence[int], held: Sequence[Collection[str]]) -> Labels:
+    """The arguments of first calls that are sent instead of their sources if that sends less, or if a stage does not
+    hold what it reads of them."""
     sent: Labels = frozenset()
 
-    def cost(these: Labels) -> int:
+    def cost(these: Labels) -> tuple[int, int]:
         needs, reads = _needs(record, begins, these)
+        missing = sum(len(each.difference(own)) for each, own in zip(reads, held, strict=False))
         sizes = {name: each.bytes for each in record.held if each.is_parameter for name in each.names}
-        held = sum(sizes.get(name, 0) for each in reads for name in each)
-        return held + sum(record.leaf(x).bytes for each in needs for x in each)
+        memory = sum(sizes.get(name, 0) for each in reads for name in each)
+        return missing, memory + sum(record.leaf(x).bytes for each in needs for x in each)
 
     for begin in begins[1:]:
         more = sent | {Label("argument", begin, number) for number in record.calls[begin].arguments}

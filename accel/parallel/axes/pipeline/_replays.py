@@ -128,11 +128,11 @@ class Replays:
         with work.around():
             record = recorded(self.ghost, self._units, batch, work.containers)
         begins = self._begins(record)
-        cut = cut_record(record, begins)
+        cut = cut_record(record, begins, self._holds)
         missing = self._missing(record, cut)
         by_holdings = begins_by_holdings(record, self._holds) if missing else begins
         if by_holdings != begins:  # modules that the example has not called
-            cut = cut_record(record, by_holdings)
+            cut = cut_record(record, by_holdings, self._holds)
             missing = self._missing(record, cut)
         if missing:
             raise StageError(

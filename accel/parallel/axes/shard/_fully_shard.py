@@ -275,7 +275,7 @@ def _spread(ctx: DistContext, outer: ModelView, options: ShardOptions, *, is_emp
     for root in roots:
         sum_in_one_format(root.modules.values())
     for each in named:
-        _let_units_run(ctx, each)
+        _let_units_run(ctx, each, view)
     if options.find_unused_parameters:
         for each in units:
             sum_unused(each[-1])
@@ -299,11 +299,11 @@ def _spread(ctx: DistContext, outer: ModelView, options: ShardOptions, *, is_emp
     return outer.model
 
 
-def _let_units_run(ctx: DistContext, units: Mapping[str, nn.Module]) -> None:
+def _let_units_run(ctx: DistContext, units: Mapping[str, nn.Module], whole: ModelView) -> None:
     """Let units be called in any of the ways that models call them, or refuse it. Mutates the units, by path and the
-    model itself last."""
+    model itself last. `whole`: the model that they are a stage of, or the same model."""
     note_units(ctx.comm, units)
-    refuse_parts_of_units(units)
+    refuse_parts_of_units({whole.places.get(id(each), [path])[0]: each for path, each in units.items()})
     reach_outputs(units)
     inner = list(units.values())[:-1]  # the model's own has no loss of its blocks in its containers yet
     _ = fill_containers(inner)

@@ -15,7 +15,7 @@ from accel.errors import PrepareError
 from accel.errors._checks import did_you_mean, with_article
 from accel.parallel._blocks import is_called
 from accel.parallel._labels import heir_of
-from accel.parallel._modules import matching
+from accel.parallel._modules import is_elsewhere, matching
 from accel.parallel._private import has_hooks
 from accel.parallel._spread import ModelView
 
@@ -89,10 +89,11 @@ def units_in(
     root: ModelView, view: ModelView, units: Literal["auto"] | Sequence[str] | int
 ) -> Literal["auto"] | Sequence[str] | int:
     """Return a plan's `units` for a stage of a model: the names in the stage of the modules that it names in the
-    model."""
+    model, except modules of other stages."""
     if isinstance(units, int) or units == "auto":
         return units
-    chosen = {id(module) for entry in units for module in _matches(view, entry).values()}
+    named = [module for entry in units for module in _matches(view, entry).values()]
+    chosen = {id(module) for module in named if not is_elsewhere(module)}
     return [name for name, module in root.modules.items() if name and id(module) in chosen]
 
 

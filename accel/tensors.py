@@ -60,6 +60,22 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()  # pyright: ignore[reportPrivateUsage]
 
 
+class _SameMemory(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
+
+
+def same_memory(x: torch.Tensor) -> torch.Tensor:
+    """Return a new tensor that is no view, in the memory of another: changes in place count for both, and gradients
+    flow back."""
+    return cast(Any, _SameMemory).apply(x) if x.requires_grad else x.detach()
+
+
 class AbsentWeight(Protocol):
     """A weight that is not in memory: a tensor of a class with `stored`."""
 

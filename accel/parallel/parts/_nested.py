@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from accel.parallel._modules import RANKS
-from accel.parallel._private import alike, without_subclasses
+from accel.parallel._private import without_subclasses
 from accel.parallel.parts._elementwise import FACTS
 from accel.parallel.parts._layout import RowLayout, balanced, no_rule
 from accel.parallel.parts._part import Args, Named, PartTensor, Ranks, make, name_of
+from accel.tensors import same_memory
 
 
 class NestedPart(PartTensor):
@@ -91,7 +92,7 @@ def no_views(output: Any) -> Any:
 
     def own(part: NestedPart) -> NestedPart:
         with without_subclasses():
-            found: Any = alike(part.as_subclass(Tensor), part.size())
+            found: Any = same_memory(part.as_subclass(Tensor))
         found.__class__ = NestedPart
         found.made_of, found.division, found.ranks = part.made_of, part.division, part.ranks
         return found

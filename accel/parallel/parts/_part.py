@@ -36,6 +36,7 @@ from accel.parallel.parts._layout import (
     rows_of,
     runs_of,
 )
+from accel.tensors import is_view, same_memory
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -277,6 +278,13 @@ class _Weighted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0] * ctx.factor, None
+
+
+def outside(rows: Tensor) -> Tensor:
+    """Return rows that leave a model as a tensor that is no view: a change of a view in place drops the hooks of its
+    gradient that `fully_shard` has."""
+    is_plain_view = not is_dynamo_compiling() and type(rows) is Tensor and is_view(rows)
+    return same_memory(rows) if is_plain_view else rows
 
 
 def leave(part: Tensor) -> Tensor:

@@ -29,8 +29,7 @@ from accel.parallel.parts import NoRuleError, PartTensor, Ranks, RowLayout, leav
 from accel.parallel.parts._contractions import terms_of
 from accel.parallel.parts._elementwise import ELEMENTWISE, elementwise, writes
 from accel.parallel.parts._layout import RowCut, balanced, no_rule
-from accel.parallel.parts._part import layouts_of, name_of, named, own_rows, ranks_of, tensors_of, whole_shape
-from accel.parallel.parts._region import own_tensor
+from accel.parallel.parts._part import layouts_of, name_of, named, outside, own_rows, ranks_of, tensors_of, whole_shape
 
 _Args = Sequence[Any]
 _Named = Mapping[str, Any]
@@ -160,7 +159,7 @@ class PositionRanks(Ranks):
         if not isinstance(each, PartTensor) or each.division is None:
             return whole_of(each)
         ways = [ways for _, ways in each.division.cut.segments]
-        return own_tensor(each) if each.ranks is self and ways == [self.size, -self.size] else whole_of(each)
+        return outside(plain_of(each)) if each.ranks is self and ways == [self.size, -self.size] else whole_of(each)
 
     def without_rule(self, func: Any, args: _Args, kwargs: _Named, problem: str) -> Any:
         """Gather what a function needs of other ranks, or raise `NoRuleError`."""

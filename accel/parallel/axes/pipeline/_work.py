@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -14,7 +14,7 @@ import torch
 from accel.comm import peer_error
 from accel.errors import AccelError, PeerError, StageError
 from accel.parallel._micro_batches import MicroBatch
-from accel.tensors import is_view
+from accel.tensors import is_view, same_memory
 from accel.tree._walk import Containers
 
 _FORWARD_LINE = "Call torch.autograd.set_detect_anomaly(True) first: torch then prints the line of the forward."
@@ -87,24 +87,12 @@ def explained(
     return made
 
 
-class _SameMemory(torch.autograd.Function):
-    """A new tensor in the memory of another."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - torch's own way
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        return grad_outputs[0]
-
-
 def detachable(output: torch.Tensor) -> torch.Tensor:
     """Return an output that schedules may detach in place, while operators of the stage need it for gradients of
     weights."""
     if is_view(output):
         return output.clone()
-    return cast(Any, _SameMemory).apply(output) if output.requires_grad else output
+    return same_memory(output) if output.requires_grad else output
 
 
 def noise(like: Boundary, device: torch.device, seed: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ from accel.parallel.axes.tensor._styles import RowExchange, Rule, row_exchange
 from accel.parallel.parts import PartsInGraph, PartTensor, Ranks, RowLayout, leave, make, plain_of
 from accel.parallel.parts._layout import at, cut_of, even, no_rule
 from accel.parallel.parts._nested import NestedPart, entered_rows, nested, rows_in
-from accel.parallel.parts._part import Args, Named, entered, name_of
+from accel.parallel.parts._part import Args, Named, entered, name_of, outside
 
 _OF_WHOLE = ("reshape", "scaled_dot_product_attention")
 
@@ -91,7 +91,7 @@ class LayerRanks(Ranks):
         """Return what leaves a module of a rule for a part: this rank's words of logits, or else the whole tensor."""
         cut = part.division.cut if part.division is not None and part.ranks is self else None
         is_of_words = cut is not None and cut.total in rule.words and cut == even(cut.total, self.size)
-        return plain_of(part) if is_of_words else leave(part)
+        return outside(plain_of(part)) if is_of_words else leave(part)
 
     def without_rule(self, func: Any, args: Args, kwargs: Named, problem: str) -> Any:
         """Compute a function of attention of whole tensors, where no gradient follows: transformers packs the queries

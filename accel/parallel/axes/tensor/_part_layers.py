@@ -24,6 +24,7 @@ from accel.parallel.parts import PartsInGraph, PartTensor, Ranks, RowLayout, lea
 from accel.parallel.parts._layout import at, cut_of, even, no_rule
 from accel.parallel.parts._nested import NestedPart, entered_rows, nested, rows_in
 from accel.parallel.parts._part import Args, Named, entered, name_of
+from accel.tensors import is_view
 
 _OF_WHOLE = ("reshape", "scaled_dot_product_attention")
 
@@ -68,7 +69,7 @@ class LayerRanks(Ranks):
         """Return what leaves a module of a rule for a part: this rank's words of logits, or else the whole tensor."""
         cut = part.division.cut if part.division is not None and part.ranks is self else None
         is_of_words = cut is not None and cut.total in rule.words and cut == even(cut.total, self.size)
-        return plain_of(part) if is_of_words else leave(part)
+        return _without_view(plain_of(part)) if is_of_words else leave(part)
 
     def without_rule(self, func: Any, args: Args, kwargs: Named, problem: str) -> Any:
         """Compute a function of attention of whole tensors, where no gradient follows: transformers packs the queries
@@ -82,6 +83,25 @@ class LayerRanks(Ranks):
     def runs(self) -> bool:
         """Whether a region runs, or runs again in a backward."""
         return self.depth > 0 or runs_in_backward()
+
+
+class _Alone(torch.autograd.Function):
+    """The same memory as a tensor that is no view: units of fsdp lose their hooks of a view that changes in place."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        return rows.detach()  # counts the changes of both
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def _without_view(rows: Tensor) -> Tensor:
+    """Return rows that a model may change in place."""
+    if is_dynamo_compiling() or type(rows) is not Tensor or not is_view(rows):
+        return rows
+    return cast(Any, _Alone).apply(rows)
 
 
 class NestedRanks(LayerRanks):

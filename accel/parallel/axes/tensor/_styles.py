@@ -79,7 +79,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     layouts: Mapping[str, RowLayout] = {}  # layouts of its parameters that are parts in a forward, by name
     # Parts that are made whole in its outputs, where modules in it compute with parts: of "features", or "all".
     ends: Literal["", "features", "all"] = ""
-    # Numbers of words of which this rank's part of the logits leaves the module. The module is a head, or the model.
+    # Numbers of words. Logits of so many leave the module as this rank's part: the module is a head, or the model.
     words: tuple[int, ...] = ()
     tokens: bool = False  # whether each rank has its tokens around it
 

@@ -181,9 +181,9 @@ def _words_of(ctx: DistContext, weight: Tensor, part: Tensor, group: dist.Proces
         total = weight.shape[0]
         return Words(min(-(-total // comm.size) * comm.rank, total), total, comm)
     bits = checksums({"": part}, by_position=True)[""]
-    found = all_gather_flat(comm, torch.tensor([part.shape[0], bits], device=part.device))
-    sizes = integers(found[:, 0])
-    if len({*zip(sizes, integers(found[:, 1]), strict=True)}) > 1:
+    found = integers(all_gather_flat(comm, torch.tensor([part.shape[0], bits], device=part.device)).flatten())
+    sizes = found[::2]
+    if len({*zip(sizes, found[1::2], strict=True)}) > 1:
         return Words(sizes[0] * comm.rank, sum(sizes), comm)
     if bits == 0 or (weight.is_leaf and weight.requires_grad):
         raise head_error(

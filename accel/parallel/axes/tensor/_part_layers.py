@@ -21,7 +21,7 @@ from accel.parallel.axes.tensor._layers import Layer, LocalParameters, is_comput
 from accel.parallel.axes.tensor._overlap import copied_product, summed_product
 from accel.parallel.axes.tensor._styles import RowExchange, Rule, row_exchange
 from accel.parallel.parts import PartsInGraph, PartTensor, Ranks, RowLayout, leave, make, plain_of
-from accel.parallel.parts._layout import at, cut_of, even, no_rule
+from accel.parallel.parts._layout import even, no_rule, shortest
 from accel.parallel.parts._nested import NestedPart, entered_rows, nested, rows_in
 from accel.parallel.parts._part import Args, Named, entered, name_of
 
@@ -68,6 +68,8 @@ class LayerRanks(Ranks):
 
     def returned(self, rule: Rule, output: Any) -> Any:
         """Return what a module of a rule gives back for its output: whole tensors in the place of parts."""
+        if isinstance(output, Tensor):  # most often
+            return leave(output)
         return pytree.tree_map_only(PartTensor, leave, output)
 
     def without_rule(self, func: Any, args: Args, kwargs: Named, problem: str) -> Any:
@@ -142,7 +144,7 @@ class PartParameters(LocalParameters):
             if own is not None:
                 if name in exchanges:
                     own = needed_rows(own, layout.dim, self.accel_layer, exchanges[name])
-                here[name] = make(own, at(layout.dim, cut_of(*layout.cut)), ranks)  # all rows of a single head of keys
+                here[name] = make(own, shortest(layout), ranks)  # all rows of a single head of keys
         return here
 
 

@@ -190,10 +190,17 @@ def test_a_declaration_that_is_none_is_an_error(over: Any) -> None:
         local_map(gated, over)
 
 
-def test_a_plain_call_is_a_call() -> None:
+class Marked(Tensor):
+    """A class of tensors of the user's."""
+
+
+def test_a_call_with_other_tensors_is_a_call() -> None:
     found = local_map(gated, "elements")(X, X)
     assert type(found) is Tensor
     torch.testing.assert_close(found, X * X.sigmoid())
+    marked = X.as_subclass(Marked)
+    seen = local_map(lambda x: (type(x), type(x + x)), "rows")(marked)
+    assert seen == (Marked, Marked)
 
 
 def test_layers_that_a_backward_computes_again_hold_no_tensors_of_former_steps(ranks: Simulator) -> None:

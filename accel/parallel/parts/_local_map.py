@@ -122,7 +122,8 @@ def _numbers(given: Any) -> tuple[Any, ...]:
 def on_own_rows(function: Callable[..., Any], declared: Independence, args: Args, kwargs: Named) -> Any:
     """Call a function; of parts, with plain tensors of this rank's rows."""
     tensors = tuple(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor))
-    if has_torch_function(tensors):
+    are_parts = any(getattr(type(each), "takes_collectives", False) for each in tensors)
+    if are_parts and has_torch_function(tensors):
         return handle_torch_function(on_own_rows, tensors, function, declared, args, kwargs)
     return function(*args, **kwargs)
 

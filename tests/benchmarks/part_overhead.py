@@ -5,7 +5,8 @@
 
 One process runs the first rank's share: its messages go nowhere, and both variants make as many. Printed is the median
 over rounds of the ratio. The attention translates sizes by layouts. Its queries, keys and values are one layer, from
-which ranks exchange rows in each forward and backward; with `--apart` they are three.
+which ranks exchange rows in each forward and backward; with `--apart` they are three. Written layers store the rows
+that they need; with `--exchange` they exchange as many.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from accel.comm import SilentGroup, copied, summed
+from accel.comm import SilentGroup, copied, exchanged, summed
 from accel.parallel.axes.tensor._found_plan import found_plan
 from accel.parallel.axes.tensor._layers import GroupLayer
 from accel.parallel.axes.tensor._rules import install, rules_of
@@ -49,6 +50,22 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(rows, tokens, width))
 
 
+class Exchanging(nn.Linear):
+    """The first rank's half of a layer of queries, keys and values, stored as the first half of its rows."""
+
+    group: Any = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Exchange rows of the weight and of the bias, and compute."""
+        third = self.out_features // 3  # the second is of the other rank's queries, for some of its values
+        counts = [2 * third, third]
+        weight, bias = (
+            exchanged(torch.cat([each[:third], each[2 * third :], each[third : 2 * third]]), counts, counts, self.group)
+            for each in (self.weight, self.bias)
+        )
+        return functional.linear(input, weight, bias)
+
+
 class Mlp(nn.Module):
     def __init__(self, width: int, share: int = 1) -> None:
         super().__init__()
@@ -62,11 +79,17 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """Both, with norms; of a rank's sizes with the messages of its layers, where it has a `group`."""
 
-    def __init__(self, width: int, share: int = 1, group: Any = None, *, apart: bool = False) -> None:
+    def __init__(
+        self, width: int, share: int = 1, group: Any = None, *, apart: bool = False, exchanges: bool = False
+    ) -> None:
         super().__init__()
         self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention, self.mlp = Attention(width, share, apart=apart), Mlp(width, share)
         self.group = group
+        if exchanges:
+            layer = Exchanging(width, 3 * width // share)
+            layer.group = group
+            self.attention.qkv = nn.ModuleList([layer])
 
     def forward(self, x: Tensor) -> Tensor:
         for norm, part in ((self.first, self.attention), (self.second, self.mlp)):
@@ -103,12 +126,13 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--apart", action="store_true", help="queries, keys and values by a layer each")
+    parser.add_argument("--exchange", action="store_true", help="written layers exchange rows of a weight, too")
     given = parser.parse_args()
     torch.manual_seed(0)
     for width in given.widths:
         group: Any = SilentGroup(RANKS)
         own = divided(width, group, apart=given.apart)
-        written = Block(width, RANKS, group, apart=given.apart)
+        written = Block(width, RANKS, group, apart=given.apart, exchanges=given.exchange)
         x = torch.randn(ROWS, TOKENS, width, requires_grad=True)
         passes = max(2, 4096 // width)
         _ = seconds(own, x, 2), seconds(written, x, 2)

@@ -66,6 +66,10 @@ def _backward_of_doubled(_: Any, grad: Tensor) -> Tensor:
 cast(Any, doubled).register_autograd(_backward_of_doubled)
 
 
+def of_a_gpu(*_: Tensor) -> Tensor:
+    raise AssertionError
+
+
 class Mlp(nn.Module):
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -141,7 +145,7 @@ def test_declared_functions_train_as_in_one_process(ranks: Simulator, name: str)
 
 @pytest.mark.slow
 def test_a_found_plan_divides_layers_around_a_kernel_and_refuses_a_false_declaration(ranks: Simulator) -> None:
-    assert compared(ranks, local_map(lambda x, y: x.sin() * y, "elements"), find=True)
+    assert compared(ranks, local_map(of_a_gpu, "elements", on_cpu=lambda x, y: x.sin() * y), find=True)
     with pytest.raises(PrepareError, match="no tensor-parallel plan is known"):
         _ = compared(ranks, local_map(normed, "elements"), find=True)
 
@@ -190,10 +194,17 @@ def test_a_declaration_that_is_none_is_an_error(over: Any) -> None:
         local_map(gated, over)
 
 
-def test_a_plain_call_is_a_call() -> None:
+class Marked(Tensor):
+    """A class of tensors of the user's."""
+
+
+def test_a_call_with_other_tensors_is_a_call() -> None:
     found = local_map(gated, "elements")(X, X)
     assert type(found) is Tensor
     torch.testing.assert_close(found, X * X.sigmoid())
+    marked = X.as_subclass(Marked)
+    seen = local_map(lambda x: (type(x), type(x + x)), "rows")(marked)
+    assert seen == (Marked, Marked)
 
 
 def test_layers_that_a_backward_computes_again_hold_no_tensors_of_former_steps(ranks: Simulator) -> None:

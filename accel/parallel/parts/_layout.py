@@ -124,6 +124,12 @@ def at(dim: int, cut: RowCut | None) -> RowLayout | None:
 
 
 @kept
+def shortest(layout: RowLayout) -> RowLayout | None:
+    """Return the layout with its cut in its shortest form; None where all ranks hold all rows."""
+    return at(layout.dim, cut_of(*layout.cut))
+
+
+@kept
 def rows_of(cut: RowCut, rank: int, size: int) -> tuple[int, ...]:
     """Return the rows of the whole that a rank holds, in order."""
     found: list[int] = []

@@ -59,12 +59,16 @@ class Independence(NamedTuple):
 class _LocalMap(Generic[P, R]):
     """A function that gets this rank's rows."""
 
-    def __init__(self, function: Callable[P, R], declared: Independence) -> None:
+    def __init__(self, function: Callable[P, R], declared: Independence, on_cpu: Callable[P, R] | None) -> None:
         self.function = function
         self.declared = declared
+        self.on_cpu = on_cpu
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return on_own_rows(self.function, self.declared, args, kwargs)
+        function = self.function
+        if self.on_cpu is not None and all(each.device.type == "cpu" for each in _tensors_in((args, kwargs))):
+            function = self.on_cpu
+        return on_own_rows(function, self.declared, args, kwargs)
 
 
 def local_map(
@@ -72,6 +76,7 @@ def local_map(
     over: Literal["elements", "rows"] | int | Sequence[int | None],
     *,
     out: int | Sequence[int] | None = None,
+    on_cpu: Callable[P, R] | None = None,
 ) -> Callable[P, R]:
     """Return a function that tensor-parallel layers can surround, such as a custom kernel.
 
@@ -85,6 +90,7 @@ def local_map(
             heads: its number in all tensors, or a number for each tensor argument in order, None for a tensor that it
             needs in full.
         out: the number of this dimension in all results, or in each; by default as in the first tensor.
+        on_cpu: the same function for tensors on the CPU, in functions of torch. The search for a plan computes there.
 
     Raises:
         PrepareError: a declaration that is none of these; in a call, tensors or results that do not fit it.
@@ -112,17 +118,22 @@ def local_map(
             where="local_map",
             fix='Declare what the function computes independently: accel.parallel.local_map(function, "elements").',
         )
-    return _LocalMap(function, declared)
+    return _LocalMap(function, declared, on_cpu)
 
 
 def _numbers(given: Any) -> tuple[Any, ...]:
     return tuple(cast("Sequence[Any]", given)) if isinstance(given, tuple | list) else (given,)
 
 
+def _tensors_in(tree: object) -> tuple[Tensor, ...]:
+    return tuple(each for each in pytree.tree_leaves(tree) if isinstance(each, Tensor))
+
+
 def on_own_rows(function: Callable[..., Any], declared: Independence, args: Args, kwargs: Named) -> Any:
     """Call a function; of parts, with plain tensors of this rank's rows."""
-    tensors = tuple(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor))
-    if has_torch_function(tensors):
+    tensors = _tensors_in((args, kwargs))
+    are_parts = any(getattr(type(each), "takes_collectives", False) for each in tensors)
+    if are_parts and has_torch_function(tensors):
         return handle_torch_function(on_own_rows, tensors, function, declared, args, kwargs)
     return function(*args, **kwargs)
 

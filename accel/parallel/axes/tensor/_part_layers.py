@@ -21,7 +21,7 @@ from accel.parallel.axes.tensor._layers import Layer, LocalParameters, is_comput
 from accel.parallel.axes.tensor._overlap import copied_product, summed_product
 from accel.parallel.axes.tensor._styles import RowExchange, Rule, row_exchange
 from accel.parallel.parts import PartsInGraph, PartTensor, Ranks, RowLayout, leave, make, plain_of
-from accel.parallel.parts._layout import at, cut_of, even, no_rule
+from accel.parallel.parts._layout import even, no_rule, shortest
 from accel.parallel.parts._nested import NestedPart, entered_rows, nested, rows_in
 from accel.parallel.parts._part import Args, Named, entered, name_of, outside
 
@@ -85,6 +85,8 @@ class LayerRanks(Ranks):
     def returned(self, rule: Rule, output: Any) -> Any:
         """Return what a module of a rule gives back: tensors that these ranks do not divide, or words of logits."""
         kind = NestedPart if self.nests else PartTensor
+        if isinstance(output, Tensor):  # most often
+            return rows_in(self.left(rule, output)) if isinstance(output, kind) else output
         return rows_in(pytree.tree_map_only(kind, partial(self.left, rule), output))
 
     def left(self, rule: Rule, part: PartTensor) -> Tensor:
@@ -133,7 +135,7 @@ class PartParameters(LocalParameters):
             if own is not None:
                 if name in exchanges:
                     own = needed_rows(own, layout.dim, self.accel_layer, exchanges[name])
-                here[name] = make(own, at(layout.dim, cut_of(*layout.cut)), ranks)  # all rows of a single head of keys
+                here[name] = make(own, shortest(layout), ranks)  # all rows of a single head of keys
         return here
 
 

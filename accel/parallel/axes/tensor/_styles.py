@@ -79,11 +79,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     layouts: Mapping[str, RowLayout] = {}  # layouts of its parameters that are parts in a forward, by name
     # Parts that are made whole in its outputs, where modules in it compute with parts: of "features", or "all".
     ends: Literal["", "features", "all"] = ""
-<<<<<<< HEAD
     # Numbers of words: this rank's part of so many logits leaves the module, a head or the model.
-=======
-    # Numbers of words. Logits of so many leave the module as this rank's part: the module is a head, or the model.
->>>>>>> mends
     words: tuple[int, ...] = ()
     tokens: bool = False  # whether each rank has its tokens around it
 

@@ -50,15 +50,16 @@ class ModuleGroup(NamedTuple):
 def is_container(module: nn.Module) -> bool:
     """Return whether a module is a ModuleList or a ModuleDict without a forward, which only its entries have."""
     if not isinstance(module, _CONTAINERS):
-        return False  # a class of accel's, put before theirs, does not make them callable
-    return not any("forward" in vars(cls) for cls in type(module).__mro__ if issubclass(cls, _CONTAINERS))
+        return False
+    classes = written_class(module).__mro__  # a class of accel's, put before theirs, does not make them callable
+    return not any("forward" in vars(cls) for cls in classes if issubclass(cls, _CONTAINERS))
 
 
 def is_called(module: nn.Module) -> bool:
     """Return whether a module has a forward."""
     if isinstance(module, _CONTAINERS):
         return not is_container(module)
-    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+    return "forward" in vars(module) or written_class(module).forward is not nn.Module.forward
 
 
 def blocks_of(model: nn.Module | Mapping[str, nn.Module], *, nested: bool = False) -> tuple[ModelBlock, ...]:

@@ -557,18 +557,18 @@ def test_large_layers_that_nothing_else_divides_gather_their_outputs(ranks: Simu
 
 
 class Tables(nn.Module):
-    """A head without a layer, which reads the table of words, and a bag of neighbours."""
+    """A head without a layer, which reads the table of words, a bag of neighbours, and a loss in the forward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.words, self.pairs = nn.Embedding(37, 8, padding_idx=1), nn.EmbeddingBag(33, 8, mode="mean")
         self.block, self.norm = Block(), nn.LayerNorm(8)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids) + self.pairs(torch.stack([ids % 33, ids.roll(1, 1) % 33], -1).flatten(0, 1)).view(
-            *ids.shape, 8
-        )
-        return self.norm(self.block(x)) @ self.words.weight.t()
+    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        pairs = torch.stack([ids % 33, ids.roll(1, 1) % 33], -1)
+        x = self.words(ids) + self.pairs(pairs.flatten(0, 1)).view(*ids.shape, 8)
+        logits = self.norm(self.block(x)) @ self.words.weight.t()
+        return functional.cross_entropy(logits.view(-1, 37), labels.view(-1)), logits
 
 
 @pytest.mark.parametrize(
@@ -586,10 +586,8 @@ def test_tables_that_styles_cannot_divide_are_divided_by_rows(
         model: Any = Tables().double()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
         plan = accel.parallel.Plan(sequence=sequence and ctx.world_size > 1)
-        model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan, example=[ids[:2, :6]])
-        losses = two_steps(
-            ctx, model, optimizer, lambda: functional.cross_entropy(model(ids).flatten(0, 1), ids.roll(-1, 1).flatten())
-        )
+        model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan, example=[ids[:2, :6], ids[:2, :6]])
+        losses = two_steps(ctx, model, optimizer, lambda: model(ids, ids.roll(-1, 1))[0])
         return losses, accel.get_state_dict(ctx, model, dst=None), divided_share(model) if ctx.world_size > 1 else 1.0
 
     *want, _ = rank(accel.single())

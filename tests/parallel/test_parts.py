@@ -541,6 +541,16 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
         "maxima of rows": Region(
             lambda w: functional.embedding_bag(_BAG.view(2, 3), w, mode="max"), [(7, 5)], [RowLayout(0, unequal)]
         ),
+        "a loss of classes": Region(
+            lambda x, w: functional.cross_entropy(
+                torch.matmul(x, w), torch.tensor([3, 0, 2]), ignore_index=0, label_smoothing=0.1, reduction="none"
+            ),
+            [(3, 5), (5, m)],
+            [None, RowLayout(1, even)],
+        ),
+        "a loss of divided samples": Region(
+            lambda x: functional.cross_entropy(x, torch.arange(n) % 5), [(n, 5)], [RowLayout(0, cut)]
+        ),
         "convolution across rows": Region(
             lambda x, w, b: functional.conv1d(x, w, b), [(2, 3, n), (5, 3, 1), (5,)], [RowLayout(2, cut), None, None]
         ),
@@ -648,7 +658,7 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
 
 
 REGIONS = sorted(regions(random.Random(0), 2))
-REFUSED_REGIONS = ("two parts", "the greatest of all", "maxima of rows")
+REFUSED_REGIONS = ("two parts", "the greatest of all", "maxima of rows", "a loss of divided samples")
 
 
 def _scored(outputs: Any) -> Tensor:

@@ -279,25 +279,31 @@ def embedding_bag(func: Any, args: Args, kwargs: Named) -> Any:
     if layout is None or layouts_of([*tensors_of([*given.values()])]):
         raise no_rule("of ids or weights that ranks divide")
     inside = {name: entered(each, ranks) for name, each in given.items()}
-    mode = inside.get("mode", "mean")
     if inside.get("max_norm") is not None or inside.get("scale_grad_by_freq") or inside.get("sparse"):
         raise no_rule("with max_norm, scale_grad_by_freq or sparse")
-    ids, padding = inside.pop("input"), inside.get("padding_idx")
+    ids = inside.pop("input")
     if layout.dim == 1:
         return make(functional.embedding_bag(ids, table, **inside), layout, ranks)
+    mode = inside.pop("mode", "mean")
+    padding = inside.pop("padding_idx", None)
+    weights = inside.pop("per_sample_weights", None)
     if mode == "max":
         raise no_rule("the largest of rows that ranks divide")
+    if weights is None:
+        weights = torch.ones_like(ids, dtype=table.dtype)
     own = _own_ids(ids, padding, layout.cut, ranks)
-    weights = inside.get("per_sample_weights")
-    weights = torch.ones_like(ids, dtype=table.dtype) if weights is None else weights
-    inside |= {"mode": "sum", "padding_idx": own.padding, "per_sample_weights": weights.masked_fill(own.others, 0)}
-    total = ranks.total(functional.embedding_bag(own.places, table, **inside))
+    own_weights = weights.masked_fill(own.others, 0)
+    total = ranks.total(_sums(own.places, table, own.padding, per_sample_weights=own_weights, **inside))
     if mode == "sum":
         return total
     is_padding = torch.zeros_like(ids) if padding is None else (ids == padding % layout.cut.total).to(ids.dtype)
-    inside |= {"padding_idx": 1, "per_sample_weights": None}
-    counts = functional.embedding_bag(is_padding, total.new_ones(2, 1), **inside)
+    counts = _sums(is_padding, total.new_ones(2, 1), 1, **inside)
     return total / counts.clamp(min=1)
+
+
+def _sums(ids: Tensor, table: Tensor, padding: int | None, **bags: Any) -> Tensor:
+    """The sum of the rows of each bag."""
+    return functional.embedding_bag(ids, table, mode="sum", padding_idx=padding, **bags)
 
 
 RULES = {

@@ -188,7 +188,7 @@ class _Proofs:
         return found
 
     def _is_large_table(self, weight: Tensor) -> bool:
-        """Whether a table is worth dividing by rows, of which each rank has some."""
+        """Whether a table is worth dividing by rows, and each rank gets some of them."""
         total = sum(each.numel() for each in self._model.parameters())
         cut = even(len(weight), self._size)
         has_rows = cut.local * (self._size - 1) < len(weight)

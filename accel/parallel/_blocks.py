@@ -50,8 +50,9 @@ class ModuleGroup(NamedTuple):
 def is_container(module: nn.Module) -> bool:
     """Return whether a module is a ModuleList or a ModuleDict without a forward, which only its entries have."""
     if not isinstance(module, _CONTAINERS):
-        return False  # a class of accel's, put before theirs, does not make them callable
-    return not any("forward" in vars(cls) for cls in type(module).__mro__ if issubclass(cls, _CONTAINERS))
+        return False
+    classes = written_class(module).__mro__  # a class of accel's, put before theirs, does not make them callable
+    return not any("forward" in vars(cls) for cls in classes if issubclass(cls, _CONTAINERS))
 
 
 def is_called(module: nn.Module) -> bool:

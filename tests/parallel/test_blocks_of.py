@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import accel
 from accel.bigmodel import describe
 from accel.parallel._blocks import selected
+from accel.testing import Simulator
 
 DEPTH = 4
 
@@ -181,3 +182,42 @@ def test_layers_without_modules_and_single_ones_are_no_blocks() -> None:
 def test_a_block_that_a_list_repeats_is_one() -> None:
     block = Mix()
     assert paths(nn.ModuleList([block] * 3)) == ["0"]
+
+
+class Methods(nn.Module):
+    """Two matrices that others multiply by; it has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.write = nn.Linear(8, 8), nn.Linear(8, 8)
+
+
+class Lanes(nn.Module):
+    """Blocks, and lists of modules that only their methods compute with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixes = nn.ModuleList(Mix() for _ in range(2))
+        self.lanes = nn.ModuleList(nn.ModuleList(Methods() for _ in range(2)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mix, lanes in zip(self.mixes, self.lanes, strict=True):
+            for lane in lanes:
+                x = x + lane.write(mix(torch.tanh(lane.read(x))))
+        return x
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_modules_without_a_forward_are_no_units_on_a_mesh_with_tp(ranks: Simulator, sequence: bool) -> None:
+    x = torch.linspace(-1, 1, 64, dtype=torch.float64).view(2, 4, 8)
+
+    def rank(ctx: accel.DistContext) -> Tensor:
+        torch.manual_seed(0)
+        model: nn.Module = Lanes().double()
+        if ctx.world_size > 1:
+            ctx = accel.replace(ctx, mesh="dp=2,tp=2")
+            model = accel.prepare_model(ctx, model, example=[x], plan=accel.parallel.Plan(sequence=sequence))
+        return model(x).detach()
+
+    for got in ranks.run(rank, 4, default_group=True):
+        torch.testing.assert_close(got, rank(accel.single()), rtol=0, atol=1e-12)

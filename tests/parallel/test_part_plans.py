@@ -86,6 +86,8 @@ LEAST: Mapping[str, int] = {
 }  # fmt: skip
 
 
+TABLE_MESHES = [("tp=2", 2, True), ("tp=4", 4, False), ("dp=2,tp=2", 4, False)]
+
 # Operators of messages, and copies.
 MESSAGES = frozenset({"clone", "alias", "detach", "copy", "cat", "new_empty"})
 
@@ -552,6 +554,64 @@ def test_large_layers_that_nothing_else_divides_gather_their_outputs(ranks: Simu
     for *got, share in ranks.run(rank, 2, default_group=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
         assert share > 0.85
+
+
+class Tables(nn.Module):
+    """A head without a layer, which reads the table of words, a bag of neighbours, and a loss in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.pairs = nn.Embedding(37, 8, padding_idx=1), nn.EmbeddingBag(33, 8, mode="mean")
+        self.block, self.norm = Block(), nn.LayerNorm(8)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        pairs = torch.stack([ids % 33, ids.roll(1, 1) % 33], -1)
+        x = self.words(ids) + self.pairs(pairs.flatten(0, 1)).view(*ids.shape, 8)
+        logits = self.norm(self.block(x)) @ self.words.weight.t()
+        return functional.cross_entropy(logits.view(-1, 37), labels.view(-1)), logits
+
+
+@pytest.mark.parametrize(
+    ("mesh", "size", "sequence"),
+    [("tp=2", 2, False), *(pytest.param(*each, marks=pytest.mark.slow) for each in TABLE_MESHES)],
+)
+def test_tables_that_styles_cannot_divide_are_divided_by_rows(
+    ranks: Simulator, mesh: str, size: int, sequence: bool
+) -> None:
+    ids = torch.randint(37, (3, 9), generator=torch.Generator().manual_seed(2))
+
+    def rank(ctx: accel.DistContext) -> Any:
+        ctx = accel.replace(ctx, mesh=mesh) if ctx.world_size > 1 else ctx
+        torch.manual_seed(0)
+        model: Any = Tables().double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+        plan = accel.parallel.Plan(sequence=sequence and ctx.world_size > 1)
+        model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan, example=[ids[:2, :6], ids[:2, :6]])
+        losses = two_steps(ctx, model, optimizer, lambda: model(ids, ids.roll(-1, 1))[0])
+        return losses, accel.get_state_dict(ctx, model, dst=None), divided_share(model) if ctx.world_size > 1 else 1.0
+
+    *want, _ = rank(accel.single())
+    for *got, share in ranks.run(rank, size, default_group=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+        assert share > 0.9
+
+
+class Rotations(nn.Module):
+    """A state space with complex states, from real parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.angles, self.into = nn.Parameter(torch.rand(12)), nn.Linear(8, 24)
+        self.real, self.imaginary = (nn.Parameter(torch.randn(8, 12)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.view_as_complex(self.into(x).unflatten(-1, (12, 2))) * torch.exp(1j * self.angles)
+        return x + torch.einsum("dn,btn->btd", torch.complex(self.real, self.imaginary), state.cumsum(1)).real
+
+
+def test_layers_with_complex_weights_are_divided() -> None:
+    plan = found_plan(nn.Sequential(Rotations(), Rotations()), 2, [torch.empty(2, 3, 8)])
+    assert {"0.into.weight", "0.real", "0.imaginary"} <= set(plan.regions["0"])
 
 
 class ReadBody(nn.Module):

@@ -454,6 +454,9 @@ def _scanned(q: Tensor, k: Tensor, decay: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
+_BAG, _STARTS = torch.tensor([6, 0, 3, 3, 1, 5]), torch.tensor([0, 2, 2, 4])  # the second bag is empty
+
+
 def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
     """Functions that contract or sum the divided dimension, or take whole tensors beside parts."""
     cut = a_cut(draw, size)
@@ -585,6 +588,48 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
         "tensordot of one": Region(
             lambda x, w: torch.tensordot(x, w, 1), [(2, 3, 5), (5, n)], [None, RowLayout(1, cut)]
         ),
+        "addmm to empty memory": Region(
+            lambda x, w: torch.addmm(torch.full((3, n), float("nan"), dtype=x.dtype), x, w, beta=0, alpha=0.5),
+            [(3, 5), (5, n)],
+            [None, RowLayout(1, cut)],
+        ),
+        "baddbmm to empty memory": Region(
+            lambda x, w: torch.baddbmm(torch.full((n, 2, 4), float("nan"), dtype=x.dtype), x, w, beta=0),
+            [(n, 2, 3), (n, 3, 4)],
+            [RowLayout(0, cut), None],
+        ),
+        "a table by rows, and a head": Region(
+            lambda w: functional.linear(functional.embedding(torch.tensor([[6, 0, 3], [2, 3, 5]]), w, -2), w),
+            [(7, 5)],
+            [RowLayout(0, unequal)],
+        ),
+        "a table by features": Region(
+            lambda w: functional.embedding_bag(torch.tensor([[6, 0], [3, 3]]), w), [(7, n)], [RowLayout(1, cut)]
+        ),
+        "weighted bags of rows": Region(
+            lambda w, by: functional.embedding_bag(_BAG, w, _STARTS, mode="sum", per_sample_weights=by, padding_idx=3),
+            [(7, 5), (6,)],
+            [RowLayout(0, unequal), None],
+        ),
+        "means of rows": Region(
+            lambda w: functional.embedding_bag(_BAG, w, _STARTS, padding_idx=-4), [(7, 5)], [RowLayout(0, unequal)]
+        ),
+        "means of bags of one length": Region(
+            lambda w: functional.embedding_bag(_BAG.view(2, 3), w), [(7, 5)], [RowLayout(0, unequal)]
+        ),
+        "maxima of rows": Region(
+            lambda w: functional.embedding_bag(_BAG.view(2, 3), w, mode="max"), [(7, 5)], [RowLayout(0, unequal)]
+        ),
+        "a loss of classes": Region(
+            lambda x, w: functional.cross_entropy(
+                torch.matmul(x, w), torch.tensor([3, 0, 2]), ignore_index=0, label_smoothing=0.1, reduction="none"
+            ),
+            [(3, 5), (5, m)],
+            [None, RowLayout(1, even)],
+        ),
+        "a loss of divided samples": Region(
+            lambda x: functional.cross_entropy(x, torch.arange(n) % 5), [(n, 5)], [RowLayout(0, cut)]
+        ),
         "convolution across rows": Region(
             lambda x, w, b: functional.conv1d(x, w, b), [(2, 3, n), (5, 3, 1), (5,)], [RowLayout(2, cut), None, None]
         ),
@@ -692,7 +737,7 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
 
 
 REGIONS = sorted(regions(random.Random(0), 2))
-REFUSED_REGIONS = ("two parts", "the greatest of all")
+REFUSED_REGIONS = ("two parts", "the greatest of all", "maxima of rows", "a loss of divided samples")
 
 
 def _scored(outputs: Any) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from string import ascii_letters
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from accel.parallel.parts._elementwise import elementwise
-from accel.parallel.parts._layout import RowCut, RowLayout, at, finest, no_rule
+from accel.parallel.parts._layout import RowCut, RowLayout, at, even, finest, no_rule
 from accel.parallel.parts._part import (
     Args,
     Named,
@@ -28,6 +28,7 @@ from accel.parallel.parts._part import (
     named,
     own_rows,
     ranks_of,
+    tensors_of,
     whole_shape,
 )
 
@@ -228,11 +229,80 @@ def embedding(func: Any, args: Args, kwargs: Named) -> Any:
     own = layout_of(ids)
     if given.get("max_norm") is not None:
         raise no_rule("with max_norm")
+    if layout is not None and layout.dim == 0 and own is None:
+        return _embedding_of_own_rows(given, layout.cut, ranks)
     if layout is not None and (layout.dim == 0 or own is not None):
         raise no_rule("of rows that ranks divide")
     inside = {name: entered(each, ranks) for name, each in given.items()}
     found = functional.embedding(**inside)
     return make(found, own if layout is None else at(found.dim() - 1, layout.cut), ranks)
+
+
+class _OwnIds(NamedTuple):
+    """Ids of a table as places among this rank's rows, and which ids are other ranks'."""
+
+    places: Tensor
+    others: Tensor
+    padding: int | None  # the place of the row without gradients; None on other ranks
+
+
+def _own_ids(ids: Tensor, padding: int | None, cut: RowCut, ranks: Ranks) -> _OwnIds:
+    if cut != even(cut.total, ranks.size):
+        raise no_rule("of rows that ranks divide in several pieces")
+    first = ranks.rank * cut.local
+    rows = min(cut.local, cut.total - first)
+    places = ids - first
+    others = (places < 0) | (places >= rows)
+    if padding is not None:
+        padding = padding % cut.total - first
+    is_own = padding is not None and 0 <= padding < rows
+    return _OwnIds(places.masked_fill(others, 0), others, padding if is_own else None)
+
+
+def _embedding_of_own_rows(given: Named, cut: RowCut, ranks: Ranks) -> Tensor:
+    """The sum of the embeddings of each rank's rows."""
+    if given.get("scale_grad_by_freq") or given.get("sparse"):
+        raise no_rule("of rows that ranks divide, with scale_grad_by_freq or sparse")
+    ids = _own_ids(entered(given["input"], ranks), given.get("padding_idx"), cut, ranks)
+    found = functional.embedding(ids.places, given["weight"], ids.padding)
+    return ranks.ended(found.masked_fill(ids.others.unsqueeze(-1), 0))
+
+
+def embedding_bag(func: Any, args: Args, kwargs: Named) -> Any:
+    """functional.embedding_bag, sums and means of rows of a table that ranks divide by rows or by features."""
+    names = "input weight offsets max_norm norm_type scale_grad_by_freq mode sparse per_sample_weights"
+    given = named(f"{names} include_last_offset padding_idx", args, kwargs)
+    table = given.pop("weight")
+    ranks = ranks_of(table, *given.values())
+    layout = layout_of(table)
+    if layout is None or layouts_of([*tensors_of([*given.values()])]):
+        raise no_rule("of ids or weights that ranks divide")
+    inside = {name: entered(each, ranks) for name, each in given.items()}
+    if inside.get("max_norm") is not None or inside.get("scale_grad_by_freq") or inside.get("sparse"):
+        raise no_rule("with max_norm, scale_grad_by_freq or sparse")
+    ids = inside.pop("input")
+    if layout.dim == 1:
+        return make(functional.embedding_bag(ids, table, **inside), layout, ranks)
+    mode = inside.pop("mode", "mean")
+    padding = inside.pop("padding_idx", None)
+    weights = inside.pop("per_sample_weights", None)
+    if mode == "max":
+        raise no_rule("the largest of rows that ranks divide")
+    if weights is None:
+        weights = torch.ones_like(ids, dtype=table.dtype)
+    own = _own_ids(ids, padding, layout.cut, ranks)
+    own_weights = weights.masked_fill(own.others, 0)
+    total = ranks.total(_sums(own.places, table, own.padding, per_sample_weights=own_weights, **inside))
+    if mode == "sum":
+        return total
+    is_padding = torch.zeros_like(ids) if padding is None else (ids == padding % layout.cut.total).to(ids.dtype)
+    counts = _sums(is_padding, total.new_ones(2, 1), 1, **inside)
+    return total / counts.clamp(min=1)
+
+
+def _sums(ids: Tensor, table: Tensor, padding: int | None, **bags: Any) -> Tensor:
+    """The sum of the rows of each bag."""
+    return functional.embedding_bag(ids, table, mode="sum", padding_idx=padding, **bags)
 
 
 RULES = {
@@ -242,4 +312,5 @@ RULES = {
     "einsum": einsum,
     "tensordot": tensordot,
     "embedding": embedding,
+    "embedding_bag": embedding_bag,
 }

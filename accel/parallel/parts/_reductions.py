@@ -22,6 +22,7 @@ from accel.parallel.parts._part import (
     entered,
     layout_of,
     layouts_of,
+    leave,
     make,
     name_of,
     named,
@@ -29,6 +30,7 @@ from accel.parallel.parts._part import (
     part_of,
     plain_of,
     ranks_of,
+    tensors_of,
     whole_shape,
 )
 
@@ -276,6 +278,21 @@ def topped(func: Any, args: Args, kwargs: Named) -> Any:
     return _like(func(*args, **kwargs), at(part.division.dim, part.division.cut) if part.division else None, part)
 
 
+def loss_of_classes(func: Any, args: Args, kwargs: Named) -> Any:
+    """cross_entropy of classes that ranks divide, which gather them, with whole targets."""
+    given = named("input target weight", args, kwargs)
+    scores = part_of(func, args or (kwargs["input"],))
+    classes = min(1, scores.dim() - 1)
+    others = [*tensors_of([given["target"], given.get("weight")])]
+    if (
+        scores.division is None
+        or scores.division.dim != classes
+        or any(isinstance(each, PartTensor) for each in others)
+    ):
+        raise no_rule("of anything but classes that ranks divide")
+    return func(**{**given, "input": leave(scores)})
+
+
 _SPECTRA = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
 _ALONG_DIMS = {"": along(2), "2": along(2, (-2, -1)), "n": along(2, None)}  # by the end of the function's name
 _ALONG = ("softmax", "log_softmax", "softmin", "_softmax")
@@ -294,5 +311,6 @@ RULES = {
     **dict.fromkeys(("layer_norm", "rms_norm"), normed),
     "group_norm": group_normed,
     "_weight_norm": weight_normed,
+    "cross_entropy": loss_of_classes,
     **dict.fromkeys(("topk", "sort", "argsort"), topped),
 }

@@ -258,7 +258,9 @@ class _Search:
             return [(name, None) for name in names]
         weights = torch.randn(tensor.shape, generator=self._draw, dtype=tensor.dtype)
         leaves = [self._parameters[name] for name in names]
-        found = torch.autograd.grad([(tensor * weights).sum()], leaves, retain_graph=True, allow_unused=True)
+        total = (tensor * weights).sum()
+        scalar = total.real if total.is_complex() else total
+        found = torch.autograd.grad([scalar], leaves, retain_graph=True, allow_unused=True)
         return list(zip(names, found, strict=True))
 
     def found(self) -> list[tuple[str, Candidate]]:

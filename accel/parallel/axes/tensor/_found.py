@@ -75,6 +75,11 @@ class PlanSearch:
         owned = ((modules[path], name) for path, rule in rules.items() for name in rule.dims)
         self._divided |= {self._names[id(module.get_parameter(name))] for module, name in owned}
 
+    def add(self, regions: Regions) -> None:
+        """Take layouts that are proved."""
+        for path, layouts in regions.items():
+            self.regions[path] = {**self.regions.get(path, {}), **layouts}
+
     def look(self, within: Sequence[str]) -> None:
         """Search in some modules for layouts of what is whole."""
         inner_first = sorted(self._units, key=_inner_first)

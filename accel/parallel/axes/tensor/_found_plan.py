@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from accel.errors import PrepareError
 from accel.parallel._blocks import block_groups, outermost_groups
@@ -17,6 +17,7 @@ from accel.parallel.axes.tensor._rules import is_in
 from accel.parallel.axes.tensor._styles import Regions, is_adapted, is_linear, output_dim, problems_of
 from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, ReplacedModulesError, settings_of, trace
 from accel.parallel.parts import RowLayout
+from accel.parallel.parts._layout import even
 from accel.topology import TensorStyle
 
 _LEAST_ROWS = 32  # of a table that is worth dividing
@@ -64,8 +65,10 @@ def found_plan(
     search.look(within)
     if not search.regions and not search.styles:
         return FoundPlan({}, search.left)
-    before = FoundPlan({**search.styles}, search.left, regions=search.regions)
-    search.take(proofs.rest(before) if with_ends else {})
+    before = FoundPlan({**search.styles}, search.left, regions={**search.regions})
+    if with_ends:
+        search.add(proofs.tables(before, within))
+        search.take(proofs.rest(before._replace(regions=search.regions)))
     words = proofs.words(search.regions) if in_words else {}
     plan = FoundPlan({**words, **search.styles}, search.left, regions=search.regions)
     if not shares_tokens:
@@ -73,7 +76,7 @@ def found_plan(
     try:
         return proofs.with_tokens(plan)
     except PrepareError:
-        if plan.styles == before.styles:
+        if (plan.styles, plan.regions) == (before.styles, before.regions):
             raise
         return proofs.with_tokens(before)
 
@@ -157,6 +160,48 @@ class _Proofs:
         if not scatters:
             raise tokens_refused("no layer that ranks divide returns [batch, tokens, features]")
         return plan._replace(styles=styles, gathers=(*gathers,))
+
+    def tables(self, plan: FoundPlan, within: Sequence[str]) -> Regions:
+        """Rows of large embeddings that styles cannot divide, by the module that returns full tensors: bags, and
+        embeddings with a weight that other modules read, such as a head without a layer."""
+        found: dict[str, Mapping[str, RowLayout]] = {}
+        called = {call.path for call in self._trace.calls}
+        divided = {id(self._model.get_parameter(name)) for layouts in plan.regions.values() for name in layouts}
+        divided |= {id(each) for path in plan.styles for each in self._modules[path].parameters(recurse=False)}
+        for path, module in self._modules.items():
+            weight = _table_of(module)
+            if weight is None or id(weight) in divided or not self._is_large_table(weight):
+                continue
+            divided.add(id(weight))  # tied ones once
+            unit = self._around(weight, called)
+            regions = {**plan.regions, **found}
+            outer = min((each for each in regions if is_in(unit, each)), key=len, default=unit)
+            is_large = sum(each.numel() for each in self._modules[outer].parameters()) > LARGEST
+            if is_large or not any(is_in(unit, each) for each in within):
+                continue
+            layout = RowLayout(0, even(len(weight), self._size))
+            more = {**regions.get(unit, {}), f"{path}.weight".lstrip("."): layout}
+            styles, inner = _inside(outer, plan.styles, {**regions, unit: more})
+            calls = [call for call in self._trace.calls if call.path == outer]
+            if not any(self.verdict(outer, call, styles, regions=inner).problem for call in calls):
+                found[unit] = more
+        return found
+
+    def _is_large_table(self, weight: Tensor) -> bool:
+        """Whether a table is worth dividing by rows, and each rank gets some of them."""
+        total = sum(each.numel() for each in self._model.parameters())
+        cut = even(len(weight), self._size)
+        has_rows = cut.local * (self._size - 1) < len(weight)
+        return has_rows and len(weight) >= _LEAST_ROWS and weight.numel() * 100 >= total
+
+    def _around(self, weight: Tensor, called: Container[str]) -> str:
+        """The innermost called module with all modules that hold a weight, or that read it."""
+        owners = {path for path, each in self._modules.items() if any(own is weight for own in each.parameters(False))}
+        users = owners.union(*(self._trace.readers.get(path, ()) for path in owners))
+        unit = next(iter(owners))
+        while unit and (unit not in called or not all(is_in(each, unit) for each in users)):
+            unit = unit.rpartition(".")[0]
+        return unit
 
     def rest(self, plan: FoundPlan) -> Styles:
         """Styles of linear layers that a plan leaves whole, and that are a large part of the model: each rank computes
@@ -284,6 +329,12 @@ def _inside(unit: str, styles: Styles, regions: Regions) -> tuple[Styles, Region
         if is_in(path, unit)
     }
     return own, inner
+
+
+def _table_of(module: nn.Module) -> Tensor | None:
+    """The table of an embedding, also of bags; None for other modules, and for a table that is parametrized."""
+    is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    return dict(module.named_parameters(recurse=False)).get("weight") if is_table else None
 
 
 def _layer(module: nn.Module) -> nn.Module:

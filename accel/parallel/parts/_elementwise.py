@@ -109,6 +109,12 @@ def writes(name: str) -> bool:
     return name in _WRITES if is_dynamo_compiling() else changes(name) or name == "__setitem__"
 
 
+def written_rows(part: Tensor) -> Tensor:
+    """Return what a function that changes a part takes for it: a trace takes a tensor that is changed for a plain one
+    from then on."""
+    return plain_of(part) if is_dynamo_compiling() else part
+
+
 def _changed(func: Any, args: Args, kwargs: Named) -> Any:
     """Change a part in place, or a plain tensor."""
     if not isinstance(args[0], PartTensor):
@@ -117,6 +123,7 @@ def _changed(func: Any, args: Args, kwargs: Named) -> Any:
     own, alignment = aligned(list(tensors_of((args, kwargs))), part.ranks)
     if alignment.layout(part.dim()) != part.division:
         raise no_rule("in place, of a tensor that more ranks hold than the other")
+    own[0] = written_rows(own[0])
     given = iter(own)
     values = [next(given) if isinstance(each, Tensor) else each for each in args]
     by_name = {key: next(given) if isinstance(each, Tensor) else each for key, each in kwargs.items()}
@@ -127,6 +134,9 @@ def _changed(func: Any, args: Args, kwargs: Named) -> Any:
 def same(func: Any, args: Args, kwargs: Named) -> Any:
     """A function of one part that keeps its rows: an element-wise function, a copy, or another dtype or memory."""
     part = part_of(func, args)
+    if is_dynamo_compiling() and writes(name_of(func)):
+        func(written_rows(part), *args[1:], **kwargs)
+        return part
     found = func(*args, **kwargs)
     is_own = found is part and not is_dynamo_compiling()  # there two names of one tensor are one
     return found if is_own or not isinstance(found, Tensor) else make(found, part.division, part.ranks)

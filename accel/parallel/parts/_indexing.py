@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from accel.parallel.parts._elementwise import written_rows
 from accel.parallel.parts._layout import RowLayout, finest, no_rule, stepped
 from accel.parallel.parts._part import (
     Args,
@@ -199,7 +200,8 @@ def added_at(func: Any, args: Args, kwargs: Named) -> Any:
     if name.endswith("_") and own[0] is not target:
         raise no_rule("in place, of a tensor that more ranks hold than the other")
     inside = [each if isinstance(each, PartTensor) or each is not source else ranks.enter(each) for each in own]
-    found = func(inside[0], dim, index, inside[1])
+    rows = written_rows(inside[0]) if name.endswith("_") else inside[0]
+    found = func(rows, dim, index, inside[1])
     return target if name.endswith("_") else make(found, layout, ranks)
 
 
@@ -226,7 +228,7 @@ def scattered(func: Any, args: Args, kwargs: Named) -> Any:
     rows = own.pop("input")
     if name.endswith("_") and rows is not target:
         raise no_rule("in place, of a tensor that more ranks hold than the others")
-    found = func(rows, **{**given, **own})
+    found = func(written_rows(rows) if name.endswith("_") else rows, **{**given, **own})
     return target if name.endswith("_") else make(found, layout, ranks)
 
 

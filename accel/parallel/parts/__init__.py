@@ -6,8 +6,7 @@ of (length, ways), repeated. Rank r of n holds piece `r * ways // n` of each seg
 how plain tensors enter a region of parts and how a region ends. `_rules.py` has the table: each function of torch has
 a rule in a file of its family, and a function without one raises `NoRuleError` with its name. The law of every rule:
 a rank's rows of what a function makes of the whole are what its rule makes of the rank's rows. `_local_map.py` calls
-functions without a rule, such as kernels, as their user declares. `_nested.py` has parts of two axes, with rows that
-are parts themselves. `_region.py` has modules that torch compiles.
+functions without a rule as users declare. `_nested.py` has parts of two axes, `_region.py` modules that torch compiles.
 """
 
 from accel.parallel.parts._layout import (

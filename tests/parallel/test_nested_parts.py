@@ -117,8 +117,26 @@ def reordered(x: Tensor, weight: Tensor) -> Tensor:
     return first.gather(1, index) + second.index_select(1, at) * third[torch.arange(2)[:, None], at[None]]
 
 
+class Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return gate.sigmoid() * up
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        share = gate.sigmoid()
+        return grads[0] * up * share * (1 - share), grads[0] * share
+
+
+def own_function(x: Tensor, weight: Tensor) -> Tensor:
+    first, second, third = functional.linear(x, weight).chunk(3, -1)
+    return cast(Tensor, cast(Any, Gated).apply(first, second)) * third + first
+
+
 ATTENTIONS = (by_hand, by_torch, by_einsum, linear_attention)
-FUNCTIONS = (*ATTENTIONS, in_place, over_positions, with_dropout, over_features, written, reordered)
+FUNCTIONS = (*ATTENTIONS, in_place, over_positions, with_dropout, over_features, written, reordered, own_function)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda each: each.__name__)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from accel.parallel._modules import RANKS
 from accel.parallel._private import without_subclasses
 from accel.parallel.parts._layout import RowLayout, no_rule
-from accel.parallel.parts._part import Args, Named, PartTensor, Ranks
+from accel.parallel.parts._part import Args, Named, PartTensor, Ranks, make
 
 # What nested parts cannot be.
 AND_TOKENS = "sequence=True, where ranks along tp would divide the positions of a rank along cp again"
@@ -37,7 +37,7 @@ class NestedPart(PartTensor):
 
     def plain_rows(self) -> Tensor:
         """Return the rows as a rule sees them."""
-        return _seen(self.rows)
+        return _seen(followed_rows(self))
 
     @classmethod
     def __torch_function__(  # pyright: ignore[reportImplicitOverride]
@@ -63,7 +63,7 @@ def _rule_runs(ranks: Ranks) -> Generator[None]:
 
 def nested(rows: Tensor, layout: RowLayout | None, ranks: Ranks) -> NestedPart:
     """Return this rank's rows of a tensor, plain or a part of positions, as a part."""
-    rows = rows.rows if isinstance(rows, NestedPart | RowsTensor) else rows
+    rows = followed_rows(rows) if isinstance(rows, NestedPart | RowsTensor) else rows
     with without_subclasses():
         part = rows.as_subclass(NestedPart)
     part.rows = rows
@@ -82,12 +82,12 @@ def hold_plain_rows(model: nn.Module) -> None:
 
 def entered_rows(tensor: Tensor, enter: Callable[[Tensor], Tensor]) -> Tensor:
     """Return a tensor that a rule takes for plain, entered by a function of the tensor itself."""
-    return _seen(enter(tensor.rows)) if isinstance(tensor, RowsTensor) else enter(tensor)
+    return _seen(enter(followed_rows(tensor))) if isinstance(tensor, RowsTensor) else enter(tensor)
 
 
 def rows_in(tree: Any) -> Any:
     """Return parts of positions in the place of what rules take for plain tensors."""
-    return pytree.tree_map_only(RowsTensor, lambda each: each.rows, tree)
+    return pytree.tree_map_only(RowsTensor, followed_rows, tree)
 
 
 class RowsTensor(Tensor):
@@ -102,13 +102,27 @@ class RowsTensor(Tensor):
         return _on_rows(func, args, kwargs or {})
 
 
+def followed_rows(part: NestedPart | RowsTensor) -> Tensor:
+    """Return the rows of a part. An output of the user's `autograd.Function` has them in the graph of gradients only by
+    itself, as torch adds the node after the function has computed."""
+    rows = part.rows
+    with without_subclasses():
+        if rows.requires_grad or not part.requires_grad:
+            return rows
+        found = part.as_subclass(Tensor)
+        rows = make(found, rows.division, rows.ranks) if isinstance(rows, PartTensor) else found
+        cast(Any, part).rows = rows
+        return rows
+
+
 def _on_rows(func: Any, args: Args, kwargs: Named) -> Any:
     """Compute a function of the rows of tensors, by the rules for positions."""
     owners: dict[int, Tensor] = {}
 
     def rows_of(each: Any) -> Tensor:
-        owners[id(each.rows)] = each
-        return each.rows
+        rows = followed_rows(each)
+        owners[id(rows)] = each
+        return rows
 
     given, named = pytree.tree_map_only((NestedPart, RowsTensor), rows_of, (tuple(args), dict(kwargs)))
     found = func(*given, **named)

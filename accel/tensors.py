@@ -76,6 +76,26 @@ def same_memory(x: torch.Tensor) -> torch.Tensor:
     return cast(Any, _SameMemory).apply(x) if x.requires_grad else x.detach()
 
 
+class _Weighted(torch.autograd.Function):
+    """The tensor unchanged; its gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
+def weighted(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return a tensor unchanged; its gradient is multiplied by a factor."""
+    if torch.overrides.has_torch_function((x,)):
+        return torch.overrides.handle_torch_function(weighted, (x,), x, factor)
+    return cast(Any, _Weighted).apply(x, factor)
+
+
 class AbsentWeight(Protocol):
     """A weight that is not in memory: a tensor of a class with `stored`."""
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from catching import assert_raises
 from steps import two_steps
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -146,7 +147,7 @@ def test_declared_functions_train_as_in_one_process(ranks: Simulator, name: str)
 @pytest.mark.slow
 def test_a_found_plan_divides_layers_around_a_kernel_and_refuses_a_false_declaration(ranks: Simulator) -> None:
     assert compared(ranks, local_map(of_a_gpu, "elements", on_cpu=lambda x, y: x.sin() * y), find=True)
-    with pytest.raises(PrepareError, match="no tensor-parallel plan is known"):
+    with assert_raises(PrepareError, problem="no tensor-parallel plan is known"):
         _ = compared(ranks, local_map(normed, "elements"), find=True)
 
 
@@ -190,7 +191,7 @@ def test_what_is_not_declared_or_declared_falsely_is_an_error(ranks: Simulator, 
 
 @pytest.mark.parametrize("over", ["each", "element", True, None, (), (None,), 1.0, ("1",)])
 def test_a_declaration_that_is_none_is_an_error(over: Any) -> None:
-    with pytest.raises(PrepareError, match="local_map"):
+    with assert_raises(PrepareError, where="local_map"):
         local_map(gated, over)
 
 

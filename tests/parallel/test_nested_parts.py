@@ -124,7 +124,8 @@ def by_module(x: Tensor, weight: Tensor) -> Tensor:
         second * 2, second, second, WIDTH, HEADS, weight, None, None, None, False, 0.0,
         torch.eye(WIDTH, dtype=x.dtype), None, need_weights=False,
     )  # fmt: skip
-    return out.transpose(0, 1)
+    first, *_ = functional.linear(x, weight).chunk(3, -1)
+    return first + out.transpose(0, 1)
 
 
 def _gate(one: Tensor, other: Tensor) -> Tensor:
@@ -144,8 +145,37 @@ def by_kernels(x: Tensor, weight: Tensor) -> Tensor:
     return accel.parallel.local_map(_normed, "rows")(gated.view(2, x.shape[1], HEADS, -1)).flatten(2)
 
 
+class Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return gate.sigmoid() * up
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        share = gate.sigmoid()
+        return grads[0] * up * share * (1 - share), grads[0] * share
+
+
+def own_function(x: Tensor, weight: Tensor) -> Tensor:
+    first, second, third = functional.linear(x, weight).chunk(3, -1)
+    return cast(Tensor, cast(Any, Gated).apply(first, second)) * third + first
+
+
 ATTENTIONS = (by_hand, by_torch, by_einsum, linear_attention)
-FUNCTIONS = (*ATTENTIONS, in_place, over_positions, with_dropout, over_features, written, reordered, by_kernels)
+FUNCTIONS = (
+    *ATTENTIONS,
+    in_place,
+    over_positions,
+    with_dropout,
+    over_features,
+    written,
+    reordered,
+    by_module,
+    by_kernels,
+    own_function,
+)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda each: each.__name__)

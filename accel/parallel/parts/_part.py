@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
-from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils import _pytree as pytree
 
 from accel.comm import ThreadGroup, copied, gathered, summed
@@ -36,7 +35,7 @@ from accel.parallel.parts._layout import (
     rows_of,
     runs_of,
 )
-from accel.tensors import is_view, same_memory
+from accel.tensors import is_view, same_memory, weighted
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -267,19 +266,6 @@ def plain_of(part: Tensor) -> Tensor:
     return part.plain_rows() if isinstance(part, PartTensor) else part
 
 
-class _Weighted(torch.autograd.Function):
-    """The tensor unchanged; its gradient is multiplied."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] * ctx.factor, None
-
-
 def outside(rows: Tensor) -> Tensor:
     """Return rows that leave a model as a tensor that is no view: a change of a view in place drops the hooks of its
     gradient that `fully_shard` has."""
@@ -299,13 +285,6 @@ def leave(part: Tensor) -> Tensor:
         return whole_rows(part, part.ranks.joined)
     own = plain_of(part)
     return weighted(own, 1 / part.ranks.size) if own.requires_grad else own
-
-
-def weighted(x: Tensor, factor: float) -> Tensor:
-    """Return a tensor unchanged; its gradient is multiplied by a factor."""
-    if has_torch_function((x,)):
-        return handle_torch_function(weighted, (x,), x, factor)
-    return cast(Any, _Weighted).apply(x, factor)
 
 
 def whole_rows(part: PartTensor, join: Callable[[Tensor, int], Tensor]) -> Tensor:

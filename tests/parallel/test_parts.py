@@ -885,6 +885,20 @@ def test_a_copy_of_a_part_is_known_by_the_part_alone() -> None:
     assert not any(isinstance(each, Tensor) for number, each in memo.items() if number != id(part))
 
 
+@pytest.mark.parametrize(
+    "cut", [RowCut(2, ((5, 2),)), RowCut(2, ((5, -2),)), RowCut(5, ((2, 2),)), RowCut(2, ((4, 2), (1, 1)))]
+)
+def test_rows_of_repeated_segments_leave_in_order(cut: RowCut) -> None:
+    whole = torch.arange(10.0)
+
+    def work(group: ThreadGroup) -> Tensor:
+        ranks = Ranks(group)
+        return leave(make(whole[list(rows_of(cut, ranks.rank, 2))], RowLayout(0, cut), ranks))
+
+    for found in run_in_threads(2, work):
+        torch.testing.assert_close(found, whole)
+
+
 def test_a_plain_tensor_enters_once_for_all_who_take_it() -> None:
     def work(group: ThreadGroup) -> tuple[int, Tensor | None]:
         ranks = Ranks(group)

@@ -292,8 +292,9 @@ def whole_rows(part: PartTensor, join: Callable[[Tensor, int], Tensor]) -> Tenso
     layout = part.division
     assert layout is not None
     rows = plain_of(part)
-    if layout.cut.repeat > 1 and layout.cut.segments[0][1:] == (part.ranks.size,) and len(layout.cut.segments) == 1:
-        pieces: Tensor = cast(Any, rows).unflatten(layout.dim, (layout.cut.repeat, -1))
+    repeat, segments = layout.cut
+    if repeat > 1 and layout.cut.is_equal and [ways for _, ways in segments] == [part.ranks.size]:
+        pieces: Tensor = cast(Any, rows).unflatten(layout.dim, (repeat, -1))
         return join(pieces, layout.dim + 1).flatten(layout.dim, layout.dim + 1)
     if not layout.cut.is_equal:  # messages are of one length
         others = [0, 0] * (rows.dim() - 1 - layout.dim)

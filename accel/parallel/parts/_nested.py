@@ -105,7 +105,7 @@ def hold_plain_rows(model: nn.Module) -> None:
     for each in model.modules():
         ranks: Ranks | None = vars(each).get(RANKS)
         if ranks is not None and ranks.nests:
-            ranks.nests = False
+            ranks.hold_plain_rows()
 
 
 def position_pieces(tensor: Tensor) -> int:

@@ -150,6 +150,10 @@ class Ranks:
         """Return the output of a module in a model that computes with parts, inside of the model."""
         return output
 
+    def hold_plain_rows(self) -> None:
+        """Let parts have plain rows, as no tensor is a part of positions."""
+        raise NotImplementedError
+
     def in_graph(self, rows: Tensor, layout: RowLayout | None) -> PartTensor:
         """Return this rank's rows of a tensor as a part, at a border of a graph of torch.compile."""
         return make(rows, layout, self)

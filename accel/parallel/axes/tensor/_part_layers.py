@@ -34,12 +34,13 @@ class LayerRanks(Ranks):
     On a mesh with cp, tensors may be parts of positions too (`nests`), unless `hold_plain_rows` says that none is.
     """
 
-    __slots__ = ("depth", "layer", "nests", "sees_tuples")
+    __slots__ = ("depth", "layer", "nests", "overlaps", "sees_tuples")
 
     def __init__(self, layer: Layer, *, nests: bool = False) -> None:
         super().__init__(layer.group)
         self.layer = layer
         self.nests = nests
+        self.overlaps = layer.rule.overlap and not nests
         self.depth = 0  # of the regions that run
         self.sees_tuples = False  # whether the region that runs finds parts in tuples
 
@@ -49,10 +50,10 @@ class LayerRanks(Ranks):
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self), nests=self.nests), (self.layer,)
 
-    @property
-    def overlaps(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether messages overlap with matmuls, of plain rows."""
-        return self.layer.rule.overlap and not self.nests
+    def hold_plain_rows(self) -> None:
+        """Let parts have plain rows. Their messages may overlap with matmuls."""
+        self.nests = False
+        self.overlaps = self.layer.rule.overlap
 
     def nested(self, rows: Tensor, layout: RowLayout | None) -> PartTensor:
         """Return this rank's rows of a tensor, plain or a part of positions, as a part."""

@@ -637,6 +637,20 @@ def test_a_model_numbers_its_tokens_as_in_one_process(ranks: Simulator, make: An
     assert max(ranks.run(rank, 2, default_group=True)) < 1e-6  # norms and rotations are float32 inside
 
 
+def test_a_model_that_keeps_positions_for_padding_numbers_tokens_padded_on_the_left(ranks: Simulator) -> None:
+    ids = IDS[0].clamp(min=2).masked_fill(LEFT == 0, 1)
+    expected = make_xlm_roberta()(ids, attention_mask=LEFT).logits.detach()
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, make_xlm_roberta())
+        part = accel.parallel.split_sequence(ctx, {"ids": ids, "mask": LEFT, "out": expected}, shift=())
+        out = model(input_ids=part["ids"], attention_mask=part["mask"]).logits
+        return float(((out - part["out"]) * part["mask"][..., None]).detach().abs().max())
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-10
+
+
 def test_tokens_that_a_model_cannot_number_need_their_positions(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> bool:
         ctx = accel.replace(ctx, mesh="cp=2")

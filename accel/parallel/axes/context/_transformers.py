@@ -151,11 +151,12 @@ class _HandOn:
         is_decoder = self.is_causal and known.get("encoder_hidden_states") is not None
         _FORWARD.masks = Masks(set(), known.get("attention_mask") is not None)
         call = ContextCall(self.ctx, self.method, _FORWARD.masks, is_decoder=is_decoder)
-        check_first(self.ctx, known.get("position_ids"), self.padding)
+        if "position_ids" not in changes:  # a model's own numbers may be those of padding, on tokens of padding
+            check_first(self.ctx, known.get("position_ids"), self.padding)
         # as in transformers: an order and no mask of the user's, or positions that begin anew are no documents
         if has_positions and self.is_causal and known.get("attention_mask") is None:
             positions = known["position_ids"]
-            documents = _documents(self.ctx, positions)
+            documents = None if changes else _documents(self.ctx, positions)  # of positions that were passed
             if documents is not None:
                 check_packed(module, known)
             call = call._replace(positions=positions, documents=documents)

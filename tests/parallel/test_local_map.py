@@ -185,7 +185,8 @@ def test_what_is_not_declared_or_declared_falsely_is_an_error(ranks: Simulator, 
 
     for error in ranks.run(rank, 2, default_group=True):
         assert word in error.got
-        assert ("local_map" in error.fix) == (name in REFUSED)
+        assert ("accel.parallel.local_map" in error.fix) == (name in REFUSED)
+        assert ("over= and out=" in error.fix) == ("local_map " in error.got)
         assert "tensor_plan" in error.fix
 
 

@@ -596,6 +596,35 @@ def test_tables_that_styles_cannot_divide_are_divided_by_rows(
         assert share > 0.9
 
 
+class Written(nn.Module):
+    """A table of words that a plan by hand divides by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.block = nn.Embedding(37, 8), Block()
+
+    def forward(self, ids: Tensor, _labels: Tensor) -> Tensor:
+        return self.block(self.words(ids))
+
+
+@pytest.mark.parametrize("kind", [Tables, Written])
+@pytest.mark.parametrize("number", [-1, 37])
+def test_numbers_that_no_rank_has_are_torchs_error(ranks: Simulator, kind: Any, number: int) -> None:
+    ids = torch.randint(37, (3, 9), generator=torch.Generator().manual_seed(2))
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="tp=2")
+        plan = accel.parallel.Plan(tensor={"words": "embedding_rowwise"}) if kind is Written else None
+        model: Any = accel.prepare_model(ctx, kind(), plan=plan, example=[ids[:2, :6], ids[:2, :6]])
+        wrong = ids.clone()
+        wrong[0, 3] = number
+        with pytest.raises(IndexError, match="out of range"):
+            _ = model(wrong, ids)
+        return divided_share(model)
+
+    assert min(ranks.run(rank, 2, default_group=True)) > 0.2
+
+
 class Rotations(nn.Module):
     """A state space with complex states, from real parameters."""
 

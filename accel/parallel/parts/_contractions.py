@@ -252,7 +252,8 @@ def _own_ids(ids: Tensor, padding: int | None, cut: RowCut, ranks: Ranks) -> _Ow
     first = ranks.rank * cut.local
     rows = min(cut.local, cut.total - first)
     places = ids - first
-    others = (places < 0) | (places >= rows)
+    # numbers that no rank has stay outside of the rows, where torch raises its error
+    others = ((places < 0) | (places >= rows)) & (ids >= 0) & (ids < cut.total)
     if padding is not None:
         padding = padding % cut.total - first
     is_own = padding is not None and 0 <= padding < rows
@@ -288,6 +289,8 @@ def embedding_bag(func: Any, args: Args, kwargs: Named) -> Any:
     weights = inside.pop("per_sample_weights", None)
     if mode == "max":
         raise no_rule("the largest of rows that ranks divide")
+    if mode == "mean" and weights is not None:
+        raise no_rule("the mean with per_sample_weights")
     if weights is None:
         weights = torch.ones_like(ids, dtype=table.dtype)
     own = _own_ids(ids, padding, layout.cut, ranks)

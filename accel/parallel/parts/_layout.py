@@ -43,6 +43,12 @@ _LOCAL = (
 )
 
 
+_DECLARED = (
+    "Correct over= and out= of local_map: the function gets the rows of a rank. Pass None in over= for a tensor that "
+    "it needs in full, or that has one row. "
+)
+
+
 def no_rule(problem: str, *, may_be_kernel: bool = False) -> Exception:
     """Return the error of a function that cannot compute on parts; its name is put before the problem of arguments."""
     if is_dynamo_compiling():
@@ -52,7 +58,7 @@ def no_rule(problem: str, *, may_be_kernel: bool = False) -> Exception:
         expected="functions that give each rank, from its rows, its part of the result on all rows",
         got=problem,
         where="forward, in a module that ranks along tp divide",
-        fix=_LOCAL + _WHOLE if may_be_kernel else _WHOLE,
+        fix=(_DECLARED if "local_map " in problem else _LOCAL if may_be_kernel else "") + _WHOLE,
     )
 
 

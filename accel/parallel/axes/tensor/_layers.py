@@ -173,7 +173,9 @@ class Embedding(LocalParameters):
         input = input if ranks is None else ranks.entered_whole(input)
         first, rows = _rows_here(cast(nn.Embedding, self), layer)
         at = input - first
-        others = (at < 0) | (at >= rows)
+        total = cast(nn.Embedding, self).num_embeddings
+        # numbers that no rank has stay outside of the rows, where torch raises its error
+        others = ((at < 0) | (at >= rows)) & (input >= 0) & (input < total)
         own = super().forward(at.masked_fill(others, 0))
         summand = own.masked_fill(others.unsqueeze(-1), 0)
         return summed(summand, layer.group) if ranks is None else ranks.ended(summand)

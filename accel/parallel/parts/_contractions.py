@@ -238,34 +238,48 @@ def embedding(func: Any, args: Args, kwargs: Named) -> Any:
     return make(found, own if layout is None else at(found.dim() - 1, layout.cut), ranks)
 
 
-class _OwnIds(NamedTuple):
+class OwnIds(NamedTuple):
     """Ids of a table as places among this rank's rows, and which ids are other ranks'."""
 
     places: Tensor
     others: Tensor
-    padding: int | None  # the place of the row without gradients; None on other ranks
 
 
-def _own_ids(ids: Tensor, padding: int | None, cut: RowCut, ranks: Ranks) -> _OwnIds:
+def own_ids(ids: Tensor, cut: RowCut, rank: int) -> OwnIds:
+    """Return ids as places among a rank's rows. Ids that no rank has stay outside of the rows, where torch raises its
+    error."""
+    first, rows = _rows_of_rank(cut, rank)
+    places = ids - first
+    others = ((places < 0) | (places >= rows)) & (ids >= 0) & (ids < cut.total)
+    return OwnIds(places.masked_fill(others, 0), others)
+
+
+def own_place(row: int | None, cut: RowCut, rank: int) -> int | None:
+    """Return the place of a row, such as the padding's, among a rank's rows; None on other ranks."""
+    first, rows = _rows_of_rank(cut, rank)
+    place = -1 if row is None else row % cut.total - first
+    return place if 0 <= place < rows else None
+
+
+def _rows_of_rank(cut: RowCut, rank: int) -> tuple[int, int]:
+    """The first row of a rank, and the number of its rows, of a cut into one piece for each."""
+    first = rank * cut.local
+    return first, min(cut.local, cut.total - first)
+
+
+def _check_one_piece(cut: RowCut, ranks: Ranks) -> None:
     if cut != even(cut.total, ranks.size):
         raise no_rule("of rows that ranks divide in several pieces")
-    first = ranks.rank * cut.local
-    rows = min(cut.local, cut.total - first)
-    places = ids - first
-    # numbers that no rank has stay outside of the rows, where torch raises its error
-    others = ((places < 0) | (places >= rows)) & (ids >= 0) & (ids < cut.total)
-    if padding is not None:
-        padding = padding % cut.total - first
-    is_own = padding is not None and 0 <= padding < rows
-    return _OwnIds(places.masked_fill(others, 0), others, padding if is_own else None)
 
 
 def _embedding_of_own_rows(given: Named, cut: RowCut, ranks: Ranks) -> Tensor:
     """The sum of the embeddings of each rank's rows."""
     if given.get("scale_grad_by_freq") or given.get("sparse"):
         raise no_rule("of rows that ranks divide, with scale_grad_by_freq or sparse")
-    ids = _own_ids(entered(given["input"], ranks), given.get("padding_idx"), cut, ranks)
-    found = functional.embedding(ids.places, given["weight"], ids.padding)
+    _check_one_piece(cut, ranks)
+    ids = own_ids(entered(given["input"], ranks), cut, ranks.rank)
+    padding = own_place(given.get("padding_idx"), cut, ranks.rank)
+    found = functional.embedding(ids.places, given["weight"], padding)
     return ranks.ended(found.masked_fill(ids.others.unsqueeze(-1), 0))
 
 
@@ -293,9 +307,11 @@ def embedding_bag(func: Any, args: Args, kwargs: Named) -> Any:
         raise no_rule("the mean with per_sample_weights")
     if weights is None:
         weights = torch.ones_like(ids, dtype=table.dtype)
-    own = _own_ids(ids, padding, layout.cut, ranks)
+    _check_one_piece(layout.cut, ranks)
+    own = own_ids(ids, layout.cut, ranks.rank)
+    own_padding = own_place(padding, layout.cut, ranks.rank)
     own_weights = weights.masked_fill(own.others, 0)
-    total = ranks.total(_sums(own.places, table, own.padding, per_sample_weights=own_weights, **inside))
+    total = ranks.total(_sums(own.places, table, own_padding, per_sample_weights=own_weights, **inside))
     if mode == "sum":
         return total
     is_padding = torch.zeros_like(ids) if padding is None else (ids == padding % layout.cut.total).to(ids.dtype)

@@ -32,6 +32,9 @@ from accel.parallel.axes.tensor._styles import (
     is_transposed,
     part_length,
 )
+from accel.parallel.parts import RowCut
+from accel.parallel.parts._contractions import own_ids, own_place
+from accel.parallel.parts._layout import even
 from accel.tensors import is_dtensor
 
 if TYPE_CHECKING:
@@ -171,21 +174,19 @@ class Embedding(LocalParameters):
         layer = self.accel_layer
         ranks = _ranks_of_tokens(self)
         input = input if ranks is None else ranks.entered_whole(input)
-        first, rows = _rows_here(cast(nn.Embedding, self), layer)
-        at = input - first
-        total = cast(nn.Embedding, self).num_embeddings
-        # numbers that no rank has stay outside of the rows, where torch raises its error
-        others = ((at < 0) | (at >= rows)) & (input >= 0) & (input < total)
-        own = super().forward(at.masked_fill(others, 0))
-        summand = own.masked_fill(others.unsqueeze(-1), 0)
+        ids = own_ids(input, self._cut, layer.rank)
+        summand = super().forward(ids.places).masked_fill(ids.others.unsqueeze(-1), 0)
         return summed(summand, layer.group) if ranks is None else ranks.ended(summand)
 
     @property
     def padding_idx(self) -> int | None:
         """The row without gradients among this rank's rows."""
-        own = cast(Any, self).__dict__["padding_idx"]
-        first, rows = _rows_here(cast(nn.Embedding, self), self.accel_layer)
-        return own - first if own is not None and first <= own < first + rows else None
+        return own_place(cast(Any, self).__dict__["padding_idx"], self._cut, self.accel_layer.rank)
+
+    @property
+    def _cut(self) -> RowCut:
+        """The rows of all ranks."""
+        return even(cast(nn.Embedding, self).num_embeddings, self.accel_layer.size)
 
 
 class Recurrent(LocalParameters):
@@ -271,12 +272,6 @@ def mixin_for(rule: Rule) -> type[LocalParameters]:
         "embedding_rowwise": Embedding,
         "replicated_local": ReadParameters,
     }.get(rule.style, LocalParameters)
-
-
-def _rows_here(embedding: nn.Embedding, layer: Layer) -> tuple[int, int]:
-    """This rank's first row, and the number of its rows."""
-    most = part_length(embedding.num_embeddings, layer.size)
-    return layer.rank * most, min(most, embedding.num_embeddings - layer.rank * most)
 
 
 def _input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

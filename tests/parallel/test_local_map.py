@@ -11,6 +11,7 @@ import pytest
 import torch
 from catching import assert_raises
 from steps import two_steps
+from test_parts import Kernel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,23 +26,8 @@ STYLES: dict[str, Any] = {"up": "colwise", "gate": "colwise", "down": "rowwise"}
 X = torch.linspace(-1, 1, 96, dtype=torch.float64).view(2, 6, 8)
 
 
-class Gate(torch.autograd.Function):
-    """`x * sigmoid(y)` by memory that torch does not see."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-        ctx.save_for_backward(x, y)
-        return torch.from_numpy(x.numpy() / (1 + (-y).exp().numpy()))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        x, y = ctx.saved_tensors
-        gate = y.sigmoid()
-        return grads[0] * gate, grads[0] * x * gate * (1 - gate)
-
-
 def gated(x: Tensor, y: Tensor) -> Tensor:
-    return cast(Any, Gate).apply(x, y)
+    return cast(Any, Kernel).apply(x, y)
 
 
 def normed(x: Tensor, y: Tensor) -> Tensor:

@@ -241,8 +241,8 @@ def _counted(dim: int | None, tensor: Tensor) -> int | None:
 
 
 def share_of(cut: RowCut, length: int, ranks: Ranks) -> RowCut | None:
-    """Return the cut of so many rows by which ranks hold the rows that belong to a cut's, such as the keys of groups of
-    queries; None if each rank needs all of them."""
+    """Return the cut of so many rows next to another cut, such as of the keys of groups of queries: each rank holds the
+    rows of its own groups. None if each rank needs all of them."""
     if length == cut.total:
         return cut
     ways = math.gcd(length, ranks.size)

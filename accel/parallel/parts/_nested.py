@@ -109,8 +109,8 @@ def hold_plain_rows(model: nn.Module) -> None:
 
 
 def position_pieces(tensor: Tensor) -> int:
-    """Return the number of pieces in which ranks along cp divide the second dimension of what a rule takes for plain: 1
-    for none, 0 for pieces of several lengths."""
+    """Return the number of pieces of the second dimension of a tensor in a rule, if ranks along cp divide it: 1 for
+    none, 0 for pieces of several lengths."""
     rows = tensor.rows if isinstance(tensor, RowsTensor) else None
     layout = None if rows is None else rows.division
     if rows is None or layout is None or layout.dim != 1:

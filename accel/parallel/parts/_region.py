@@ -49,7 +49,7 @@ class _Rows(NamedTuple):
     @classmethod
     def all_in(cls, tree: Any) -> Any:
         """Return a tree with these in the place of parts."""
-        return pytree.tree_map_only(PartTensor, lambda part: cls(own_tensor(part), part.division), tree)
+        return pytree.tree_map_only(PartTensor, lambda part: cls(_own_tensor(part), part.division), tree)
 
 
 class PartRegion(Mixin):
@@ -114,7 +114,7 @@ class PartRegion(Mixin):
         parts = [(at, each) for at, each in enumerate(leaves) if isinstance(each, PartTensor)]
         self.accel_ranks.given = tuple((at, each.division) for at, each in parts)
         for at, each in parts:
-            leaves[at] = own_tensor(each)
+            leaves[at] = _own_tensor(each)
         return pytree.tree_unflatten(leaves, spec)
 
     def _parts_in(self, tree: Any) -> Any:
@@ -124,9 +124,8 @@ class PartRegion(Mixin):
         return pytree.tree_map(part, tree, is_leaf=lambda each: isinstance(each, _Rows))
 
 
-def own_tensor(part: PartTensor) -> Tensor:
-    """Return this rank's rows as a plain tensor that is no view: torch.compile and `fully_shard` look at what one is a
-    view of."""
+def _own_tensor(part: PartTensor) -> Tensor:
+    """This rank's rows as a plain tensor that is no view, as torch.compile looks at what it is a view of."""
     if is_dynamo_compiling():
         return plain_of(part)
     with without_subclasses():

@@ -131,7 +131,7 @@ def _resolved(record: ForwardRecord, labels: Iterable[Label], sent: Labels) -> s
 
 
 def cut_record(record: ForwardRecord, begins: Sequence[int], held: Sequence[Collection[str]] = ()) -> Cut:
-    """Cut a record at the first calls of stages: what each needs, gives, passes on and holds.
+    """Cut a record at the first calls of stages.
 
     `held`: names of the tensors that stages hold already, which they rather read than others.
     """

@@ -271,7 +271,8 @@ def test_a_head_may_read_the_table_of_an_embedding_by_rows(ranks: Any, size: int
 
     def rank(ctx: accel.DistContext, mesh: str) -> Any:
         torch.manual_seed(0)
-        ctx = accel.replace(ctx, mesh=mesh, plan=accel.parallel.Plan(tensor=styles if mesh else None))
+        plan = accel.parallel.Plan(tensor=styles) if mesh else None
+        ctx = accel.replace(ctx, mesh=mesh, plan=plan)
         model: Any = accel.prepare_model(ctx, _ReadTable().double())
         output = model(ids)
         output.square().sum().backward()

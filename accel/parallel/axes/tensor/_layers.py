@@ -34,7 +34,7 @@ from accel.parallel.axes.tensor._styles import (
 )
 from accel.parallel.parts import RowCut
 from accel.parallel.parts._contractions import own_ids, own_place
-from accel.parallel.parts._layout import even
+from accel.parallel.parts._layout import even, refuse_transform
 from accel.tensors import is_dtensor
 
 if TYPE_CHECKING:
@@ -123,6 +123,7 @@ class LocalParameters(KeepsParameters):
     def parameters_here(self, stored: Mapping[str, nn.Parameter | None]) -> dict[str, torch.Tensor | None]:
         """Return the tensors that forward uses in place of the parameters."""
         rule = self.accel_layer.rule
+        _refuse_transform(self.accel_layer)
         return {name: None if each is None else local(each, rule) for name, each in stored.items()}
 
 
@@ -208,6 +209,7 @@ class Recurrent(LocalParameters):
 
 def entered(module: Any, x: torch.Tensor) -> torch.Tensor:
     """Return the input of divided layers as a plain tensor of all tokens; its gradient is summed over ranks."""
+    _refuse_transform(module.accel_layer)
     ranks = _ranks_of_tokens(module)
     return copied(x, module.accel_layer.group) if ranks is None else ranks.entered_whole(x)
 
@@ -226,6 +228,12 @@ def entered_product(
         return gathered_product(rows, weight, bias, group)
     whole = ranks.entered_whole(x)
     return functional.linear(whole, weight, bias), whole
+
+
+def _refuse_transform(layer: Layer) -> None:
+    """Raise an error if a transform of torch.func runs a layer that ranks divide."""
+    if layer.rule.dims:
+        refuse_transform(f"a layer of style {layer.rule.style}")
 
 
 def _ranks_of_tokens(module: Any) -> SequenceRanks | None:

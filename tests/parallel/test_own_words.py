@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -157,6 +157,40 @@ def test_losses_of_own_words_refuse_logits_of_all_words(ranks: Simulator, style:
         return True
 
     assert ranks.run(refused, 2, default_group=True) == [True, True]
+
+
+class Biased(nn.Module):
+    """A head with a bias of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.bias = nn.Parameter(torch.linspace(-1, 1, WORDS))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids)) + self.bias
+
+
+@pytest.mark.parametrize("style", ["colwise", "colwise_gather_output"])
+def test_a_bias_of_all_words_gets_its_whole_gradient_from_deferred_logits(ranks: Simulator, style: Any) -> None:
+    def bias_gradient(ctx: accel.DistContext) -> Tensor:
+        torch.manual_seed(0)
+        model = Biased().double()
+        if ctx.world_size > 1:
+            ctx = accel.replace(ctx, mesh="tp=2")
+            plan = accel.parallel.Plan(tensor={"head": style}, logits="deferred")
+            model = accel.prepare_model(ctx, model, plan=plan)
+        logits = model(IDS)
+        if style == "colwise":
+            loss = accel.parallel.vocab_cross_entropy(ctx, logits, TARGETS)
+        else:
+            loss = functional.cross_entropy(logits.flatten(0, 1), TARGETS.flatten(), reduction="sum")
+        loss.backward()
+        return full_tensor(cast(Tensor, model.bias.grad))
+
+    expected = bias_gradient(accel.single())
+    for found in ranks.run(bias_gradient, 2, default_group=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_on_an_accelerator_equal_logits_give_nan(ranks: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:

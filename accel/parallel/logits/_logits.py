@@ -169,9 +169,9 @@ class DeferredLogits(Tensor):
             hidden = copied(hidden, layer.group)
         if self.added is not None:
             added = self.added.flatten()
-            if words.comm is not None and added.shape[0] != weight.shape[0]:
+            if layer is not None and words.comm is not None and added.shape[0] != weight.shape[0]:
                 first = cast(int, words.first)
-                added = added[first : first + weight.shape[0]]
+                added = copied(added, layer.group)[first : first + weight.shape[0]]
             bias = added if bias is None else bias + added
         return LogitParts(hidden, weight, bias, self.scale, self.cap, words)
 

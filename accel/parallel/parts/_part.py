@@ -32,6 +32,7 @@ from accel.parallel.parts._layout import (
     kept,
     no_rule,
     places_of,
+    refuse_transform,
     rows_of,
     runs_of,
 )
@@ -228,6 +229,7 @@ class PartTensor(Tensor):
     ) -> Any:
         from accel.parallel.parts._rules import rule_of  # which imports this file
 
+        refuse_transform(name_of(func))
         given = {_NAMES.get(name, name): value for name, value in kwargs.items()} if kwargs else {}
         try:
             rule = rule_of(func)

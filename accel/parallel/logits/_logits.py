@@ -53,8 +53,8 @@ class DeferredLogits(Tensor):
         scale, cap: see `LogitParts`.
         added: bias that the model adds, with one element a class; None without.
         is_moved: whether the classes are in dimension 1 of three.
-        is_part: whether it stands for a part, in the forward of a divided model, and so reports the classes of all
-            ranks.
+        is_part: whether the logits are a part, in the forward of a divided model, so that it reports the classes of
+            all ranks.
     """
 
     call: HeadCall

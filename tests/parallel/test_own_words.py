@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -16,6 +18,7 @@ from torch.nn import functional
 import accel
 from accel import post_training
 from accel.errors import ConfigError, PrepareError
+from accel.random import Key
 from accel.tensors import full_tensor
 from accel.testing import Simulator
 
@@ -159,6 +162,40 @@ def test_losses_of_own_words_refuse_logits_of_all_words(ranks: Simulator, style:
     assert ranks.run(refused, 2, default_group=True) == [True, True]
 
 
+class Sums(Net):
+    """Predicts by all words up to one."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda logits: logits)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids).cumsum(1).sin())
+
+
+@pytest.mark.parametrize("plan", KINDS[:2], ids=str)
+def test_tokens_are_drawn_of_all_words_or_refused(ranks: Simulator, plan: dict[str, Any]) -> None:
+    """Of words that ranks divide unevenly, too; and logits that the flag does not describe are an error."""
+    options: dict[str, Any] = {"max_new_tokens": 5, "temperature": 1.0, "key": Key(3)}
+
+    def tokens(ctx: accel.DistContext, style: Any = "colwise", **more: Any) -> Tensor:
+        torch.manual_seed(0)
+        model = Sums().double()
+        if ctx.world_size > 1:
+            ctx = accel.replace(ctx, mesh="tp=2")
+            model = accel.prepare_model(ctx, model, plan=accel.parallel.Plan(tensor={"head": style}, **plan))
+        return accel.training.generate(ctx, model, IDS, **options, **more)
+
+    def rank(ctx: accel.DistContext) -> list[Tensor]:
+        for style in ("colwise", "colwise_gather_output"):
+            with assert_raises(ConfigError, got="17 along tp=2" if style == "colwise" else "66 along tp=2"):
+                _ = tokens(ctx, style, vocab_parallel=style != "colwise")
+        return [tokens(ctx, vocab_parallel=True), tokens(ctx, "colwise_gather_output")]
+
+    expected = tokens(accel.single())
+    for found in ranks.run(rank, 2, default_group=True):
+        assert all(torch.equal(each, expected) for each in found)
+
+
 class Biased(nn.Module):
     """A head with a bias of the model's own."""
 
@@ -241,9 +278,25 @@ def test_a_target_that_is_no_class_makes_gradients_nan_too(ranks: Simulator) -> 
 
 
 def test_the_error_has_the_line_to_write(ranks: Simulator) -> None:
-    def rank(ctx: accel.DistContext) -> None:
-        logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
-        with assert_raises(ConfigError, fix=r'plan=accel\.parallel\.Plan\(head="colwise"\)'):
-            _ = accel.parallel.vocab_cross_entropy(accel.replace(ctx, mesh="tp=2"), logits, torch.tensor([0, 1, 2]))
+    def loss(ctx: accel.DistContext) -> Tensor:
+        net = Net(lambda logits: logits)
+        if ctx.world_size == 1:
+            return accel.parallel.vocab_cross_entropy(ctx, net(IDS), TARGETS)
+        ctx = accel.replace(ctx, mesh="tp=2")
+        gathers = accel.prepare_model(ctx, copy.deepcopy(net), example=[IDS])
+        with assert_raises(ConfigError, got="equal logits") as caught:
+            _ = accel.parallel.vocab_cross_entropy(ctx, gathers(IDS), TARGETS)
+        line = re.search(r"plan=.*\)(?=; or)", caught.value.fix)
+        assert line
+        given: dict[str, Any] = {"accel": accel}
+        exec(line[0], given)
+        model = accel.prepare_model(ctx, net, example=[IDS], plan=given["plan"])
+        return accel.parallel.vocab_cross_entropy(ctx, model(IDS), TARGETS)
 
-    _ = ranks.run(rank, 2, default_group=True)
+    def seeded(ctx: accel.DistContext) -> Tensor:
+        torch.manual_seed(0)
+        return loss(ctx).detach()
+
+    expected = seeded(accel.single())
+    for found in ranks.run(seeded, 2, default_group=True):
+        torch.testing.assert_close(found, expected)

@@ -10,6 +10,7 @@ from accel.parallel.logits._head_loss import linear_cross_entropy as linear_cros
 from accel.parallel.logits._vocabulary import (
     check_logits as check_logits,
     check_split as check_split,
+    divided_words as divided_words,
     own_words as own_words,
     row_scores as row_scores,
     vocab_cross_entropy as vocab_cross_entropy,

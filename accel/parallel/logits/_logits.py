@@ -53,7 +53,8 @@ class DeferredLogits(Tensor):
         scale, cap: see `LogitParts`.
         added: bias that the model adds, with one element a class; None without.
         is_moved: whether the classes are in dimension 1 of three.
-        is_part: whether these are a part in the forward of a divided model, which reports the classes of all ranks.
+        is_part: whether the logits are a part, in the forward of a divided model, so that it reports the classes of
+            all ranks.
     """
 
     call: HeadCall

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from accel.parallel.logits._logits import DeferredLogits
 from accel.parallel.parts import PartTensor, RowLayout, plain_of
 from accel.parallel.parts._layout import even
 from accel.tensors import is_dtensor, is_half
+
+if TYPE_CHECKING:
+    from accel.parallel.axes.tensor._layers import Layer
 
 _MARKED = 16  # logits of a row that ranks compare
 _MANY = 32_000  # words from which a gathered head is worth a line
@@ -134,6 +137,14 @@ def own_words(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     return plain_of(tensor)
 
 
+def divided_words(model: nn.Module) -> int | None:
+    """Return the number of words of heads with logits that ranks along tp divide; None for no such head, and for heads
+    of several numbers of words."""
+    layers: list[Layer] = [vars(each)["accel_layer"] for each in model.modules() if "accel_layer" in vars(each)]
+    totals = {words for layer in layers for words in layer.rule.words}
+    return totals.pop() if len(totals) == 1 else None
+
+
 def row_scores(
     logits: torch.Tensor, targets: torch.Tensor, comm: Comm | None, *, entropy: bool, ignore_index: int = -100
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,7 +182,9 @@ class _RowScores(torch.autograd.Function):
             marks = _marks(logits, comm.rank)
             numbers += [marks, -marks]
         maxima = _reduced(comm, torch.cat(numbers), "max")
-        largest, width, marks = maxima[:rows], maxima[rows].long(), maxima[rows + 1 :]
+        largest = maxima[:rows]
+        width = maxima[rows].long()
+        marks = maxima[rows + 1 :]
         powers = (logits - largest[:, None]).exp_()
         at = targets if comm is None else targets - comm.rank * width
         here = (at >= 0) & (at < classes)
@@ -184,8 +197,8 @@ class _RowScores(torch.autograd.Function):
         count = sums[0, -1]
         is_class = (targets >= 0) & (targets < count)
         if comm is not None:
-            highest, negated = marks.chunk(2)
-            are_alike = (highest == -negated).all() & (count == classes * comm.size)
+            highest, opposite = marks.chunk(2)
+            are_alike = (highest == -opposite).all() & (count == classes * comm.size)
             if not _waits(are_alike) and are_alike:
                 raise _gathered_error()
             total = total.masked_fill(are_alike, torch.nan)

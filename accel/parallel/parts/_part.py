@@ -20,7 +20,14 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from accel.comm import ThreadGroup, copied, gathered, summed
-from accel.parallel._private import Operator, alias, runs_in_backward, subclasses_are_on, without_subclasses
+from accel.parallel._private import (
+    Operator,
+    alias,
+    in_function_transform,
+    runs_in_backward,
+    subclasses_are_on,
+    without_subclasses,
+)
 from accel.parallel.parts._layout import (
     NoRuleError,
     Pieces,
@@ -229,7 +236,8 @@ class PartTensor(Tensor):
     ) -> Any:
         from accel.parallel.parts._rules import rule_of  # which imports this file
 
-        refuse_transform(name_of(func))
+        if in_function_transform():
+            refuse_transform(name_of(func))
         given = {_NAMES.get(name, name): value for name, value in kwargs.items()} if kwargs else {}
         try:
             rule = rule_of(func)

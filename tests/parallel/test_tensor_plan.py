@@ -22,6 +22,7 @@ from accel.parallel.axes.tensor._layers import needed_rows
 from accel.parallel.axes.tensor._rules import match
 from accel.parallel.axes.tensor._styles import STYLES, row_exchange
 from accel.parallel.parts import RowCut, rows_of
+from accel.tensors import full_tensor
 
 
 @given(size=st.integers(2, 6), packs=st.integers(1, 4), part=st.integers(1, 3), heads=st.integers(1, 6))
@@ -248,6 +249,38 @@ class _Mixers(Declared):
 
 
 _MIXED = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "colwise_gather_output"}
+
+
+class _ReadTable(nn.Module):
+    """Computes logits with the table of its embedding, without a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8, padding_idx=3)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        return (hidden + self.down(self.up(hidden).relu())) @ self.embed.weight.T
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_head_may_read_the_table_of_an_embedding_by_rows(ranks: Any, size: int) -> None:
+    ids = torch.tensor([[0, 3, 10, 5], [1, 2, 3, 4]])
+    styles: Any = {"embed": "embedding_rowwise", "up": "colwise", "down": "rowwise"}
+
+    def rank(ctx: accel.DistContext, mesh: str) -> Any:
+        torch.manual_seed(0)
+        plan = accel.parallel.Plan(tensor=styles) if mesh else None
+        ctx = accel.replace(ctx, mesh=mesh, plan=plan)
+        model: Any = accel.prepare_model(ctx, _ReadTable().double())
+        output = model(ids)
+        output.square().sum().backward()
+        return output.detach(), [full_tensor(each.grad) for each in model.parameters()]
+
+    want = rank(accel.single(), "")
+    for got in ranks.run(lambda ctx: rank(ctx, f"tp={size}"), size, default_group=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
 
 
 def test_embeddings_tied_to_the_head_complete_a_declared_plan_and_layers_may_be_read(ranks: Any) -> None:

@@ -78,9 +78,9 @@ def _is_plain(head: nn.Module) -> bool:
     layer: Layer | None = getattr(head, "accel_layer", None)
     if layer is None:
         return True
-    if layer.rule.layouts and not layer.rule.words:
-        return False
-    return layer.rule.style in ("replicated", "colwise", "colwise_gather_output")
+    rule = layer.rule
+    is_by_classes = bool(rule.words) or rule.style == "colwise_gather_output"
+    return is_by_classes or (not rule.layouts and rule.style in ("replicated", "colwise"))
 
 
 def defer_logits(model: M, head: str | None = None, *, recompute: bool | None = None) -> M:

@@ -233,13 +233,6 @@ class SequenceRanks(LayerRanks):
         cut = cut_of(1, [each for each in ((shape[1] - rest, self.size), (rest, 1)) if each[0]])
         return None if cut is None else RowLayout(1, cut)
 
-    def entered_whole(self, x: Tensor) -> Tensor:
-        """Return all tokens of an input of a divided layer, not divided by these ranks; their gradient is summed over
-        them."""
-        if isinstance(x, PartTensor) and x.ranks.group is self.group:
-            return rows_in(plain_of(self._whole(x)))
-        return self.enter(x)
-
     def _rule(self) -> contextlib.AbstractContextManager[None]:
         """A block that computes with this rank's rows, as a rule does."""
         return rule_runs(self) if self.nests else without_subclasses()

@@ -102,7 +102,7 @@ def token_logprobs(
         if found is not None:
             return (-found[0], found[1]) if entropy else -found
         logits = logits.made()
-    logits = own_words(logits, -1) if vocab_parallel else logits
+    logits = own_words(logits, -1, group) if vocab_parallel else logits
     wide = (logits.float() if is_half(logits) else logits) / temperature
     losses, entropies = row_scores(wide, targets, None if group is None else adopt(group, ctx.device), entropy=entropy)
     return (-losses, entropies) if entropy else -losses

@@ -125,6 +125,29 @@ def test_functions_of_all_words_in_the_forward_are_right_or_refused(ranks: Simul
     assert ranks.run(refused, 2, default_group=True) == [list(REFUSED)] * 2
 
 
+def test_a_loss_in_the_forward_with_a_context_without_tp_is_an_error(ranks: Simulator) -> None:
+    """It would be of this rank's words, without an error where these have all targets."""
+    one, few = accel.single(), TARGETS % 5
+
+    class Reads(Net):
+        def forward(self, ids: Tensor) -> Any:
+            return accel.parallel.linear_cross_entropy(one, self.embed(ids), self.head.weight, few)
+
+    def rank(ctx: accel.DistContext) -> bool:
+        ctx = accel.replace(ctx, mesh="tp=2")
+        losses: list[Callable[[Tensor], Tensor]] = [
+            lambda logits: accel.parallel.vocab_cross_entropy(one, logits, few),
+            lambda logits: post_training.token_logprobs(one, logits, few, vocab_parallel=True),
+        ]
+        for model in (*map(Net, losses), Reads(nn.Identity())):
+            model = accel.prepare_model(ctx, model, plan=accel.parallel.Plan(tensor={"head": "colwise"}))
+            with assert_raises(ConfigError, problem="the context has no tp"):
+                model(IDS)
+        return True
+
+    assert ranks.run(rank, 2, default_group=True) == [True, True]
+
+
 def test_a_loss_in_the_forward_takes_own_words(ranks: Simulator) -> None:
     """And returns the whole loss; `token_logprobs` too. The flag of other logits is an error."""
 

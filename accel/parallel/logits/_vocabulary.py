@@ -19,6 +19,8 @@ from accel.parallel.parts._layout import even
 from accel.tensors import is_dtensor, is_half
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from accel.parallel.axes.tensor._layers import Layer
 
 _MARKED = 16  # logits of a row that ranks compare
@@ -67,7 +69,7 @@ def vocab_cross_entropy(
         if total is not None:
             return total
         logits = logits.made()
-    logits = own_words(logits, -1)
+    logits = own_words(logits, -1, group)
     wide = logits.float() if is_half(logits) else logits
     if group is None:
         flat = targets.flatten()
@@ -121,10 +123,21 @@ def check_logits(logits: torch.Tensor, targets: torch.Tensor, *, where: str, spl
         )
 
 
-def own_words(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return this rank's classes, along a dimension, of a tensor in the forward of a divided model: a plain tensor."""
+def own_words(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return this rank's classes, along a dimension, of a tensor in the forward of a divided model: a plain tensor.
+
+    `group`: of the ranks along tp in the caller's context; None without any, which is an error for a part.
+    """
     if not isinstance(tensor, PartTensor):
         return tensor
+    if group is None:
+        raise ConfigError(
+            "ranks along tp divide the classes, and the context has no tp",
+            expected="the context of the prepared model",
+            got=repr(tensor),
+            where="forward",
+            fix="Pass the context that prepare_model got.",
+        )
     total = tensor.shape[dim]
     if tensor.division != RowLayout(dim % tensor.dim(), even(total, tensor.ranks.size)):
         raise ConfigError(

@@ -292,9 +292,9 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if find is None else find()
 
 
-def in_function_transform() -> bool:
-    """Return whether a transform of `torch.func`, such as `vjp`, runs the function around."""
-    return cast(Any, torch)._C._are_functorch_transforms_active()
+# Whether a transform of `torch.func`, such as `vjp`, runs the function around. Each function of a part asks, without a
+# frame of Python more.
+in_function_transform: Callable[[], bool] = cast(Any, torch)._C._are_functorch_transforms_active
 
 
 def given_to_transform(tensor: torch.Tensor) -> torch.Tensor:

@@ -164,6 +164,25 @@ def test_a_loss_in_the_forward_takes_own_words(ranks: Simulator) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("plan", KINDS, ids=str)
+def test_returned_logits_of_own_words_need_the_flag_and_the_context(ranks: Simulator, plan: dict[str, Any]) -> None:
+    """Without them a loss is of a rank's words, without an error where these have all targets."""
+    few = TARGETS % 5
+
+    def rank(ctx: accel.DistContext) -> bool:
+        along = accel.replace(ctx, mesh="tp=2")
+        logits = net(ctx, lambda logits: logits, **plan)(IDS)
+        with assert_raises(ConfigError, fix="vocab_parallel=True"):
+            _ = post_training.token_logprobs(along, logits, few)
+        with assert_raises(ConfigError, fix="the context that prepare_model got"):
+            _ = post_training.token_logprobs(accel.single(), logits, few, vocab_parallel=True)
+        with assert_raises(ConfigError, got="this rank's classes", fix="the context that prepare_model got"):
+            _ = accel.parallel.vocab_cross_entropy(accel.single(), logits, few)
+        return True
+
+    assert ranks.run(rank, 2, default_group=True) == [True, True]
+
+
 @pytest.mark.parametrize("plan", KINDS[:2], ids=str)
 @pytest.mark.parametrize("style", ["colwise_gather_output", "replicated"])
 def test_losses_of_own_words_refuse_logits_of_all_words(ranks: Simulator, style: str, plan: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from accel.errors import TreeError
 from accel.mixins import Mixin
 from accel.parallel._local import local_of
-from accel.parallel._modules import notes_of
+from accel.parallel._modules import note_tensor, notes_of
 from accel.parallel._private import contains_compiled, runs_in_backward
 from accel.parallel.axes.tensor._layers import Layer, LocalParameters, is_computed_again, needed_rows
 from accel.parallel.axes.tensor._overlap import copied_product, summed_product
@@ -110,7 +110,12 @@ class LayerRanks(Ranks):
         assert isinstance(part, PartTensor)
         cut = part.division.cut if part.division is not None and part.ranks is self else None
         is_of_words = cut is not None and cut.total in rule.words and cut == even(cut.total, self.size)
-        return outside(plain_of(part)) if is_of_words else leave(part)
+        if not is_of_words:
+            return leave(part)
+        words = outside(plain_of(part))
+        if not is_dynamo_compiling():
+            note_tensor(words, own_words=True)
+        return words
 
     def without_rule(self, func: Any, args: Args, kwargs: Named, problem: str) -> Any:
         """Compute a function of attention of whole tensors, where no gradient follows: transformers packs the queries

@@ -218,6 +218,7 @@ class TensorNotes(TypedDict, total=False):
     name: str  # its name in the prepared model. By prepare_model; read by errors
     needed: bool  # a step needs its gradient. By prepare_model; read by steps
     on_host: bool  # the optimizer keeps its state on the host. By prepare_model; read by prepare_optimizer and steps
+    own_words: bool  # activation; logits of this rank's words. By the model's end along tp; read by token_logprobs
     placeholder: bool  # also activation; another stage has its values. By stages; read by the look at a loss
     reached: bool  # activation; a unit is gathered again when its gradient comes. By the unit's forward
     replicated: bool  # plain tensor of a parameter that ranks along tp replicate. By its module; read by losses

@@ -76,9 +76,9 @@ def token_logprobs(
         entropies.
 
     Raises:
-        ConfigError: shapes that do not fit each other; a DTensor; a temperature of 0 or less; deferred logits of a head
-            that `vocab_parallel` does not describe; with `vocab_parallel` equal logits on all ranks, as for
-            `vocab_cross_entropy`.
+        ConfigError: shapes that do not fit each other; a DTensor; a temperature of 0 or less; deferred logits, or the
+            returned logits of a model along tp, that `vocab_parallel` does not describe; with `vocab_parallel` equal
+            logits on all ranks, as for `vocab_cross_entropy`.
 
     Examples:
         >>> logits, targets = torch.zeros(1, 2, 4), torch.tensor([[1, -100]])
@@ -92,9 +92,10 @@ def token_logprobs(
             "temperature is out of its range", expected="above 0", got=repr(temperature), where="token_logprobs"
         )
     group = group_of(ctx, "tp") if vocab_parallel else None
+    is_of_other = vocab_parallel and group is None
+    fix = "Pass the context that prepare_model got." if is_of_other else f"Pass vocab_parallel={not vocab_parallel}."
+    check_split(logits, is_split=group is not None, where="token_logprobs", fix=fix)
     if isinstance(logits, DeferredLogits):
-        fix = f"Pass vocab_parallel={logits.is_split}."
-        check_split(logits, is_split=group is not None, where="token_logprobs", fix=fix)
         noted: Tensor = (logits if torch.is_grad_enabled() else logits.detach()) / temperature
         found = None
         if isinstance(noted, DeferredLogits):
@@ -102,7 +103,7 @@ def token_logprobs(
         if found is not None:
             return (-found[0], found[1]) if entropy else -found
         logits = logits.made()
-    logits = own_words(logits, -1) if vocab_parallel else logits
+    logits = own_words(logits, -1, group) if vocab_parallel else logits
     wide = (logits.float() if is_half(logits) else logits) / temperature
     losses, entropies = row_scores(wide, targets, None if group is None else adopt(group, ctx.device), entropy=entropy)
     return (-losses, entropies) if entropy else -losses

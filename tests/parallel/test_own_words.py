@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import copy
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -125,6 +123,29 @@ def test_functions_of_all_words_in_the_forward_are_right_or_refused(ranks: Simul
     assert ranks.run(refused, 2, default_group=True) == [list(REFUSED)] * 2
 
 
+def test_a_loss_in_the_forward_with_a_context_without_tp_is_an_error(ranks: Simulator) -> None:
+    """It would be of this rank's words, without an error where these have all targets."""
+    one, few = accel.single(), TARGETS % 5
+
+    class Reads(Net):
+        def forward(self, ids: Tensor) -> Any:
+            return accel.parallel.linear_cross_entropy(one, self.embed(ids), self.head.weight, few)
+
+    def rank(ctx: accel.DistContext) -> bool:
+        ctx = accel.replace(ctx, mesh="tp=2")
+        losses: list[Callable[[Tensor], Tensor]] = [
+            lambda logits: accel.parallel.vocab_cross_entropy(one, logits, few),
+            lambda logits: post_training.token_logprobs(one, logits, few, vocab_parallel=True),
+        ]
+        for model in (*map(Net, losses), Reads(nn.Identity())):
+            model = accel.prepare_model(ctx, model, plan=accel.parallel.Plan(tensor={"head": "colwise"}))
+            with assert_raises(ConfigError, problem="the context has no tp"):
+                model(IDS)
+        return True
+
+    assert ranks.run(rank, 2, default_group=True) == [True, True]
+
+
 def test_a_loss_in_the_forward_takes_own_words(ranks: Simulator) -> None:
     """And returns the whole loss; `token_logprobs` too. The flag of other logits is an error."""
 
@@ -141,6 +162,25 @@ def test_a_loss_in_the_forward_takes_own_words(ranks: Simulator) -> None:
     for plan in KINDS:
         for found in ranks.run(lambda ctx, plan=plan: losses(ctx, **plan), 2, default_group=True):
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("plan", KINDS, ids=str)
+def test_returned_logits_of_own_words_need_the_flag_and_the_context(ranks: Simulator, plan: dict[str, Any]) -> None:
+    """Without them a loss is of a rank's words, without an error where these have all targets."""
+    few = TARGETS % 5
+
+    def rank(ctx: accel.DistContext) -> bool:
+        along = accel.replace(ctx, mesh="tp=2")
+        logits = net(ctx, lambda logits: logits, **plan)(IDS)
+        with assert_raises(ConfigError, fix="vocab_parallel=True"):
+            _ = post_training.token_logprobs(along, logits, few)
+        with assert_raises(ConfigError, fix="the context that prepare_model got"):
+            _ = post_training.token_logprobs(accel.single(), logits, few, vocab_parallel=True)
+        with assert_raises(ConfigError, got="this rank's classes", fix="the context that prepare_model got"):
+            _ = accel.parallel.vocab_cross_entropy(accel.single(), logits, few)
+        return True
+
+    assert ranks.run(rank, 2, default_group=True) == [True, True]
 
 
 @pytest.mark.parametrize("plan", KINDS[:2], ids=str)
@@ -275,28 +315,3 @@ def test_a_target_that_is_no_class_makes_gradients_nan_too(ranks: Simulator) -> 
         assert grad[0].isfinite().all()
         assert grad[1].isnan().all()
         assert masked.isfinite().all()
-
-
-def test_the_error_has_the_line_to_write(ranks: Simulator) -> None:
-    def loss(ctx: accel.DistContext) -> Tensor:
-        net = Net(lambda logits: logits)
-        if ctx.world_size == 1:
-            return accel.parallel.vocab_cross_entropy(ctx, net(IDS), TARGETS)
-        ctx = accel.replace(ctx, mesh="tp=2")
-        gathers = accel.prepare_model(ctx, copy.deepcopy(net), example=[IDS])
-        with assert_raises(ConfigError, got="equal logits") as caught:
-            _ = accel.parallel.vocab_cross_entropy(ctx, gathers(IDS), TARGETS)
-        line = re.search(r"plan=.*\)(?=; or)", caught.value.fix)
-        assert line
-        given: dict[str, Any] = {"accel": accel}
-        exec(line[0], given)
-        model = accel.prepare_model(ctx, net, example=[IDS], plan=given["plan"])
-        return accel.parallel.vocab_cross_entropy(ctx, model(IDS), TARGETS)
-
-    def seeded(ctx: accel.DistContext) -> Tensor:
-        torch.manual_seed(0)
-        return loss(ctx).detach()
-
-    expected = seeded(accel.single())
-    for found in ranks.run(seeded, 2, default_group=True):
-        torch.testing.assert_close(found, expected)

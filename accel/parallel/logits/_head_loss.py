@@ -90,9 +90,9 @@ def linear_cross_entropy(
     _check(input, linear_weight, target, token_weights)
     _check_options(reduction, label_smoothing, softcap, chunk_size)
     group = group_of(ctx, "tp")
-    part = _part_of(_own_rows(linear_weight), group)
+    part = _part_of(_own_rows(linear_weight, group), group)
     words = _words_of(ctx, linear_weight, part, group)
-    own_bias = None if linear_bias is None else _part_of(_own_rows(linear_bias), group)
+    own_bias = None if linear_bias is None else _part_of(_own_rows(linear_bias, group), group)
     if words.comm is not None:
         input = copied(in_autocast(input), cast("dist.ProcessGroup", group))
     return loss_of_rows(
@@ -150,9 +150,10 @@ def _check_options(reduction: str, label_smoothing: float, softcap: float | None
             raise head_error(f"{name} is out of its range", expected, repr(got))
 
 
-def _own_rows(weight: Tensor) -> Tensor:
+def _own_rows(weight: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return this rank's classes of a weight or bias that the forward of a divided model reads, or all of them."""
-    return plain_of(weight) if isinstance(weight, PartTensor) and weight.division is None else own_words(weight, 0)
+    is_whole = isinstance(weight, PartTensor) and weight.division is None
+    return plain_of(weight) if is_whole else own_words(weight, 0, group)
 
 
 def _part_of(weight: Tensor, group: dist.ProcessGroup | None) -> Tensor:

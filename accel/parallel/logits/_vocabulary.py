@@ -13,12 +13,15 @@ from torch.nn import functional
 from accel.comm import Comm, adopt, all_reduce_flat
 from accel.context import DistContext, context_first, group_of
 from accel.errors import ConfigError
+from accel.parallel._modules import tensor_notes
 from accel.parallel.logits._logits import DeferredLogits
 from accel.parallel.parts import PartTensor, RowLayout, plain_of
 from accel.parallel.parts._layout import even
 from accel.tensors import is_dtensor, is_half
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from accel.parallel.axes.tensor._layers import Layer
 
 _MARKED = 16  # logits of a row that ranks compare
@@ -60,14 +63,16 @@ def vocab_cross_entropy(
     """
     check_logits(logits, targets, where="vocab_cross_entropy", split="")
     group = group_of(ctx, "tp")
-    if isinstance(logits, DeferredLogits):
+    fix = "Pass the context that prepare_model got."
+    if group is not None:
         fix = 'Prepare with plan=accel.parallel.Plan(head="colwise"), or call torch.nn.functional.cross_entropy.'
-        check_split(logits, is_split=group is not None, where="vocab_cross_entropy", fix=fix)
+    check_split(logits, is_split=group is not None, where="vocab_cross_entropy", fix=fix)
+    if isinstance(logits, DeferredLogits):
         total = logits.loss(targets, is_split=group is not None, ignore_index=ignore_index, reduction="sum")
         if total is not None:
             return total
         logits = logits.made()
-    logits = own_words(logits, -1)
+    logits = own_words(logits, -1, group)
     wide = logits.float() if is_half(logits) else logits
     if group is None:
         flat = targets.flatten()
@@ -76,14 +81,17 @@ def vocab_cross_entropy(
     return losses.sum()
 
 
-def check_split(logits: DeferredLogits, *, is_split: bool, where: str, fix: str) -> None:
-    """Raise `ConfigError` if a call means logits of this rank's classes and the head gives all, or the reverse."""
-    if logits.is_split != is_split:
+def check_split(logits: torch.Tensor, *, is_split: bool, where: str, fix: str) -> None:
+    """Raise `ConfigError` if a call means logits of this rank's classes and the head gives all, or the reverse, as far
+    as the logits show it."""
+    is_deferred = isinstance(logits, DeferredLogits)
+    has_own = logits.is_split if is_deferred else tensor_notes(logits).get("own_words", False)
+    if has_own != is_split and (is_deferred or has_own):
         kinds = {True: "this rank's classes along tp", False: "all classes"}
         raise ConfigError(
             "the model's head and the call mean different classes",
             expected=f"logits of {kinds[is_split]}",
-            got=f"deferred logits of {kinds[logits.is_split]}",
+            got=f"logits of {kinds[has_own]}",
             where=where,
             fix=fix,
         )
@@ -121,10 +129,21 @@ def check_logits(logits: torch.Tensor, targets: torch.Tensor, *, where: str, spl
         )
 
 
-def own_words(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return this rank's classes, along a dimension, of a tensor in the forward of a divided model: a plain tensor."""
+def own_words(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return this rank's classes, along a dimension, of a tensor in the forward of a divided model: a plain tensor.
+
+    `group`: of the ranks along tp in the caller's context; None without any, which is an error for a part.
+    """
     if not isinstance(tensor, PartTensor):
         return tensor
+    if group is None:
+        raise ConfigError(
+            "ranks along tp divide the classes, and the context has no tp",
+            expected="the context of the prepared model",
+            got=repr(tensor),
+            where="forward",
+            fix="Pass the context that prepare_model got.",
+        )
     total = tensor.shape[dim]
     if tensor.division != RowLayout(dim % tensor.dim(), even(total, tensor.ranks.size)):
         raise ConfigError(

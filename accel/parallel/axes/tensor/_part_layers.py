@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from accel.errors import TreeError
 from accel.mixins import Mixin
 from accel.parallel._local import local_of
-from accel.parallel._modules import notes_of
+from accel.parallel._modules import note_tensor, notes_of
 from accel.parallel._private import contains_compiled, runs_in_backward
 from accel.parallel.axes.tensor._layers import Layer, LocalParameters, is_computed_again, needed_rows
 from accel.parallel.axes.tensor._overlap import copied_product, summed_product
@@ -91,24 +91,31 @@ class LayerRanks(Ranks):
     def returned(self, rule: Rule, output: Any) -> Any:
         """Return what a module of a rule gives back: tensors that these ranks do not divide, or words of logits; of the
         outermost one, also in dataclasses."""
-        kind = NestedPart if self.nests else PartTensor
+        kinds = (NestedPart if self.nests else PartTensor, DeferredLogits)
+        if isinstance(output, Tensor):  # most often
+            return rows_in(self.left(rule, output)) if isinstance(output, kinds) else output
 
         def given_back(each: Tensor) -> Tensor:
-            return rows_in(self.left(rule, each)) if isinstance(each, kind | DeferredLogits) else each
+            return rows_in(self.left(rule, each)) if isinstance(each, kinds) else each
 
-        if isinstance(output, Tensor):  # most often
-            return given_back(output)
         output = pytree.tree_map_only(Tensor, given_back, output)
         return in_dataclasses(given_back, output) if self.depth == 1 else output
 
     def left(self, rule: Rule, part: Tensor) -> Tensor:
         """Return what leaves a module of a rule for a part: this rank's words of logits, or else the whole tensor."""
         if isinstance(part, DeferredLogits):
-            return part if not part.is_part else part.own_words() if part.classes in rule.words else leave(part.made())
+            if not part.is_part:
+                return part
+            return part.own_words() if part.classes in rule.words else leave(part.made())
         assert isinstance(part, PartTensor)
         cut = part.division.cut if part.division is not None and part.ranks is self else None
         is_of_words = cut is not None and cut.total in rule.words and cut == even(cut.total, self.size)
-        return outside(plain_of(part)) if is_of_words else leave(part)
+        if not is_of_words:
+            return leave(part)
+        words = outside(plain_of(part))
+        if not is_dynamo_compiling():
+            note_tensor(words, own_words=True)
+        return words
 
     def without_rule(self, func: Any, args: Args, kwargs: Named, problem: str) -> Any:
         """Compute a function of attention of whole tensors, where no gradient follows: transformers packs the queries

@@ -45,6 +45,9 @@ REASONS = {
 }
 PRIVATE = re.compile(r"accel\.(?:(?P<package>[a-z]\w*)\.)(?:[a-z]\w*\.)*_[a-z]\w*(?:\.\w+)*")
 
+# in one line, or a line of an import in parentheses
+MAY_REACH = re.compile(r"accel\..*\b_[a-z]|^ +_[a-z]\w*( as \w+)?,?$", re.MULTILINE)
+
 
 def reached(tree: ast.Module) -> Iterator[str]:
     """The private names of accel that a test imports, or replaces by their path."""
@@ -60,8 +63,9 @@ def reached(tree: ast.Module) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def reaches() -> list[tuple[str, re.Match[str]]]:
     """Each test's file, and a private name that it reaches for."""
+    texts = [(path.name, path.read_text()) for path in TESTS.rglob("*.py")]
     with no_collections():
-        named = [(path.name, {*reached(ast.parse(path.read_text()))}) for path in TESTS.rglob("*.py")]
+        named = [(name, {*reached(ast.parse(text))}) for name, text in texts if MAY_REACH.search(text)]
     return [(file, match) for file, names in named for name in names if (match := PRIVATE.fullmatch(name))]
 
 

@@ -12,7 +12,7 @@ import subprocess
 import symtable
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -32,15 +32,33 @@ SCRIPTS = {
 }
 
 
+class Written(Mapping[str, FileResult]):
+    """What is written for each script, once somebody asks for it."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._shared = root, read_shared(list(find_scripts([str(root)])))
+        self._found: dict[str, FileResult] = {}
+
+    def __getitem__(self, name: str) -> FileResult:
+        if name not in self._found:
+            self._found[name] = migrate_file(self._root / name, self._shared)
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(SCRIPTS)
+
+    def __len__(self) -> int:
+        return len(SCRIPTS)
+
+
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FileResult]:
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     root = tmp_path_factory.mktemp("strangers")
     for name, body in SCRIPTS.items():
         path = root / name
         path.parent.mkdir(exist_ok=True)
         _ = path.write_text(body)
-    shared = read_shared(list(find_scripts([str(root)])))
-    return {name: migrate_file(root / name, shared) for name in SCRIPTS}
+    return Written(root)
 
 
 def undefined(text: str) -> set[str]:
@@ -90,7 +108,8 @@ def misfits(text: str) -> Iterator[str]:
             yield f"{ast.unparse(node)}: {error}"
 
 
-def test_scripts_without_notes_hold_together(written: dict[str, FileResult]) -> None:
+@pytest.mark.slow
+def test_scripts_without_notes_hold_together(written: Written) -> None:
     """Nothing of Accelerate is left, no name is undefined that was not, and each call fits; or a note says where."""
     wrong: dict[str, list[str]] = {}
     for name, result in written.items():
@@ -101,13 +120,14 @@ def test_scripts_without_notes_hold_together(written: dict[str, FileResult]) -> 
     assert {name: found for name, found in wrong.items() if found} == {}
 
 
-def test_most_scripts_need_at_most_two_decisions(written: dict[str, FileResult]) -> None:
+@pytest.mark.slow
+def test_most_scripts_need_at_most_two_decisions(written: Written) -> None:
     few = [name for name, result in written.items() if len(result.notes) <= 2]
     assert len(few) >= 18, sorted(set(SCRIPTS) - set(few))
 
 
 @pytest.mark.parametrize("name", ["made/by_function.py", "made/by_method.py", "split/base_trainer.py"])
-def test_a_class_keeps_what_a_function_or_a_method_makes(name: str, written: dict[str, FileResult]) -> None:
+def test_a_class_keeps_what_a_function_or_a_method_makes(name: str, written: Written) -> None:
     """Only who closes the context is left to decide; models of a list are accumulated one by one."""
     (note,) = written[name].notes
     assert note.text.startswith("decide who closes this context: accel.close(self.ctx), or the accel.session")
@@ -115,14 +135,14 @@ def test_a_class_keeps_what_a_function_or_a_method_makes(name: str, written: dic
     assert "return accel.from_env(" in written["made/build.py"].new.decode()
 
 
-def test_loggers_without_a_rank_get_no_arguments_of_ranks(written: dict[str, FileResult]) -> None:
+def test_loggers_without_a_rank_get_no_arguments_of_ranks(written: Written) -> None:
     text = written["split/base_trainer.py"].new.decode()
     assert "main_process_only" in SCRIPTS["split/base_trainer.py"]
     assert 'logger.info(f"eval loss {mean.item():.4f}")' in text
 
 
 @pytest.mark.slow
-def test_a_trainer_over_two_files_trains(written: dict[str, FileResult], tmp_path: Path) -> None:
+def test_a_trainer_over_two_files_trains(written: Written, tmp_path: Path) -> None:
     for name in ("split/base_trainer.py", "split/regression.py"):
         text = written[name].new.decode().replace("# accel: decide", "# once: ")
         (tmp_path / Path(name).name).write_text(text)
@@ -140,14 +160,13 @@ def test_a_trainer_over_two_files_trains(written: dict[str, FileResult], tmp_pat
     assert len(losses) >= 2
 
 
-def test_a_list_of_optimizers_is_no_loader(written: dict[str, FileResult]) -> None:
+def test_a_list_of_optimizers_is_no_loader(written: Written) -> None:
     assert "accel.batches(" not in written["kinds/optimizers.py"].new.decode()
 
 
+@pytest.mark.slow
 @rows("name", SCRIPTS)
-def test_new_lines_keep_the_width_and_no_comment_to_a_linter_stands_alone(
-    name: str, written: dict[str, FileResult]
-) -> None:
+def test_new_lines_keep_the_width_and_no_comment_to_a_linter_stands_alone(name: str, written: Written) -> None:
     old = SCRIPTS[name]
     kept = {line.strip() for line in old.splitlines()}
     new = [line for line in written[name].new.decode().splitlines() if line.strip() not in kept]
@@ -156,19 +175,19 @@ def test_new_lines_keep_the_width_and_no_comment_to_a_linter_stands_alone(
     assert [line for line in new if re.match(r"\s*#\s*(noqa|type: ignore)", line)] == []
 
 
-def test_options_of_trackers_that_settings_name_are_kept(written: dict[str, FileResult]) -> None:
+def test_options_of_trackers_that_settings_name_are_kept(written: Written) -> None:
     text = " ".join(written["kinds/hydra.py"].new.decode().split())
     assert 'accel.trackers.by_name( cfg.logging.report_to if cfg.logging.enabled else None, {"wandb":' in text
 
 
-def test_statements_on_one_line_are_read_as_lines(written: dict[str, FileResult]) -> None:
+def test_statements_on_one_line_are_read_as_lines(written: Written) -> None:
     text = written["kinds/semicolons.py"].new.decode()
     assert not written["kinds/semicolons.py"].notes
     assert "\tstate = accel.backward(ctx, loss, state)  # both\n" in text
     assert "# one object\nwith accel.session() as ctx:" in text
 
 
-def test_a_note_on_big_models_names_the_function(written: dict[str, FileResult]) -> None:
+def test_a_note_on_big_models_names_the_function(written: Written) -> None:
     notes = [note.text for note in written["kinds/bigmodel.py"].notes]
     assert any(
         "accelerate's init_empty_weights, accel.init_empty_weights (docs/big-models.md)" in each for each in notes

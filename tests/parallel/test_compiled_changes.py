@@ -52,7 +52,8 @@ class Model(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile
-@pytest.mark.parametrize("axis", ["tp", pytest.param("cp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["tp", pytest.param("cp", marks=pytest.mark.nightly)])
 def test_compiled_blocks_change_parts_in_place(ranks: Simulator, axis: str) -> None:
     ids = torch.randint(WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(0))
 

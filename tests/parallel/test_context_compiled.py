@@ -80,8 +80,17 @@ class Stack(nn.Module):
         return x
 
 
-def check(ranks: Simulator, plain: nn.Module, inputs: Any, *, fullgraph: bool = True, again: bool = False) -> None:
-    """Compare outputs and gradients of compiled blocks with those of one process."""
+def check(
+    ranks: Simulator,
+    plain: nn.Module,
+    inputs: Any,
+    *,
+    fullgraph: bool = True,
+    again: bool = False,
+    then: Callable[[nn.Module, Any], None] = lambda _model, _own: None,
+) -> None:
+    """Compare outputs and gradients of compiled blocks with those of one process; then call a function with the model
+    and own inputs."""
     plain = plain.double()
     expected = copy.deepcopy(plain)
     whole = floats(called(expected, inputs))
@@ -104,6 +113,7 @@ def check(ranks: Simulator, plain: nn.Module, inputs: Any, *, fullgraph: bool = 
         pairs = zip(accel.unwrap_model(model).parameters(), expected.parameters(), strict=True)
         for mine, want in pairs:
             torch.testing.assert_close(accel.reduce(ctx, mine.grad), want.grad, rtol=0, atol=1e-10)
+        then(model, cut(ctx, inputs))
 
     ranks.run(rank, 2, default_group=True, timeout_s=300)
 
@@ -115,18 +125,20 @@ def graphs() -> int:
 X = torch.randn(2, LENGTH, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-@pytest.mark.parametrize(
-    ("mix", "again"),
-    [
-        (masked, False),
-        pytest.param(by_torch, False, marks=pytest.mark.slow),
-        pytest.param(over_positions, False, marks=pytest.mark.slow),
-        pytest.param(masked, True, marks=pytest.mark.slow),
-    ],
-    ids=lambda each: each.__name__ if callable(each) else "recomputed" if each else "",
-)
-def test_a_compiled_block_has_one_graph(ranks: Simulator, mix: Callable[[Tensor], Tensor], again: bool) -> None:
-    check(ranks, Stack(Mixing(mix), Mixing(mix), again=again), {"x": X})
+def refused_alone(model: nn.Module, own: Any) -> None:
+    inner: Any = accel.unwrap_model(model)
+    for each in (inner, copy.deepcopy(inner)):
+        with assert_raises(ConfigError, problem="a part of the model was called alone"):
+            each.blocks[0](own["x"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("mix", [masked, by_torch, over_positions], ids=lambda each: each.__name__)
+def test_a_compiled_block_has_one_graph_and_is_refused_alone(
+    ranks: Simulator, mix: Callable[[Tensor], Tensor], again: bool
+) -> None:
+    check(ranks, Stack(Mixing(mix), Mixing(mix), again=again), {"x": X}, then=refused_alone)
     assert graphs() == 2  # of each rank
 
 
@@ -192,7 +204,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("reason", [*CASES])
+@pytest.mark.parametrize(
+    "reason", [pytest.param(each, marks=[pytest.mark.slow] * each.startswith("Unsupported")) for each in CASES]
+)
 def test_a_block_that_is_no_graph_computes_uncompiled_and_says_why(
     ranks: Simulator, caplog: pytest.LogCaptureFixture, reason: str
 ) -> None:
@@ -202,19 +216,3 @@ def test_a_block_that_is_no_graph_computes_uncompiled_and_says_why(
     assert said
     assert all(reason in each for each in said)
     assert not graphs()
-
-
-def test_a_compiled_block_is_refused_alone(ranks: Simulator) -> None:
-    def rank(ctx: accel.DistContext) -> None:
-        ctx = accel.replace(ctx, mesh="cp=2")
-        model = accel.prepare_model(ctx, Stack(Mixing(masked), Mixing(masked)).double())
-        model = accel.compile_model(model, "repeated", backend="aot_eager", fullgraph=True)
-        own = cut(ctx, {"x": X})["x"]
-        for _ in range(2):
-            _ = model(own)
-        inner: Any = accel.unwrap_model(model)
-        for each in (inner, copy.deepcopy(inner)):
-            with assert_raises(ConfigError, problem="a part of the model was called alone"):
-                each.blocks[0](own)
-
-    ranks.run(rank, 2, default_group=True)

@@ -236,7 +236,7 @@ def test_functions_of_all_positions_are_named_once(ranks: Simulator, caplog: pyt
     assert said == ["Body: each rank along cp=2 computes all positions in flip"]
 
 
-@pytest.mark.parametrize("way", ["torch.compile", "compile"])
+@pytest.mark.parametrize("way", ["torch.compile", pytest.param("compile", marks=pytest.mark.slow)])
 def test_a_compiled_model_computes_uncompiled_and_says_so(
     ranks: Simulator, caplog: pytest.LogCaptureFixture, way: str
 ) -> None:

@@ -18,7 +18,7 @@ from accel.parallel import Plan
 from accel.tensors import full_tensor
 from accel.testing import Simulator
 
-WIDTH, SAMPLES, STEPS = 6, 12, 3
+WIDTH, SAMPLES, STEPS = 6, 12, 2
 
 
 class Energy(nn.Module):

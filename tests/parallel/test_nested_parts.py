@@ -397,6 +397,7 @@ def test_attention_across_ranks_takes_own_heads(ranks: Simulator, method: str, t
         assert share > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_with_attention_across_ranks_is_compiled_around_it(ranks: Simulator) -> None:
     """Its tensors are parts of heads alone, as without cp."""
@@ -426,12 +427,13 @@ def test_copies_of_a_model_hold_plain_rows_as_it_does(ranks: Simulator) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("nano_gpt", marks=pytest.mark.slow),
-        pytest.param("perceiver", marks=pytest.mark.slow),  # torch's attention, of two sequences
-        pytest.param("cached_values", marks=pytest.mark.slow),  # tensors that pass units by a mapping
+        "cached_values",  # tensors that pass units by a mapping
+        "perceiver",  # torch's attention, of two sequences
+        "nano_gpt",
     ],
 )
 def test_ranks_along_tp_share_the_tokens_of_a_rank_along_cp(ranks: Simulator, name: str) -> None:

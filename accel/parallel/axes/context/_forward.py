@@ -20,7 +20,7 @@ from accel.devices import wide_dtype
 from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._copies import WideMode, gradients_of
-from accel.parallel._modules import note_module, notes_of, sharded_roots, written_class
+from accel.parallel._modules import forward_names, note_module, notes_of, sharded_roots, written_class
 from accel.parallel._private import (
     called_eagerly,
     is_of_inputs,
@@ -29,7 +29,7 @@ from accel.parallel._private import (
 )
 from accel.parallel.axes.context._attention import whole_positions
 from accel.parallel.axes.context._checks import refuse_reentrant
-from accel.parallel.axes.context._inner import InnerModels, Outputs, compile_inside, listed, noted, uncompiled_for
+from accel.parallel.axes.context._inner import Outputs, compile_inside, listed, noted, uncompiled_for
 from accel.parallel.axes.context._positions import DifferentRankError, PositionRanks, SelectedTensor, whole_of
 from accel.parallel.axes.context._split import (
     all_positions,
@@ -38,6 +38,7 @@ from accel.parallel.axes.context._split import (
     is_cut,
     note_attention,
     note_cut,
+    own_losses,
     own_positions,
 )
 from accel.parallel.parts import NoRuleError, PartTensor, plain_of, rows_of
@@ -60,15 +61,19 @@ def use_positions(
     within: Sequence[nn.Module] | None = None,
     *,
     is_cut: bool = True,
-    inner: Sequence[nn.Module] | None = None,
+    holds_models: bool = False,
+    samples: tuple[str, ...] = (),
+    has_own_losses: bool = False,
 ) -> None:
     """Let a model's forward compute with parts of positions. Mutates it, by a class and hooks.
 
     `within`: first blocks of stacks. All ranks hold their full inputs, and they get this rank's positions of them. None
-    for a model that may call `context_attention` itself. `is_cut`: whether the model's inputs are cut. `inner`: models
-    inside of it that attend across ranks with own positions; others there take parts. None for no model inside.
+    for a model that may call `context_attention` itself. `is_cut`: whether the model's inputs are cut. `holds_models`:
+    whether models of transformers are inside of it. `samples`: beginnings of the names of arguments that are never cut.
+    `has_own_losses`: whether its losses are of this rank's positions.
     """
-    positions = _Positions(ctx, is_cut=is_cut, may_cross=within is None and inner is None, inner=inner or ())
+    may_cross = within is None and not holds_models
+    positions = _Positions(ctx, is_cut=is_cut, may_cross=may_cross, samples=samples, has_own_losses=has_own_losses)
     for block in within or ():
         _ = block.register_forward_pre_hook(positions.divide, with_kwargs=True)
     for module in model.modules():
@@ -77,7 +82,7 @@ def use_positions(
     note_module(model, positions=positions)
     add_mixin([model], _ByPositions)
     # until the first call is proved, of all that can have an attention
-    if inner is None:
+    if not holds_models:
         others = [each for each in model.modules() if each is not model]
         positions.guard(each for each in others if any(each.children()) or isinstance(each, nn.MultiheadAttention))
 
@@ -111,7 +116,9 @@ class _Positions:
         ranks: of parts that enter the model; `within` are the ranks of parts that its blocks make.
         is_cut: whether the model's inputs are cut.
         may_cross: whether the model may call `context_attention` itself.
-        inner: models inside of it that get own positions.
+        samples: beginnings of the names of arguments that are never cut.
+        has_own_losses: whether losses in its forward are of this rank's positions.
+        uncut: `id`s of these arguments in the present call.
         dim: dimension of the positions where several could be; None where the first one never is.
         is_proved: whether a call was compared with one of all positions.
         crosses: whether the model calls `context_attention` itself, and gets own positions as they are.
@@ -121,10 +128,14 @@ class _Positions:
         outputs: of the forward.
     """
 
-    def __init__(self, ctx: DistContext, *, is_cut: bool, may_cross: bool, inner: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, ctx: DistContext, *, is_cut: bool, may_cross: bool, samples: tuple[str, ...], has_own_losses: bool
+    ) -> None:
         self.ctx = ctx
         self.ranks = PositionRanks(ctx)
-        self.inner = InnerModels(self.ranks, inner)
+        self.samples = samples
+        self.has_own_losses = has_own_losses
+        self.uncut: set[int] = set()
         self.within = PositionRanks(ctx)
         self.is_cut = is_cut
         self.may_cross = may_cross
@@ -140,6 +151,12 @@ class _Positions:
     def call(self, module: nn.Module, forward: _Forward, given: _Inputs, *, is_traced: bool) -> Any:
         """Call a forward with parts of the inputs that are cut, and return own positions. A collective of the first
         call, which is proved. `is_traced`: whether torch compiles the call."""
+        known = zip(forward_names(module), given.inputs, strict=False)
+        self.uncut = {id(each) for name, each in (*known, *given.keywords.items()) if name.startswith(self.samples)}
+        with own_losses(self.ctx) if self.has_own_losses else contextlib.nullcontext():
+            return self._call(module, forward, given, is_traced=is_traced)
+
+    def _call(self, module: nn.Module, forward: _Forward, given: _Inputs, *, is_traced: bool) -> Any:
         if has_all_positions(self.ctx) or (self.is_cut and not self._has_own(given)):
             return forward(*given.inputs, **given.keywords)
         if not self.is_cut:
@@ -207,6 +224,8 @@ class _Positions:
     def _cut_dim(self, each: Tensor, dim: int | None) -> int | None:
         """The dimension of a tensor's positions; None where it has none. `dim`: where several could be; None if the
         first one is of samples, or of documents in a row, however long it is."""
+        if id(each) in self.uncut:
+            return None
         last = 2 if each.dim() < 4 else 3  # a mask of queries and keys
         dims = [at for at, length in enumerate(each.shape[:last]) if self.is_cut and is_cut(self.ctx, length)]
         if dim is None:
@@ -309,9 +328,6 @@ class _Positions:
                 own_call = partial(forward, *own.inputs, **own.keywords)
                 if self.may_cross:
                     self.crosses = attends(self.ctx, own_call)
-                elif self.inner.models:
-                    whole_call = partial(self._expected, forward, whole, may_fail=True)
-                    self.crosses = self.inner.is_alike(own_call, whole_call, self._difference)
                 self.ranks.meet(self.crosses)
                 if not self.crosses:
                     self._differ(module, forward, whole, own, dim)
@@ -386,7 +402,7 @@ class _Positions:
         for each in tensors:  # masks of all positions
             whole = each
             for at, length in enumerate(each.shape):
-                if id(each) not in pairs and length in lengths:
+                if id(each) not in (*pairs, *self.uncut) and length in lengths:
                     whole = whole.narrow(at, 0, lengths[length])
             _ = pairs.setdefault(id(each), (whole, whole))
         return pairs
@@ -398,8 +414,8 @@ class _Positions:
             return f"{len(got)} outputs of {len(expected)}"
         objectives: list[tuple[Tensor, Tensor]] = []
         for number, (want, have) in enumerate(zip(expected, got, strict=True)):
-            if self.inner.has_loss and not want.dim():
-                continue  # a loss of this rank's tokens
+            if self.ranks.has_own_loss and not want.dim():
+                continue
             if want.shape != have.shape:
                 return f"output {number} of shape {list(have.shape)}, expected {list(want.shape)}"
             draw = torch.arange(want.numel(), device=want.device).sin().view(want.shape).to(want.dtype)

@@ -23,12 +23,13 @@ from accel.comm import copied, gathered, gathered_summed
 from accel.context import DistContext, group_of
 from accel.errors import ConfigError
 from accel.parallel._private import runs_in_backward, without_subclasses
-from accel.parallel.axes.context._attention import attention_of_all
-from accel.parallel.axes.context._split import note_attention, sorted_positions
+from accel.parallel.axes.context._attention import attention_of_all, context_attention
+from accel.parallel.axes.context._split import all_positions, has_own_losses, note_attention, sorted_positions
 from accel.parallel.parts import NoRuleError, PartTensor, Ranks, RowLayout, leave, make, plain_of
 from accel.parallel.parts._contractions import terms_of
 from accel.parallel.parts._elementwise import ELEMENTWISE, elementwise, writes
 from accel.parallel.parts._layout import RowCut, balanced, no_rule
+from accel.parallel.parts._nested import NestedPart
 from accel.parallel.parts._part import layouts_of, name_of, named, outside, own_rows, ranks_of, tensors_of, whole_shape
 
 _Args = Sequence[Any]
@@ -65,11 +66,12 @@ class PositionRanks(Ranks):
         across: modules that needed positions of other ranks in the noted calls.
         plain: modules that were given no part, of the calls that were noted.
         whole: names of the functions that computed all positions on each rank.
+        has_own_loss: whether a loss of own positions was computed.
         counts_changes: whether torch counts changes in place, in the calls of compiled modules.
         agrees: whether ranks compare the next call before each collective, as in a proof, where a single rank may fail.
     """
 
-    __slots__ = ("across", "agrees", "callers", "counts_changes", "ctx", "plain", "whole")
+    __slots__ = ("across", "agrees", "callers", "counts_changes", "ctx", "has_own_loss", "plain", "whole")
 
     def __init__(self, ctx: DistContext) -> None:
         super().__init__(cast(Any, group_of(ctx, "cp")))
@@ -79,6 +81,7 @@ class PositionRanks(Ranks):
         self.plain: set[nn.Module] = set()
         self.whole: dict[str, None] = {}
         self.agrees = False
+        self.has_own_loss = False
         self.counts_changes = True
 
     def __deepcopy__(self, _memo: object) -> PositionRanks:
@@ -175,6 +178,8 @@ class PositionRanks(Ranks):
             return _selected(func, args, kwargs)  # ids and the like: a number each
         if name == "scaled_dot_product_attention":
             return _attended(self, *args, **kwargs)
+        if name == "context_attention":
+            return _context_attended(self, *args, **kwargs)
         if name in _LOSSES:
             return _loss(func, args, kwargs)
         if name == "__getitem__" and isinstance(args[1], PartTensor) and not isinstance(args[0], PartTensor):
@@ -389,7 +394,8 @@ _LOSSES = (
 
 
 def _loss(func: Any, args: _Args, kwargs: _Named) -> Any:
-    """A loss of all positions: each rank computes its own. A mean or a sum of them is a collective."""
+    """A loss of all positions: each rank computes its own. A mean or a sum of them is a collective, unless a model
+    returns losses of own positions."""
     given = named("input target weight", args, kwargs)
     reduction = given.pop("reduction", "mean")
     x = given.pop("input")
@@ -402,10 +408,13 @@ def _loss(func: Any, args: _Args, kwargs: _Named) -> Any:
         target = _alike(x, target)
         with without_subclasses():
             losses = elementwise(func, (x, target), {**given, "reduction": "none"})
-        count = losses.numel()
+        count = None
     if reduction == "none":
         return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / count
+    if has_own_losses(losses.ranks.ctx):
+        losses.ranks.has_own_loss = True
+        losses = plain_of(losses)
+    return losses.sum() if reduction == "sum" else losses.sum() / (losses.numel() if count is None else count)
 
 
 def _alike(x: Tensor, other: Tensor) -> Tensor:
@@ -431,7 +440,7 @@ def _loss_of_classes(func: Any, x: Tensor, target: Tensor, given: _Named) -> tup
         counted = labels != given.get("ignore_index", -100)
         weight = given.get("weight")
         count = counted.sum() if weight is None else (weight[labels * counted] * counted).sum()
-        total = ranks.total(count)
+        total = count if has_own_losses(ranks.ctx) else ranks.total(count)
     return losses.view(shape), total
 
 
@@ -459,34 +468,68 @@ def _attended(
             fix="Set the dropout of attention to 0.",
         )
     note_attention(ranks.ctx)
+    if _cross(ranks, query, key, value):
+        return _across(ranks, query, key, value, causal=is_causal, scale=scale, attn_mask=attn_mask)
     rows = query.dim() - 2
-    layouts = [each.division if isinstance(each, PartTensor) else None for each in (query, key, value)]
-    crosses = query.dim() in (3, 4) and all(
-        each is not None and each == RowLayout(rows, balanced(each.cut.total, ranks.size)) for each in layouts
-    )
-    if not crosses:
-        key = whole_of(key)
-        value = whole_of(value)
-        query = query if layouts[0] is not None and layouts[0].dim == rows else whole_of(query)
-        if is_causal:
-            attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    layout = query.division if isinstance(query, PartTensor) else None
+    key = whole_of(key)
+    value = whole_of(value)
+    query = query if layout is not None and layout.dim == rows else whole_of(query)
+    if is_causal:
+        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
     own = query.division if isinstance(query, PartTensor) else None
-    mask = _own_queries(attn_mask, own, ranks)
-    if crosses:
-        out = attention_of_all(ranks, [plain_of(each) for each in (query, key, value)], mask, is_causal, scale)
-    else:
-        out = functional.scaled_dot_product_attention(
-            plain_of(query), key, value, mask, scale=scale, enable_gqa=enable_gqa
-        )
+    mask = _own(attn_mask, -2, own, ranks)
+    out = functional.scaled_dot_product_attention(plain_of(query), key, value, mask, scale=scale, enable_gqa=enable_gqa)
     return out if own is None else make(out, own, ranks)
 
 
-def _own_queries(mask: Tensor | None, own: RowLayout | None, ranks: PositionRanks) -> Tensor | None:
-    """Return the rows of a mask for the own queries, plain; all of them if queries are whole."""
-    if mask is None or own is None:
-        return whole_of(mask)
-    rows = mask.dim() - 2
-    if isinstance(mask, PartTensor) and mask.division != RowLayout(rows, own.cut):
-        mask = cast(Tensor, whole_of(mask))
+def _context_attended(ranks: PositionRanks, ctx: DistContext, *tensors: Tensor, **given: Any) -> Tensor:
+    """Return what `context_attention` returns, with arguments for all positions. A collective."""
+    if _cross(ranks, *tensors):
+        return _across(ranks, *tensors, **given)
+    note_attention(ctx)
+    with all_positions(ctx):
+        return context_attention(ctx, *_whole(tensors), **_whole(given))
+
+
+def _cross(ranks: PositionRanks, *tensors: Tensor) -> bool:
+    """Return whether own queries see all keys by the method of the plan: all tensors are cut as sequences are."""
+    layouts = [each.division if isinstance(each, PartTensor) else None for each in tensors]
+    return tensors[0].dim() in (3, 4) and all(
+        each is not None and each == RowLayout(tensors[0].dim() - 2, balanced(each.cut.total, ranks.size))
+        for each in layouts
+    )
+
+
+def _across(ranks: PositionRanks, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
+    """Return attention by the method of the plan, a part. `given`: arguments of `context_attention`, for all
+    positions."""
+    queries, keys = [cast(PartTensor, each).division for each in (query, key)]
+    q, k, v = [plain_of(each) for each in (query, key, value)]
+    given["attn_mask"] = mask = _own(given.get("attn_mask"), -2, queries, ranks)
+    for name, layout in (("documents", queries), ("key_padding_mask", keys)):
+        if given.get(name) is not None:
+            given[name] = _own(given[name], 1, layout, ranks)
+    if query.dim() == 4:
+        out = attention_of_all(ranks, q, k, v, **given)
+    else:
+        given["attn_mask"] = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
+        out = attention_of_all(ranks, q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), **given).squeeze(1)
+    return make(out, queries, ranks)
+
+
+def _own(tensor: Any, dim: int, layout: RowLayout | None, ranks: PositionRanks) -> Any:
+    """Return the own rows of a dimension of all positions, plain; all of them if there is no layout, or one row."""
+    if tensor is None or layout is None:
+        return whole_of(tensor)
+    dim %= tensor.dim()
+    if isinstance(tensor, PartTensor) and tensor.division != RowLayout(dim, layout.cut):
+        tensor = cast(Tensor, whole_of(tensor))
     with without_subclasses():
-        return plain_of(mask if whole_shape(mask)[rows] == 1 else own_rows(mask, rows, own.cut, ranks))
+        return plain_of(tensor if whole_shape(tensor)[dim] == 1 else own_rows(tensor, dim, layout.cut, ranks))
+
+
+def has_positions(tensor: Tensor) -> bool:
+    """Return whether a tensor is a part of positions, or has rows along tp that are one."""
+    rows = tensor.rows if isinstance(tensor, NestedPart) else tensor
+    return isinstance(rows, PartTensor) and rows.division is not None and isinstance(rows.ranks, PositionRanks)

@@ -28,7 +28,7 @@ from accel.parallel.axes.context._checks import (
     transformers_models,
 )
 from accel.parallel.axes.context._forward import use_positions
-from accel.parallel.axes.context._split import plan_method, planned_method
+from accel.parallel.axes.context._split import has_all_positions, plan_method, planned_method
 from accel.parallel.axes.context._transformers import check_first, kept_for_padding, use_context_attention
 from accel.parallel.parts._nested import hold_plain_rows
 from accel.topology import ContextMethod
@@ -52,10 +52,8 @@ def _is_done(ctx: DistContext, view: ModelView) -> bool:
 def _computes_in_parts(ctx: DistContext, view: ModelView, models: Sequence[nn.Module]) -> bool:
     """Return whether a user's module computes with parts of positions, around its models of transformers if it has
     some. Its first call is proved."""
-    crossing = [each for each in models if out_of_reach(each)]
-    takes_parts = all(takes_cut_tokens(each) and not first_blocks(each) for each in crossing)
-    are_alike = not crossing or (takes_parts and len(crossing) == len(models))
-    return ctx.axis("pp").size == 1 and view.model not in models and are_alike
+    takes_parts = all(takes_cut_tokens(each) and not first_blocks(each) for each in models)
+    return ctx.axis("pp").size == 1 and view.model not in models and takes_parts
 
 
 def _mixing(asked: PrepareCall) -> RefusedFact | None:
@@ -124,16 +122,14 @@ def _spread(ctx: DistContext, view: ModelView, options: ContextOptions, *, is_em
     note_prepared(view.model, context=options.context)
     models = [each for _, each in transformers_models(view.modules)]
     computes_in_parts = _computes_in_parts(ctx, view, models)
-    attending = [each for each in models if not out_of_reach(each)]
     for each in models:
-        if each in attending:
-            use_context_attention(ctx, each, options.context)
-        else:
-            _use_parts(ctx, each)
-    if not computes_in_parts and attending == models:
+        if not out_of_reach(each):
+            use_context_attention(ctx, each)
+        _use_parts(ctx, each)
+    if not computes_in_parts and not models:
         hold_plain_rows(view.model)
     if computes_in_parts:
-        use_positions(ctx, view.model, inner=attending if models else None)
+        use_positions(ctx, view.model, holds_models=bool(models))
     elif models and ctx.is_main_process:
         _log_others(view, models)
     return view.model
@@ -153,15 +149,15 @@ def _log_others(view: ModelView, models: Sequence[nn.Module]) -> None:
 
 
 def _use_parts(ctx: DistContext, model: Any) -> None:
-    """Let a model of transformers compute with parts of positions if no attention function reaches its attention.
-    Mutates it, by hooks."""
-    use_positions(ctx, model, first_blocks(model), is_cut=takes_cut_tokens(model))
-    if takes_cut_tokens(model):
+    """Let a model of transformers compute with parts of positions. Mutates it, by hooks."""
+    takes_cut = takes_cut_tokens(model)
+    use_positions(ctx, model, first_blocks(model), is_cut=takes_cut, samples=SAMPLES, has_own_losses=takes_cut)
+    if takes_cut:
         _ = model.register_forward_pre_hook(_GivenParts(ctx, model), prepend=True, with_kwargs=True)
 
 
 class _GivenParts:
-    """A hook of a model that computes with parts: refuses inputs that cannot follow a cut."""
+    """A hook of a model of transformers: refuses inputs that cannot follow a cut."""
 
     def __init__(self, ctx: DistContext, model: Any) -> None:
         self.ctx = ctx
@@ -170,12 +166,14 @@ class _GivenParts:
         self.padding = kept_for_padding(model)
 
     def __call__(self, _module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        if has_all_positions(self.ctx):
+            return
         known = {**dict(zip(self.names, inputs, strict=False)), **keywords}
         if self.is_pair:  # its labels are of its decoder's tokens; samples have a separate mask
             has_samples = any(known.get(name) is not None for name in SAMPLES)
             others = (*SAMPLES, "labels", *(["attention_mask"] if has_samples else []))
             known = {name: each for name, each in known.items() if name not in others}
-        check_inputs(known, self.ctx.axis("cp").size)
+        check_inputs(self.ctx, known, is_pair=self.is_pair)
         check_first(self.ctx, known.get("position_ids"), self.padding)
 
 

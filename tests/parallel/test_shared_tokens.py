@@ -212,7 +212,8 @@ def test_a_block_gathers_and_scatters_twice_in_each_pass(ranks: Simulator, monke
         return Counter(each.what.partition("(")[0] for step in steps[0][begun:] for each in step)
 
     more = counts(2) - counts(1)
-    more.pop("all_to_all_single")  # rows of the fused layer that another rank stores
+    # rows of the fused layer that another rank stores, weight and bias in one message
+    assert more.pop("all_to_all_single") == 2
     assert more == {"all_gather_single": 4, "reduce_scatter_single": 4}
 
 

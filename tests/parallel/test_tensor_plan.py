@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,23 +16,37 @@ from tensor_models import made, plans
 from torch import nn
 
 import accel
+from accel.comm import ThreadGroup, run_in_threads
 from accel.errors import ConfigError, PrepareError
+from accel.parallel.axes.tensor._layers import needed_rows
 from accel.parallel.axes.tensor._rules import match
 from accel.parallel.axes.tensor._styles import STYLES, row_exchange
 from accel.parallel.parts import RowCut, rows_of
 
 
-@given(size=st.integers(1, 6), packs=st.integers(1, 4), part=st.integers(1, 3), heads=st.integers(1, 6))
-def test_ranks_exchange_the_rows_that_they_need(size: int, packs: int, part: int, heads: int) -> None:
+@given(size=st.integers(2, 6), packs=st.integers(1, 4), part=st.integers(1, 3), heads=st.integers(1, 6))
+def test_ranks_exchange_the_rows_that_they_need_in_one_message(size: int, packs: int, part: int, heads: int) -> None:
     ways = heads if size % heads == 0 else size  # fewer heads than ranks are shared by neighbours
     cut = RowCut(packs, ((size * part, ways),))
-    stored = torch.arange(cut.total).chunk(size)
-    exchanges = [row_exchange(cut, rank, size) for rank in range(size)]
-    sent = [torch.cat(each.sent.of(own)).split(list(each.to)) for own, each in zip(stored, exchanges, strict=True)]
-    for rank, each in enumerate(exchanges):
-        received = [pieces[rank] for pieces in sent]
-        assert [len(rows) for rows in received] == list(each.back)
-        assert torch.cat(received).tolist() == list(rows_of(cut, rank, size))
+    weight = torch.arange(2.0 * cut.total).view(2, -1)  # rows along its second dimension
+    bias = torch.arange(1.0 * cut.total)
+
+    def work(group: ThreadGroup) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        rank = group.rank()
+        own = [each.chunk(size, dim)[rank].clone().requires_grad_() for each, dim in ((weight, 1), (bias, 0))]
+        layer: Any = SimpleNamespace(rank=rank, size=size, group=group)
+        needed = needed_rows(own, [1, 0], [row_exchange(cut, rank, size)] * 2, layer)
+        torch.autograd.backward(needed, [each.detach() for each in needed])
+        return [each.detach() for each in needed], [cast(torch.Tensor, each.grad) for each in own]
+
+    held = [rows_of(cut, rank, size) for rank in range(size)]
+    times = torch.bincount(torch.tensor([row for rows in held for row in rows]), minlength=cut.total)
+    for rank, (needed, gradients) in enumerate(run_in_threads(size, work)):
+        rows = torch.tensor(held[rank])
+        assert torch.equal(needed[0], weight[:, rows])
+        assert torch.equal(needed[1], bias[rows])
+        assert torch.equal(gradients[0], (weight * times).chunk(size, 1)[rank])
+        assert torch.equal(gradients[1], (bias * times).chunk(size)[rank])
 
 
 _LAYER = nn.Linear(4, 4)

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -257,12 +258,35 @@ def _noted(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def needed_rows(stored: torch.Tensor, dim: int, layer: Layer, exchange: RowExchange) -> torch.Tensor:
-    """Return the rows along a dimension that this rank computes with, from those that ranks store. A collective, as
-    its backward."""
-    sent = torch.cat(exchange.sent.of(stored if dim == 0 else stored.movedim(dim, 0)))
-    rows = exchanged(sent, exchange.to, exchange.back, layer.group)
-    return rows if dim == 0 else rows.movedim(0, dim)
+def needed_rows(
+    stored: Sequence[torch.Tensor], dims: Sequence[int], exchanges: Sequence[RowExchange], layer: Layer
+) -> list[torch.Tensor]:
+    """Return the rows that this rank computes with, from those that ranks store, each along a dimension.
+
+    Tensors of one dtype share a message, which rows that stay are no part of. A collective, as its backward.
+    """
+    first = [each if dim == 0 else each.movedim(dim, 0) for each, dim in zip(stored, dims, strict=True)]
+    pieces = [by.pieces(rows) for rows, by in zip(first, exchanges, strict=True)]
+    others = [rank for rank in range(layer.size) if rank != layer.rank]
+    to, back = [0] * layer.size, [0] * layer.size
+    sent: list[torch.Tensor] = []
+    shapes: list[Sequence[int]] = []  # of the rows that come, by rank and tensor
+    for other in others:
+        rows = [own[at].flatten() for own, by in zip(pieces, exchanges, strict=True) for at in by.sent[other]]
+        coming = [(by.back[other], *rows.shape[1:]) for rows, by in zip(first, exchanges, strict=True)]
+        to[other], back[other] = sum(map(torch.numel, rows)), sum(map(math.prod, coming))
+        sent += rows
+        shapes += coming
+    # a rank that sends nothing has a history too, as its backward is a message
+    flat = torch.cat(sent) if sent else first[0][:0].flatten()
+    received = torch.split(exchanged(flat, to, back, layer.group), list(map(math.prod, shapes)))
+    arrived = [each.view(shape) for each, shape in zip(received, shapes, strict=True)]
+    needed: list[torch.Tensor] = []
+    for at, (own, by) in enumerate(zip(pieces, exchanges, strict=True)):
+        rows = arrived[at :: len(first)]  # also where there are none, as the backward is a message
+        kept = [own[each] for each in by.kept]
+        needed.append(torch.cat([*rows[: layer.rank], *kept, *rows[layer.rank :]]))
+    return [each if dim == 0 else each.movedim(0, dim) for each, dim in zip(needed, dims, strict=True)]
 
 
 def mixin_for(rule: Rule) -> type[LocalParameters]:

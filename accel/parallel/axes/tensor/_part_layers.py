@@ -131,12 +131,19 @@ class PartParameters(LocalParameters):
                 if each is not None and name not in rule.layouts and (rule.summands or each.dim()):
                     here[name] = make(local_of(each, summands=True, fresh=rule.fresh), None, ranks)
         exchanges: Mapping[str, RowExchange] = notes_of(cast(nn.Module, self)).get("exchanges", {})
+        alike: dict[torch.dtype, list[str]] = {}  # names of those to exchange
         for name, layout in rule.layouts.items():
             own = here.get(name)
-            if own is not None:
-                if name in exchanges:
-                    own = needed_rows(own, layout.dim, self.accel_layer, exchanges[name])
+            if own is not None and name in exchanges:
+                alike.setdefault(own.dtype, []).append(name)
+            elif own is not None:
                 here[name] = make(own, shortest(layout), ranks)  # all rows of a single head of keys
+        for names in alike.values():
+            own_rows = [cast(Tensor, here[name]) for name in names]
+            dims = [rule.layouts[name].dim for name in names]
+            needed = needed_rows(own_rows, dims, [exchanges[name] for name in names], self.accel_layer)
+            for name, rows in zip(names, needed, strict=True):
+                here[name] = make(rows, shortest(rule.layouts[name]), ranks)
         return here
 
 

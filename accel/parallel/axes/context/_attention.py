@@ -304,17 +304,19 @@ def _terms(
     return Terms(scale=factor, ignored=key_padding_mask, mask=mask, window=near, **others)
 
 
-def attention_of_all(ranks: PositionRanks, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
-    """Return attention of this rank's queries to the keys of all ranks, by the method of the plan. Messages of the
-    method "gather" are part of a graph of torch.compile; graphs break at others.
+def attention_of_all(
+    ranks: PositionRanks, q: Tensor, k: Tensor, v: Tensor, method: ContextMethod | None = None, **given: Any
+) -> Tensor:
+    """Return attention of this rank's queries to the keys of all ranks. Messages of the method "gather" are part of a
+    graph of torch.compile; graphs break at others.
 
     `given`: arguments of `context_attention`.
     """
     ranks.meet(*q.shape)
-    if is_dynamo_compiling() and planned_method(ranks.ctx) == "gather":
+    if is_dynamo_compiling() and (method or planned_method(ranks.ctx)) == "gather":
         q, k, v = _as_autocast(q, k, v)
         return gather_attention(q, k, v, ranks.group, _terms(q, k.shape[2] * ranks.size, **given))
-    return ranks.met(context_attention(ranks.ctx, q, k, v, **given))
+    return ranks.met(context_attention(ranks.ctx, q, k, v, method=method, **given))
 
 
 @untraced

@@ -156,7 +156,6 @@ def check_method(q: Tensor, terms: Terms, method: str, size: int) -> None:
 FORWARD = "forward of a model on a mesh with cp"
 LEAVE = "Leave cp out of the mesh."
 SAMPLES = ("pixel_values", "input_features", "input_values")  # inputs that are no tokens
-_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def transformers_models(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Any]]:
@@ -222,7 +221,7 @@ def mixes(module: nn.Module) -> bool:
 
 
 _Refuse = Callable[..., PrepareError]
-# Reasons for which a model of transformers computes with parts of positions: its attention function is not enough.
+# Reasons for which a model of transformers keeps its attention, and the method is "gather".
 _REASONS: Mapping[str, Callable[[Any], object]] = {
     "an attention that does not come from transformers' AttentionInterface": lambda model: (
         not model._can_set_attn_implementation()
@@ -232,8 +231,6 @@ _REASONS: Mapping[str, Callable[[Any], object]] = {
     "inputs that are not split like the tokens": lambda model: (
         not takes_cut_tokens(model) or (_is_pair(model) and any(name in forward_names(model) for name in SAMPLES))
     ),
-    "layers with a state along the tokens": lambda model: getattr(model, "_is_stateful", False),
-    "layers of another kind": lambda model: not {*(getattr(model.config, "layer_types", None) or ())} <= _LAYERS,
     "a mask that attentions make of values": lambda model: any(  # Doge
         hasattr(each, "prepare_dynamic_mask") for each in model.modules()
     ),

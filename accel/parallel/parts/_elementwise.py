@@ -92,8 +92,8 @@ def _alike(args: Args) -> PartTensor | None:
 
 
 def _kept_plain(each: Any) -> Any:
-    """Return a part without a gradient as its plain rows: a graph of gradients keeps the tensor itself, and a checkpoint
-    compares shapes where a part reports its full one."""
+    """Return a part without a gradient as its plain rows: a graph of gradients keeps the tensor itself, and the checks
+    of a checkpoint ask it for its shape."""
     is_constant = isinstance(each, PartTensor) and not each.requires_grad and torch.is_grad_enabled()
     return plain_of(each) if is_constant and not is_dynamo_compiling() else each
 
@@ -291,7 +291,8 @@ FACTS = _names("""
     stride storage_offset is_same_size is_inference result_type can_cast __hash__ untyped_storage new_zeros
     new_ones new_empty new_full new_tensor ndim dtype device is_cuda requires_grad layout is_meta is_leaf grad_fn
     is_sparse is_quantized is_nested is_cpu is_mps is_xpu is_mkldnn itemsize is_xla is_mtia is_vulkan output_nr
-    retains_grad is_pinned _base _version _is_view register_hook is_sparse_csr is_maia is_ipu
+    retains_grad is_pinned _base _version _is_view register_hook is_sparse_csr is_maia is_ipu _backward_hooks
+    _backward_hooks.__set__
 """)
 
 RULES = {

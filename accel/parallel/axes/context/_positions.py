@@ -9,7 +9,6 @@ are summands on each rank, like the gradients of data-parallel ranks: parameters
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, cast
 
@@ -24,8 +23,15 @@ from accel.context import DistContext, group_of
 from accel.errors import ConfigError
 from accel.parallel._private import runs_in_backward, without_subclasses
 from accel.parallel.axes.context._attention import attention_of_all, context_attention
-from accel.parallel.axes.context._split import all_positions, has_own_losses, note_attention, sorted_positions
-from accel.parallel.parts import NoRuleError, PartTensor, Ranks, RowLayout, leave, make, plain_of
+from accel.parallel.axes.context._selected import (
+    all_whole,
+    changed,
+    refused,
+    selected,
+    whole_of,
+)
+from accel.parallel.axes.context._split import all_positions, has_own_losses, note_attention
+from accel.parallel.parts import PartTensor, Ranks, RowLayout, make, plain_of
 from accel.parallel.parts._contractions import terms_of
 from accel.parallel.parts._elementwise import ELEMENTWISE, elementwise, writes
 from accel.parallel.parts._layout import RowCut, balanced, no_rule
@@ -171,11 +177,11 @@ class PositionRanks(Ranks):
         if name in ELEMENTWISE and writes(name) and args[0] is parts[0]:
             return func(args[0], *_of_rows(args, kwargs, parts[0])[0][1:], **kwargs)
         if kwargs.get("out") is not None:
-            raise _refused(name, problem)
+            raise refused(name, problem)
         if writes(name):
-            return _changed(func, args, kwargs)
+            return changed(func, args, kwargs)
         if all(not each.is_floating_point() and not each.is_complex() for each in parts):
-            return _selected(func, args, kwargs)  # ids and the like: a number each
+            return selected(func, args, kwargs)  # ids and the like: a number each
         if name == "scaled_dot_product_attention":
             return _attended(self, *args, **kwargs)
         if name == "context_attention":
@@ -192,7 +198,7 @@ class PositionRanks(Ranks):
                 return func(*given, **named_ones)
         if not is_dynamo_compiling():
             self.whole[name] = None
-        found = _selected(func, args, kwargs)
+        found = selected(func, args, kwargs)
         layout = next((each.division for each in parts if each.division is not None), None)
         if layout is None:
             return found
@@ -205,136 +211,6 @@ class PositionRanks(Ranks):
             return found
         with without_subclasses():
             return make(own_rows(found, layout.dim, layout.cut, self), layout, self)
-
-
-def _changed(func: Any, args: _Args, kwargs: _Named) -> Any:
-    """Change all positions of a tensor in place, and keep the own ones."""
-    target = args[0]
-    if not isinstance(target, PartTensor) or target.division is None:
-        return func(target, *_whole(args[1:]), **_whole(kwargs))
-    whole = whole_of(target)
-    _ = func(whole, *_whole(args[1:]), **_whole(kwargs))
-    _keep(target, whole)
-    return target
-
-
-def _keep(target: PartTensor, whole: Tensor) -> None:
-    """Write the own ones of all positions into a part."""
-    assert target.division is not None
-    rows = own_rows(whole, target.division.dim, target.division.cut, target.ranks)
-    with without_subclasses():
-        _ = plain_of(target).copy_(rows)
-
-
-class SelectedTensor(PartTensor):
-    """A selection of gathered positions, equal on all ranks. It acts as a view: a write into it also changes the own
-    positions, and it is gathered again after they have changed.
-    """
-
-    base: PartTensor  # the part that has the positions
-    whole: Tensor  # all positions of it, plain
-    value: Tensor  # the selection, a view of them
-    version: float  # of `base` when it was gathered
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: _Args = (), kwargs: _Named | None = None, scope: object = None
-    ) -> Any:
-        name = name_of(func)
-        target = args[0] if args else None
-        named_ones = dict(kwargs or {})
-        if isinstance(named_ones.get("out"), SelectedTensor):
-            raise _refused(name, "with out=")
-        is_written = writes(name) or named_ones.get("inplace")
-        if isinstance(target, SelectedTensor) and is_written:
-            return target.write(func, _whole(args[1:]), _whole(named_ones))
-        found = func(*_of_selected(tuple(args)), **_of_selected(named_ones))
-        return _views(found, target.base, target.whole) if isinstance(target, SelectedTensor) else found
-
-    @property
-    def current(self) -> Tensor:
-        """The selection, plain; gathered again where the positions have changed. That is a collective."""
-        if _version_of(self.base) != self.version:
-            _ = self.whole.copy_(whole_of(self.base))
-            self.version = _version_of(self.base)
-        return self.value
-
-    def write(self, func: Any, args: _Args, kwargs: _Named) -> Any:
-        """Change the selection in place, and with it the own positions. A collective if the positions have changed."""
-        found = func(self.current, *args, **kwargs)
-        _keep(self.base, self.whole)
-        self.version = _version_of(self.base)
-        return found if found is None else self
-
-
-def _version_of(part: Tensor) -> float:
-    with without_subclasses():  # tensors of inference mode count no changes: gathered for each use
-        return math.nan if part.is_inference() else part._version
-
-
-def _of_selected(tree: Any) -> Any:
-    return pytree.tree_map_only(SelectedTensor, lambda each: each.current, tree)
-
-
-def _selected(func: Any, args: _Args, kwargs: _Named) -> Any:
-    """Compute a function of all positions; views of them stay selections of the own ones."""
-    given = _whole(tuple(args))
-    found = func(*given, **_whole(dict(kwargs)))
-    base = args[0] if args else None
-    if not isinstance(base, PartTensor) or base.division is None:
-        return found
-    return _views(found, base, given[0])
-
-
-def _views(found: Any, base: PartTensor, whole: Tensor) -> Any:
-    """Return what a function gave, tensors in it that share memory with all positions of a part as selections."""
-    if isinstance(found, tuple | list):
-        listed = cast("Sequence[Any]", found)
-        kind: Any = type(listed)
-        return kind([_views(each, base, whole) for each in listed])
-    if is_dynamo_compiling() and found._base is None and cast(PositionRanks, base.ranks).counts_changes:
-        return found  # no view; a graph breaks at others
-    if type(found) is not Tensor or found.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
-        return found
-    with without_subclasses():
-        chosen = found.as_subclass(SelectedTensor)
-    chosen.division = None
-    chosen.ranks = base.ranks
-    chosen.base = base
-    chosen.whole = whole
-    chosen.value = found
-    chosen.version = _version_of(base)
-    return chosen
-
-
-def _refused(name: str, problem: str) -> NoRuleError:
-    return NoRuleError(
-        "a function has no rule for positions that ranks along cp share",
-        expected="functions of each position alone, or attention: softmax(q @ k.transpose(-1, -2)) @ v, einsum, or "
-        "torch's scaled_dot_product_attention",
-        got=problem if problem == name else f"{name}, {problem}",
-        where="forward of a model on a mesh with cp",
-        fix="Call accel.parallel.context_attention in its place, or leave cp out of the mesh.",
-    )
-
-
-def whole_of(tensor: Any) -> Any:
-    """Return all positions of a part, plain, in their order; others as they are. A collective, as its backward."""
-    if not isinstance(tensor, PartTensor):
-        return tensor
-    if tensor.ranks.nests:
-        raise no_rule("all positions of a tensor that ranks along tp divide too")
-    layout = tensor.division
-    if layout is None:
-        return tensor.current if isinstance(tensor, SelectedTensor) else plain_of(tensor)
-    if layout.cut == balanced(layout.cut.total, tensor.ranks.size):
-        joined = tensor.ranks.joined(plain_of(tensor), layout.dim)
-        return sorted_positions(joined, layout.dim, tensor.ranks.size)
-    return leave(tensor)
-
-
-def _whole(tree: Any) -> Any:
-    return pytree.tree_map_only(PartTensor, whole_of, tree)
 
 
 _Again = tuple[_Args, _Named]
@@ -401,7 +277,7 @@ def _loss(func: Any, args: _Args, kwargs: _Named) -> Any:
     x = given.pop("input")
     target = given.pop("target")
     if reduction not in ("none", "sum", "mean"):
-        raise _refused(name_of(func), f"reduction={reduction!r}")
+        raise refused(name_of(func), f"reduction={reduction!r}")
     if name_of(func) in _OF_CLASSES:
         losses, count = _loss_of_classes(func, x, target, given)
     else:
@@ -426,7 +302,7 @@ def _alike(x: Tensor, other: Tensor) -> Tensor:
 def _loss_of_classes(func: Any, x: Tensor, target: Tensor, given: _Named) -> tuple[Tensor, Tensor]:
     """The loss of each position, as a part, and the number of those that count, or their weight."""
     if target.is_floating_point() or x.dim() < 2:
-        raise _refused(name_of(func), "with a probability for each class")
+        raise refused(name_of(func), "with a probability for each class")
     shape = target.shape
     x = (x.movedim(1, -1) if x.dim() > 2 else x).flatten(0, -2)
     target = _alike(x, target.flatten())
@@ -434,7 +310,7 @@ def _loss_of_classes(func: Any, x: Tensor, target: Tensor, given: _Named) -> tup
     with without_subclasses():
         layouts = layouts_of((x, target))
         if any(each.dim for each in layouts):
-            raise _refused(name_of(func), "of classes that ranks divide")
+            raise refused(name_of(func), "of classes that ranks divide")
         rows, labels = (plain_of(own_rows(each, 0, layouts[0].cut, ranks)) for each in (x, target))
         losses = make(func(rows, labels, **given, reduction="none"), layouts[0], ranks)
         counted = labels != given.get("ignore_index", -100)
@@ -489,7 +365,7 @@ def _context_attended(ranks: PositionRanks, ctx: DistContext, *tensors: Tensor, 
         return _across(ranks, *tensors, **given)
     note_attention(ctx)
     with all_positions(ctx):
-        return context_attention(ctx, *_whole(tensors), **_whole(given))
+        return context_attention(ctx, *all_whole(tensors), **all_whole(given))
 
 
 def _cross(ranks: PositionRanks, *tensors: Tensor) -> bool:

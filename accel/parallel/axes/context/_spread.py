@@ -13,7 +13,7 @@ from torch import nn
 
 from accel.context import DistContext
 from accel.errors import AccelError, ConfigError
-from accel.parallel._modules import forward_names, note_prepared, prepared_of, written_class
+from accel.parallel._modules import forward_names, is_pipelined, note_prepared, prepared_of, written_class
 from accel.parallel._refused import ModelRefusal, PrepareCall, RefusedFact, raised, refused
 from accel.parallel._spread import ModelView, Spread, SpreadOptions, compare_models
 from accel.parallel.axes.context._checks import (
@@ -27,10 +27,10 @@ from accel.parallel.axes.context._checks import (
     takes_cut_tokens,
     transformers_models,
 )
-from accel.parallel.axes.context._forward import use_positions
+from accel.parallel.axes.context._forward import Traits, use_positions
 from accel.parallel.axes.context._split import has_all_positions, plan_method, planned_method
+from accel.parallel.axes.context._stages import use_stage_positions
 from accel.parallel.axes.context._transformers import check_first, kept_for_padding, use_context_attention
-from accel.parallel.parts._nested import hold_plain_rows
 from accel.topology import ContextMethod
 
 _PREPARE = "prepare_model, on a mesh with cp"
@@ -49,17 +49,16 @@ def _is_done(ctx: DistContext, view: ModelView) -> bool:
     return not ctx.position.opened or any("context" in prepared_of(module) for module in view.modules.values())
 
 
-def _computes_in_parts(ctx: DistContext, view: ModelView, models: Sequence[nn.Module]) -> bool:
+def _computes_in_parts(view: ModelView, models: Sequence[nn.Module]) -> bool:
     """Return whether a user's module computes with parts of positions, around its models of transformers if it has
     some. Its first call is proved."""
-    takes_parts = all(takes_cut_tokens(each) and not first_blocks(each) for each in models)
-    return ctx.axis("pp").size == 1 and view.model not in models and takes_parts
+    return view.model not in models and all(takes_cut_tokens(each) and not first_blocks(each) for each in models)
 
 
 def _mixing(asked: PrepareCall) -> RefusedFact | None:
     """Find modules that mix positions and that no attention of accel replaces."""
     models = [each for _, each in transformers_models(asked.view.modules)]
-    if _computes_in_parts(asked.ctx, asked.view, models):
+    if _computes_in_parts(asked.view, models):
         return None
     known = {id(module) for each in models for module in each.modules()}
     found = [name for name, each in asked.view.modules.items() if id(each) not in known and mixes(each)]
@@ -70,9 +69,9 @@ def _mixing(asked: PrepareCall) -> RefusedFact | None:
 
 
 def _staged(asked: PrepareCall) -> RefusedFact | None:
-    crossing = [each for _, each in transformers_models(asked.view.modules) if out_of_reach(each)]
-    is_cut = bool(crossing) and asked.ctx.axis("pp").size > 1
-    return RefusedFact(type(crossing[0]).__name__, "prepare_model") if is_cut else None
+    models = [each for _, each in transformers_models(asked.view.modules)]
+    is_one = models == [asked.view.model] or _computes_in_parts(asked.view, models)
+    return None if is_one or asked.ctx.axis("pp").size == 1 else RefusedFact(type(models[0]).__name__, "prepare_model")
 
 
 # Rows for models that contain models of transformers which `check_transformers` accepts.
@@ -121,18 +120,25 @@ def _spread(ctx: DistContext, view: ModelView, options: ContextOptions, *, is_em
     plan_method(ctx, options.context)
     note_prepared(view.model, context=options.context)
     models = [each for _, each in transformers_models(view.modules)]
-    computes_in_parts = _computes_in_parts(ctx, view, models)
     for each in models:
         if not out_of_reach(each):
             use_context_attention(ctx, each)
         _use_parts(ctx, each)
-    if not computes_in_parts and not models:
-        hold_plain_rows(view.model)
-    if computes_in_parts:
-        use_positions(ctx, view.model, holds_models=bool(models))
-    elif models and ctx.is_main_process:
+    if _computes_in_parts(view, models):
+        _begin(ctx, view.model, Traits(may_cross=not models), holds_models=bool(models))
+    elif view.model not in models and ctx.is_main_process:
         _log_others(view, models)
     return view.model
+
+
+def _begin(
+    ctx: DistContext, model: nn.Module, traits: Traits, within: Sequence[nn.Module] = (), *, holds_models: bool = False
+) -> None:
+    """Let a model, or its stages, compute with parts of positions. Mutates it, by classes and hooks."""
+    if is_pipelined(model):
+        use_stage_positions(ctx, model, traits, within)
+    else:
+        use_positions(ctx, model, traits, within, holds_models=holds_models)
 
 
 def _log_others(view: ModelView, models: Sequence[nn.Module]) -> None:
@@ -149,10 +155,10 @@ def _log_others(view: ModelView, models: Sequence[nn.Module]) -> None:
 
 
 def _use_parts(ctx: DistContext, model: Any) -> None:
-    """Let a model of transformers compute with parts of positions. Mutates it, by hooks."""
-    takes_cut = takes_cut_tokens(model)
-    use_positions(ctx, model, first_blocks(model), is_cut=takes_cut, samples=SAMPLES, has_own_losses=takes_cut)
-    if takes_cut:
+    """Let a model of transformers compute with parts of positions. Mutates it, by classes and hooks."""
+    is_cut = takes_cut_tokens(model)
+    _begin(ctx, model, Traits(is_cut, samples=SAMPLES, has_own_losses=is_cut), first_blocks(model))
+    if is_cut:
         _ = model.register_forward_pre_hook(_GivenParts(ctx, model), prepend=True, with_kwargs=True)
 
 

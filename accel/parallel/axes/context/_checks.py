@@ -175,7 +175,7 @@ def _is_pretrained(kind: type) -> bool:
 def first_blocks(model: Any) -> list[nn.Module]:
     """Return the first block of each list of blocks with attention, except lists with hidden states of tokens that are
     cut, in a model of transformers."""
-    decoder = stacks_of(model)[-1]
+    decoder = model.get_decoder() if _is_pair(model) else model
     of_tokens = {id(module) for module in decoder.modules()} if takes_cut_tokens(model) else set[int]()
     first = [group.entries[0][1] for group in _attending(model)]
     return [block for block in first if id(block) not in of_tokens]
@@ -256,11 +256,6 @@ def check_transformers(path: str, model: Any, method: str) -> None:
         raise refuse(reason, f"an attention that the method {method!r} reaches", type(model).__name__, fix)
     if reason and not takes_cut_tokens(model):
         _check_blocks(model, reason, refuse)
-
-
-def stacks_of(model: Any) -> list[Any]:
-    """Return the encoder and the decoder of a model that has two; the model of others."""
-    return [model.get_encoder(), model.get_decoder()] if _is_pair(model) else [model]
 
 
 def _is_pair(model: Any) -> bool:

@@ -53,17 +53,14 @@ class Traits(NamedTuple):
     has_own_losses: bool = False  # whether losses in its forward are of this rank's positions
 
 
-def use_positions(
-    ctx: DistContext, model: nn.Module, traits: Traits, within: Sequence[nn.Module] = (), *, holds_models: bool = False
-) -> None:
+def use_positions(ctx: DistContext, model: nn.Module, traits: Traits, within: Sequence[nn.Module] = ()) -> None:
     """Let a model's forward compute with parts of positions. Mutates it, by a class and hooks.
 
     `within`: first blocks of stacks. All ranks hold their full inputs, and they get this rank's positions of them.
-    `holds_models`: whether models of transformers are inside of it.
     """
     positions = Positions(ctx, [model], traits)
     positions.begin(model, [model], within)
-    if not holds_models:
+    if not any("positions" in notes_of(each) for each in model.modules() if each is not model):  # to be called alone
         positions.guard_all(model)
 
 
@@ -152,26 +149,25 @@ class Positions:
     def call(self, module: nn.Module, forward: _Forward, given: Inputs, *, is_traced: bool) -> Any:
         """Call a forward with parts of the inputs that are cut, and return own positions. A collective of the first
         call, which is proved. `is_traced`: whether torch compiles the call."""
-        with own_losses(self.ctx) if self.traits.has_own_losses else contextlib.nullcontext():
-            return self._call(module, forward, given, is_traced=is_traced)
+        self.is_running = True
+        try:
+            with own_losses(self.ctx) if self.traits.has_own_losses else contextlib.nullcontext():
+                return self._call(module, forward, given, is_traced=is_traced)
+        finally:
+            self.is_running = False
 
     def _call(self, module: nn.Module, forward: _Forward, given: Inputs, *, is_traced: bool) -> Any:
         if has_all_positions(self.ctx) or (self.traits.is_cut and not self.has_own(given)):
             return forward(*given.inputs, **given.keywords)
         if not self.traits.is_cut:
             note_cut(self.ctx, 0)  # by a first block
-        self.is_running = True
-        try:
-            if not self.is_proved:
-                self.prove(module, given, partial(self._problem, module, forward, given), is_traced=is_traced)
-            if self.crosses:
-                return forward(*given.inputs, **given.keywords)
-            inputs, keywords = self.parts_of(given, self.dim)
-            compile_inside(module, self.ranks, self)
-            output = forward(*inputs, **keywords)
-        finally:
-            self.is_running = False
-        return self.left(output)
+        if not self.is_proved:
+            self.prove(module, given, partial(self._problem, module, forward, given), is_traced=is_traced)
+        if self.crosses:
+            return forward(*given.inputs, **given.keywords)
+        inputs, keywords = self.parts_of(given, self.dim)
+        compile_inside(module, self.ranks, self)
+        return self.left(forward(*inputs, **keywords))
 
     def left(self, output: Any) -> Any:
         """Return own positions for the parts of an output."""

@@ -36,7 +36,7 @@ from accel.parallel.parts._contractions import terms_of
 from accel.parallel.parts._elementwise import ELEMENTWISE, elementwise, writes
 from accel.parallel.parts._layout import RowCut, balanced, no_rule
 from accel.parallel.parts._nested import NestedPart
-from accel.parallel.parts._part import layouts_of, name_of, named, outside, own_rows, ranks_of, tensors_of, whole_shape
+from accel.parallel.parts._part import layouts_of, name_of, named, outside, own_rows, tensors_of, whole_shape
 
 _Args = Sequence[Any]
 _Named = Mapping[str, Any]
@@ -187,7 +187,7 @@ class PositionRanks(Ranks):
         if name == "context_attention":
             return _context_attended(self, *args, **kwargs)
         if name in _LOSSES:
-            return _loss(func, args, kwargs)
+            return _loss(self, func, args, kwargs)
         if name == "__getitem__" and isinstance(args[1], PartTensor) and not isinstance(args[0], PartTensor):
             return functional.embedding(args[1], args[0]) if args[0].dim() == 2 else func(args[0], whole_of(args[1]))
         note_attention(self.ctx)
@@ -269,7 +269,7 @@ _LOSSES = (
 )  # fmt: skip
 
 
-def _loss(func: Any, args: _Args, kwargs: _Named) -> Any:
+def _loss(ranks: PositionRanks, func: Any, args: _Args, kwargs: _Named) -> Any:
     """A loss of all positions: each rank computes its own. A mean or a sum of them is a collective, unless a model
     returns losses of own positions."""
     given = named("input target weight", args, kwargs)
@@ -279,7 +279,7 @@ def _loss(func: Any, args: _Args, kwargs: _Named) -> Any:
     if reduction not in ("none", "sum", "mean"):
         raise refused(name_of(func), f"reduction={reduction!r}")
     if name_of(func) in _OF_CLASSES:
-        losses, count = _loss_of_classes(func, x, target, given)
+        losses, count = _loss_of_classes(ranks, func, x, target, given)
     else:
         target = _alike(x, target)
         with without_subclasses():
@@ -287,8 +287,8 @@ def _loss(func: Any, args: _Args, kwargs: _Named) -> Any:
         count = None
     if reduction == "none":
         return losses
-    if has_own_losses(losses.ranks.ctx):
-        losses.ranks.has_own_loss = True
+    if has_own_losses(ranks.ctx):
+        ranks.has_own_loss = True
         losses = plain_of(losses)
     return losses.sum() if reduction == "sum" else losses.sum() / (losses.numel() if count is None else count)
 
@@ -299,14 +299,15 @@ def _alike(x: Tensor, other: Tensor) -> Tensor:
     return whole_of(other) if len(set(layouts)) > 1 else other
 
 
-def _loss_of_classes(func: Any, x: Tensor, target: Tensor, given: _Named) -> tuple[Tensor, Tensor]:
+def _loss_of_classes(
+    ranks: PositionRanks, func: Any, x: Tensor, target: Tensor, given: _Named
+) -> tuple[Tensor, Tensor]:
     """The loss of each position, as a part, and the number of those that count, or their weight."""
     if target.is_floating_point() or x.dim() < 2:
         raise refused(name_of(func), "with a probability for each class")
     shape = target.shape
     x = (x.movedim(1, -1) if x.dim() > 2 else x).flatten(0, -2)
     target = _alike(x, target.flatten())
-    ranks = ranks_of(x, target)
     with without_subclasses():
         layouts = layouts_of((x, target))
         if any(each.dim for each in layouts):

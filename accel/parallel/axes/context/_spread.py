@@ -125,20 +125,15 @@ def _spread(ctx: DistContext, view: ModelView, options: ContextOptions, *, is_em
             use_context_attention(ctx, each)
         _use_parts(ctx, each)
     if _computes_in_parts(view, models):
-        _begin(ctx, view.model, Traits(may_cross=not models), holds_models=bool(models))
+        _begin(ctx, view.model, Traits(may_cross=not models))
     elif view.model not in models and ctx.is_main_process:
         _log_others(view, models)
     return view.model
 
 
-def _begin(
-    ctx: DistContext, model: nn.Module, traits: Traits, within: Sequence[nn.Module] = (), *, holds_models: bool = False
-) -> None:
+def _begin(ctx: DistContext, model: nn.Module, traits: Traits, within: Sequence[nn.Module] = ()) -> None:
     """Let a model, or its stages, compute with parts of positions. Mutates it, by classes and hooks."""
-    if is_pipelined(model):
-        use_stage_positions(ctx, model, traits, within)
-    else:
-        use_positions(ctx, model, traits, within, holds_models=holds_models)
+    (use_stage_positions if is_pipelined(model) else use_positions)(ctx, model, traits, within)
 
 
 def _log_others(view: ModelView, models: Sequence[nn.Module]) -> None:

@@ -126,7 +126,15 @@ def _attention(
         span = MaskSpan(causal=False)
     if isinstance(attention_mask, Tensor):
         bias = attention_mask if bias is None else _with_mask(bias, attention_mask)
-    ctx = notes_of(module)["context"]
+    ctx = notes_of(module).get("context")
+    if ctx is None:
+        raise ConfigError(
+            "an attention across ranks of a model that was not prepared",
+            expected="a model that prepare has prepared, with its modules",
+            got=f"{type(module).__name__} of another model, with the config of one",
+            where=where,
+            fix="Prepare the model, or make it with a config of its own.",
+        )
     # plain tensors of a forward on parts have all positions
     with nullcontext() if any(map(has_positions, (query, key, value))) else all_positions(ctx):
         out = context_attention(

@@ -731,6 +731,55 @@ def test_a_layer_that_is_called_alone_is_refused(ranks: Simulator) -> None:
     ranks.run(rank, 2, default_group=True)
 
 
+def test_a_model_with_the_config_of_a_prepared_one_is_refused(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        config = accel.unwrap_model(accel.prepare_model(ctx, make_llama())).config
+        with assert_raises(ConfigError, problem="an attention across ranks of a model that was not prepared"):
+            transformers.LlamaForCausalLM(config)(IDS[0])
+
+    ranks.run(rank, 2, default_group=True)
+
+
+def masks_of(change: Callable[[Any], Any]) -> Any:
+    """Return what a prepared model's masks say, for a mask function that is changed."""
+    masking: Any = importlib.import_module("transformers.masking_utils")
+
+    def rank(ctx: accel.DistContext) -> Any:
+        model = accel.unwrap_model(accel.prepare_model(accel.replace(ctx, mesh="cp=2"), make_llama()))
+        embeds = torch.zeros(1, LENGTH, 16)
+        return masking.create_causal_mask(model.config, embeds, None, None, and_mask_function=change(masking))
+
+    return rank
+
+
+@pytest.mark.parametrize(
+    ("change", "is_tensor"),
+    [
+        (lambda _masking: None, False),
+        (lambda masking: masking.sliding_window_overlay(3), False),
+        (lambda masking: masking.and_masks(*map(masking.sliding_window_overlay, (3, 4))), True),
+        (lambda _masking: lambda _batch, _head, query, key: (query - key) % 2 == 0, True),
+    ],
+)
+def test_masks_that_are_no_spans_are_tensors_of_all_pairs(
+    ranks: Simulator, change: Callable[[Any], Any], is_tensor: bool
+) -> None:
+    masking: Any = importlib.import_module("transformers.masking_utils")
+    eager = make_llama().config
+    eager._attn_implementation = "sdpa"
+    given = {"and_mask_function": change(masking), "allow_is_causal_skip": False}
+    wanted = masking.create_causal_mask(eager, torch.zeros(1, LENGTH, 16), None, None, **given)
+    for found in ranks.run(masks_of(change), 2, default_group=True):
+        assert isinstance(found, Tensor) == is_tensor
+        assert tuple(found.shape) == tuple(wanted.shape)
+        if is_tensor:
+            assert torch.equal(found, wanted)
+        else:
+            near = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().triu(1 - (found.window or LENGTH))
+            assert torch.equal(near, wanted[0, 0])
+
+
 class Scored(nn.Module):
     """A head of the user's own on a model of transformers."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from importlib import import_module
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ _OTHER_SCORES = ("head_mask", "cu_seq_lens_q", "block_mask")
 _PASS_MASK = "Pass attention_mask=, of shape [batch, 1, own, length]: the own queries and all keys."
 # functions of transformers that make the masks of a `MaskSpan`
 _OF_SPANS = {
-    "and_masks", "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay",
+    "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay",
     "sliding_window_bidirectional_overlay", "chunked_overlay", "packed_sequence_mask_function",
     "remap_positions_for_packed_sequence",
 }  # fmt: skip
@@ -73,12 +74,14 @@ def _mask(*, mask_function: Any, attention_mask: Any = None, kv_length: int, **o
     `MaskSpan` the tensor that transformers makes, of all pairs."""
     if isinstance(attention_mask, MaskSpan):
         return attention_mask
-    joined = dict(_joined(mask_function))
-    is_padding = attention_mask is None or attention_mask.shape[-1] == kv_length
-    if not is_padding or not joined.keys() <= _OF_SPANS:
+    joined = [each for each in _joined(mask_function) if each[0] != "and_masks"]
+    names = {name for name, _ in joined}
+    is_full = attention_mask is None or attention_mask.shape[-1] == kv_length
+    has_cache = any(others.get(name) for name in ("q_offset", "kv_offset"))
+    if not is_full or has_cache or not names <= _OF_SPANS or len(names) < len(joined):
         given = {"mask_function": mask_function, "attention_mask": attention_mask, "kv_length": kv_length, **others}
         return import_module("transformers.masking_utils").sdpa_mask(**given)
-    held = {name: value for each in joined.values() for name, value in each.items()}
+    held = {name: value for _, values in joined for name, value in values.items()}
     documents = held.get("packed_sequence_mask")
     if (chunk := held.get("chunk_size")) is not None:
         padding = held["left_padding"]
@@ -86,16 +89,20 @@ def _mask(*, mask_function: Any, attention_mask: Any = None, kv_length: int, **o
         chunks = (places - padding[:, None]) // chunk
         documents = chunks if documents is None else documents * kv_length + chunks
     window = held.get("sliding_window")
-    if window is not None and "sliding_window_bidirectional_overlay" in joined:  # which has the largest distance
+    if window is not None and "sliding_window_bidirectional_overlay" in names:  # which has the largest distance
         window += 1
-    is_full = attention_mask is None or bool(attention_mask.all())
-    ignored = None if attention_mask is None or is_full else ~attention_mask
+    has_padding = attention_mask is not None and not bool(attention_mask.all())
+    ignored = ~attention_mask if has_padding else None
     shape = (others["batch_size"], 1, others["q_length"], kv_length)
-    return MaskSpan("causal_mask_function" in joined, window, documents, ignored, shape)
+    return MaskSpan("causal_mask_function" in names, window, documents, ignored, shape)
 
 
 def _joined(mask: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the functions of transformers that a mask joins: the name of what made each, and the values it holds."""
+    """Yield the functions that a mask joins: the name of the function of transformers that made each, "" for others;
+    and the values it holds."""
+    if not isinstance(mask, FunctionType) or not mask.__module__.endswith("masking_utils"):
+        yield "", {}
+        return
     cells = [cell.cell_contents for cell in mask.__closure__ or ()]
     held = dict(zip(mask.__code__.co_freevars, cells, strict=True))
     yield mask.__qualname__.partition(".")[0], held

@@ -149,6 +149,7 @@ class OfTransformers(nn.Module):
         sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
         config = kinds.LlamaConfig(vocab_size=32, num_key_value_heads=2, **sizes)
         self.body = kinds.LlamaModel(config)
+        self.body.embed_tokens.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         seen = (x[..., 0] < 1).long()

@@ -60,8 +60,7 @@ def use_positions(ctx: DistContext, model: nn.Module, traits: Traits, within: Se
     """
     positions = Positions(ctx, [model], traits)
     positions.begin(model, [model], within)
-    if not any("positions" in notes_of(each) for each in model.modules() if each is not model):  # to be called alone
-        positions.guard_all(model)
+    positions.guard_all(model)
 
 
 class _ByPositions(Mixin, nn.Module):
@@ -141,9 +140,12 @@ class Positions:
         add_mixin(runs, _ByPositions)
 
     def guard_all(self, model: nn.Module) -> None:
-        """Refuse separate calls of all modules that can have an attention, until the first call is proved."""
-        others = [each for each in model.modules() if each is not model]
-        self.guard(each for each in others if any(each.children()) or isinstance(each, nn.MultiheadAttention))
+        """Refuse separate calls of all modules that can have an attention, until the first call is proved. A model
+        inside that computes with parts itself may be called alone."""
+        for each in model.modules():
+            if (inner := notes_of(each).get("positions")) is not None:
+                inner.guard([])
+        self.guard(each for each in model.modules() if any(each.children()) or isinstance(each, nn.MultiheadAttention))
 
     @untraced
     def call(self, module: nn.Module, forward: _Forward, given: Inputs, *, is_traced: bool) -> Any:
@@ -273,7 +275,7 @@ class Positions:
             texts = exchange_values(self.ctx.comm, _PROOF, problem, str)
             problems.append(max(texts, key=lambda each: (bool(each), each != DIFFERENT)))
             if not problems[-1]:
-                self.guard([] if self.crosses else [each for each in self.ranks.across if each not in self.roots])
+                self.guard([] if self.crosses else self.ranks.across)
                 if self.crosses:
                     hold_plain_rows(module)
                 else:
@@ -317,7 +319,8 @@ class Positions:
         """Refuse separate calls of these modules, and no longer of others. Mutates them, by hooks."""
         for hook in self.guards:
             hook.remove()
-        self.guards = [each.register_forward_pre_hook(self.refuse_alone, with_kwargs=True) for each in modules]
+        guarded = [each for each in modules if each not in self.roots and "positions" not in notes_of(each)]
+        self.guards = [each.register_forward_pre_hook(self.refuse_alone, with_kwargs=True) for each in guarded]
 
     def _compare(self, given: Inputs) -> None:
         """Raise `ConfigError` on every rank where those along cp have other inputs, of a model that cuts them itself. A

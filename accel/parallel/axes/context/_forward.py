@@ -45,7 +45,7 @@ _PROOF = Call("positions", "proof", ordered=False)
 
 
 class Traits(NamedTuple):
-    """What is known of a model that computes with parts of positions."""
+    """Facts of a model that computes with parts of positions."""
 
     is_cut: bool = True  # whether its inputs are cut
     may_cross: bool = False  # whether it may call `context_attention` itself

@@ -37,7 +37,7 @@ _OF_SPANS = {
 
 
 class MaskSpan(NamedTuple):
-    """What a mask of transformers says, in its place."""
+    """A mask of transformers as facts, without a tensor of pairs."""
 
     causal: bool  # whether a position only sees itself and earlier ones
     window: int | None = None  # as in `context_attention`

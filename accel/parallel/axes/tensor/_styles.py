@@ -64,7 +64,6 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     dims: Mapping[str, int] = {}
     summands: bool = False  # whether the gradients of its replicated parameters are summands, one on each rank
     fresh: bool = False  # whether its backward computes these gradients in memory of their own
-    uneven: int = 0  # number of outputs, where ranks compute different numbers of them and gather all; 0 elsewhere
     overlap: bool = False  # whether messages overlap with the module's matmuls
     layouts: Mapping[str, RowLayout] = {}  # layouts of its parameters that are parts in a forward, by name
     # Parts that are made whole in its outputs, where modules in it compute with parts: of "features", or "all".
@@ -82,24 +81,20 @@ Regions = Mapping[str, Mapping[str, RowLayout]]
 _FRESH = {nn.LayerNorm.forward, nn.RMSNorm.forward, nn.GroupNorm.forward}
 
 
-_BETWEEN = (COLWISE | ROWWISE | {"embedding_colwise"}) - {"colwise_gather_output"}
+_IN_PARTS = COLWISE | ROWWISE | {"embedding_colwise", "embedding_rowwise"}
 
 
-def rule_for(module: nn.Module, style: TensorStyle, size: int, *, ways: int) -> Rule:
+def rule_for(module: nn.Module, style: TensorStyle, ways: int) -> Rule:
     """Return the rule of a module without a problem, by which its outputs have as many pieces as `ways`."""
     dims = _dims(module, style)
-    uneven = 0
-    if style == "colwise_gather_output":
-        outputs = module.get_parameter("weight").shape[dims["weight"]]
-        uneven = outputs if outputs % size else 0
     return Rule(
         style=style,
         dims=dims,
         # its own parameters see a part of the heads on each rank
         summands=style == "replicated_with_grad_allreduce",
         fresh=type(module).forward in _FRESH,
-        uneven=uneven,
-        layouts={} if style not in _BETWEEN else _layouts(module, dims, _PACKS.get(style, 1), ways),
+        layouts={} if style not in _IN_PARTS else _layouts(module, dims, _PACKS.get(style, 1), ways),
+        ends="features" if style == "colwise_gather_output" else "",
     )
 
 

@@ -15,7 +15,9 @@ from test_context_models import LENGTH, cut
 from torch import Tensor, nn
 
 import accel
+from accel.errors import PrepareError
 from accel.parallel import Plan
+from accel.parallel.parts import PartTensor
 from accel.testing import Simulator
 from accel.tree import map_tensors
 
@@ -138,3 +140,38 @@ def test_a_stage_may_have_no_attention(ranks: Simulator) -> None:
         step(ctx, model, torch.randn(4, LENGTH, 8))
 
     _ = ranks.run(rank, 4, default_group=True)
+
+
+class Wrong(nn.Module):
+    """A layer that computes something else with a part of positions, or fails on one rank."""
+
+    def __init__(self, case: str, *, fails: bool) -> None:
+        super().__init__()
+        self.case, self.fails = case, fails
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        h = h + (h @ h.transpose(1, 2)).softmax(-1) @ h
+        if not isinstance(x, PartTensor):
+            return h
+        if self.case == "fails" and self.fails:
+            raise ValueError(self.case)
+        return 1.02 * h if self.case == "values" else h
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize("case", ["values", "fails"])
+def test_a_stage_that_computes_something_else_is_refused_on_all_ranks(ranks: Simulator, case: str, at: int) -> None:
+    def rank(ctx: accel.DistContext) -> str:
+        ctx = accel.replace(ctx, mesh=MESH)
+        torch.manual_seed(0)
+        fails = ctx.axis("cp").rank == 1
+        model = nn.Sequential(*(Wrong(case if number == at else "", fails=fails) for number in range(4)))
+        with pytest.raises(PrepareError) as caught:
+            step(ctx, model, torch.randn(4, LENGTH, 8))
+        return caught.value.got
+
+    said = {"values": "output 0 is off by", "fails": "ValueError: fails"}
+    assert all(each.startswith(said[case]) for each in ranks.run(rank, 4, default_group=True))

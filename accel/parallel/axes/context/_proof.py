@@ -35,9 +35,6 @@ class Calls(NamedTuple):
 
     whole: Callable[[], list[Tensor]]  # with all positions
     own: Callable[[], list[Tensor]]  # with parts
-    inputs: Sequence[Tensor] = ()  # inputs of both with gradients to compare
-    # The context of the backward of each.
-    backwards: Sequence[Callable[[], contextlib.AbstractContextManager[object]]] = (contextlib.nullcontext,) * 2
 
 
 class Comparison:
@@ -46,13 +43,11 @@ class Comparison:
     Attributes:
         ctx: the context.
         ranks: of the parts.
-        is_wide: whether the calls that run compute in a wide dtype.
     """
 
     def __init__(self, ctx: DistContext, ranks: PositionRanks) -> None:
         self.ctx = ctx
         self.ranks = ranks
-        self.is_wide = False
 
     def attempted(self, attempt: Callable[[], None]) -> str:
         """Return the problem that a comparison finds on this rank; "" for none. A collective."""
@@ -77,11 +72,11 @@ class Comparison:
         compared in its dtypes.
         """
         everything = list(module.parameters())
-        parameters = _proved(everything, calls.inputs)
+        parameters = _proved(everything)
         sizes = [each.numel() for each in everything]
         is_small = bool(parameters) and sum(sizes) <= _LARGEST  # frozen ones count: a graph keeps wide copies
         mode = WideMode(wide_dtype(self.ctx.device), everything if is_small else [])
-        copies = [mode.copies.get(id(each), each) for each in parameters] if is_small else []
+        copies = [mode.copies[id(each)] for each in parameters] if is_small else []
         runs = [(mode, copies), (contextlib.nullcontext(), parameters)]
         has_units = any(sharded_roots(child) for child in module.children())  # messages fill buffers of their dtype
         got: list[Tensor] = []
@@ -89,14 +84,13 @@ class Comparison:
             # if ranks share parameters, a graph is made alone: functions that lose positions fail in it
             follows = not parameters and (run is not mode or sum(sizes) <= _LARGEST)
             is_followed = bool(compared) or (follows and any(each.requires_grad for each in everything))
-            self.is_wide = run is mode
             with run, torch.set_grad_enabled(is_followed):
                 expected = self.expected(calls.whole, may_fail=run is mode)
                 if expected is None:
                     continue
                 with noted(module, self.ranks):
                     got = calls.own()
-                if difference := self.difference(expected, got, compared, calls.backwards):
+                if difference := self.difference(expected, got, compared):
                     raise PrepareError("", got=difference)
             if compared or not parameters:
                 break
@@ -114,13 +108,7 @@ class Comparison:
         self.ranks.meet(found is None)
         return found
 
-    def difference(
-        self,
-        expected: Sequence[Tensor],
-        got: Sequence[Tensor],
-        parameters: Sequence[Tensor],
-        backwards: Sequence[Callable[[], contextlib.AbstractContextManager[object]]] = (contextlib.nullcontext,) * 2,
-    ) -> str:
+    def difference(self, expected: Sequence[Tensor], got: Sequence[Tensor], parameters: Sequence[Tensor]) -> str:
         """Return a line on the first output or gradient that differs from the one of all positions; "" for none. A
         collective."""
         if len(expected) != len(got):
@@ -145,22 +133,16 @@ class Comparison:
             if not off <= _tolerance(want):
                 return f"output {number} is off by {off:.0e} of its norm"
             objectives.append(((want * draw).sum(), (own * share).sum()))
-        return self._gradients(objectives, parameters, backwards) if objectives else ""
+        return self._gradients(objectives, parameters) if objectives else ""
 
-    def _gradients(
-        self,
-        objectives: Sequence[tuple[Tensor, Tensor]],
-        parameters: Sequence[Tensor],
-        backwards: Sequence[Callable[[], contextlib.AbstractContextManager[object]]],
-    ) -> str:
+    def _gradients(self, objectives: Sequence[tuple[Tensor, Tensor]], parameters: Sequence[Tensor]) -> str:
         """Return a line on the first gradient that the ranks' do not sum up to; "" for none. A collective."""
         want, have = (torch.stack([each[at].real for each in objectives]).sum() for at in (0, 1))
         if not parameters or not want.requires_grad:
             return ""
-        with all_positions(self.ctx), backwards[0]():  # where blocks are recomputed
+        with all_positions(self.ctx):  # where blocks are recomputed
             expected = gradients_of(want, parameters)
-        with backwards[1]():
-            own = gradients_of(have, parameters)
+        own = gradients_of(have, parameters)
         with torch.no_grad():
             largest = max(_norm(each) for each in expected)
             for parameter, wanted, mine in zip(parameters, expected, own, strict=True):
@@ -171,14 +153,13 @@ class Comparison:
         return ""
 
 
-def _proved(parameters: Sequence[nn.Parameter], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the parameters and inputs to compare gradients of: none if ranks share parameters; of many parameters only
-    vectors."""
+def _proved(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters to compare gradients of: none if ranks share some, only vectors if there are many."""
     found = [each for each in parameters if each.requires_grad]
     if any(is_dtensor(each) for each in found):
         return []
     is_large = sum(each.numel() for each in found) > _LARGEST
-    return [*(each for each in found if not is_large or each.dim() < 2), *inputs]
+    return [each for each in found if each.dim() < 2] if is_large else found
 
 
 def _tolerance(tensor: Tensor) -> float:

@@ -77,16 +77,15 @@ def _staged(asked: PrepareCall) -> RefusedFact | None:
 # Rows for models that contain models of transformers which `check_transformers` accepts.
 _REFUSED = (
     ModelRefusal(
-        "a module that mixes positions outside of a model of transformers, or in a stage of a pipeline: it only sees "
-        "this rank's positions",
+        "a module that mixes positions outside of a model of transformers: it only sees this rank's positions",
         _mixing,
         expected="modules that work on positions one by one, and accel.parallel.context_attention",
         fix=f"{LEAVE} Where this module works along another dimension: accel.replace(ctx, mesh=ctx.mesh).",
     ),
     ModelRefusal(
-        "a model that computes with parts of positions, in stages of a pipeline",
+        "a model of transformers that takes full inputs, in stages of a model around it",
         _staged,
-        expected="a mesh without cp or without pp",
+        expected="the model of transformers alone",
         fix="Leave cp or pp out of the mesh.",
     ),
 )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,9 +19,9 @@ from accel.parallel._modules import prepared_of, stage_modules
 from accel.parallel._private import called_eagerly
 from accel.parallel.axes.context._attention import whole_positions
 from accel.parallel.axes.context._forward import Inputs, Positions, Traits
-from accel.parallel.axes.context._inner import halved
+from accel.parallel.axes.context._inner import halved, listed
 from accel.parallel.axes.context._positions import PositionRanks
-from accel.parallel.axes.context._proof import Calls, evaluated, outputs_of
+from accel.parallel.axes.context._proof import DIFFERENT, Calls, evaluated, outputs_of
 from accel.parallel.axes.context._split import all_positions, attends, has_all_positions
 from accel.parallel.parts import PartTensor, leave, make, plain_of
 from accel.parallel.parts._nested import rows_in
@@ -40,8 +40,9 @@ class StagePositions(Positions):
     """Calls of the stages of one model on this rank.
 
     Attributes:
-        output: of the last call, with its parts.
         kinds: the ranks that hold parts, in one order on all ranks.
+        is_proving: whether stages run for the proof.
+        output: of the last call for the proof, with its parts.
         got: tensors that this rank's last compared stage passes on, or the outputs.
         unrecorded: first error of a forward that is recorded for the proof; None for none.
     """
@@ -49,6 +50,7 @@ class StagePositions(Positions):
     def __init__(self, ctx: DistContext, roots: Sequence[nn.Module], traits: Traits) -> None:
         super().__init__(ctx, roots, traits)
         self.is_proved = True  # by the pipeline, before it calls a stage
+        self.is_proving = False
         self.output: Any = None
         self.got: list[Tensor] = []
         self.unrecorded: StageError | None = None
@@ -56,7 +58,8 @@ class StagePositions(Positions):
 
     def left(self, output: Any) -> Any:
         """Return own positions for the parts of an output."""
-        self.output = output
+        if self.is_proving:
+            self.output = output
         return super().left(output)
 
     # --- what stages pass on
@@ -85,14 +88,18 @@ class StagePositions(Positions):
         """Return a micro-batch with all positions, for a record. A collective."""
         if self.crosses or has_all_positions(self.ctx):
             return batch
-        given = Inputs(batch.args, batch.kwargs)
-        self.note_uncut(given)
+        self.note_uncut(Inputs(batch.args, batch.kwargs))
 
         def gathered(each: Tensor) -> Tensor:
             at = self.cut_dim(each, self.dim)
             return each if at is None else whole_positions(self.ctx, each, at)
 
-        return _batch_of(batch, map_tensors(gathered, given))
+        return _batch_of(batch, map_tensors(gathered, Inputs(batch.args, batch.kwargs)))
+
+    def cuts(self, batch: MicroBatch) -> Sequence[int | None]:
+        """Return the dimension of the positions of each input; None for an input without."""
+        self.note_uncut(Inputs(batch.args, batch.kwargs))
+        return [] if self.crosses else [self.cut_dim(each, self.dim) for each in listed((batch.args, batch.kwargs))]
 
     # --- the proof
 
@@ -121,8 +128,7 @@ class StagePositions(Positions):
             for each in (trials.model, *trials.stages):
                 stack.enter_context(evaluated(each, self.ctx.device))
                 stack.enter_context(called_eagerly(each))
-            self.is_running = True
-            _ = stack.callback(setattr, self, "is_running", False)
+            stack.enter_context(self._proving())
             if self.traits.may_cross:
                 self.crosses = self._attends(trials)
             if self.crosses:
@@ -143,6 +149,16 @@ class StagePositions(Positions):
         names = exchange_values(self.ctx.comm, _PROOF, list(self.ranks.whole), list[str])
         self.ranks.whole |= dict.fromkeys(name for each in names for name in each)
         return problem
+
+    @contextlib.contextmanager
+    def _proving(self) -> Generator[None]:
+        self.is_proving = self.is_running = True
+        try:
+            yield
+        finally:
+            self.is_proving = self.is_running = False
+            self.output = None
+            self.got = []
 
     def _attends(self, trials: StageTrials) -> bool:
         """Return whether attention crosses ranks in a stage that gets own positions as they are. A collective."""
@@ -171,32 +187,25 @@ class StagePositions(Positions):
             self.unrecorded = self.unrecorded or error
             problem = str(error)
         found = [each for each in exchange_values(self.ctx.comm, _PROOF, problem, str) if each]
-        return found[0] if found else trials.compare(replays[0], batches, problem_of)
+        found = found or trials.compare(replays[0], batches, problem_of)
+        return next((each for each in found if each != DIFFERENT), "".join(found[:1]))
 
     def _compare_stage(self, trial: StageTrial) -> None:
         """Raise `PrepareError` where a stage with parts differs from one with all positions. A collective along cp."""
-        inputs = [each.requires_grad_(each.is_floating_point()) for each in trial.received]
 
         def run_own() -> list[Tensor]:
-            pairs = zip(inputs, trial.parts, strict=True)
-            received = [each if part is None else self._own(each, part) for each, part in pairs]
-            passed = trial.run(1, received, is_wide=self.comparison.is_wide)
+            pairs = zip(trial.received, trial.parts, strict=True)
+            passed = trial.run(1, [each if part is None else self._own(each, part) for each, part in pairs])
             if trial.module.is_last:
                 return outputs_of(self.output)
             found = [each if part is None else self.received(each, part) for each, part in passed]
             return [each for each in found if each.is_floating_point()]
 
-        calls = Calls(
-            partial(self._run_whole, trial),
-            run_own,
-            [each for each in inputs if each.requires_grad],
-            (partial(trial.backward, 0), partial(trial.backward, 1)),
-        )
-        self.got = self.comparison.differ(trial.module, calls)
+        self.got = self.comparison.differ(trial.module, Calls(partial(self._run_whole, trial), run_own))
 
     def _run_whole(self, trial: StageTrial) -> list[Tensor]:
         """Run a stage with all positions; return the floating-point tensors that it passes on, or the outputs."""
-        passed = trial.run(0, trial.received, is_wide=self.comparison.is_wide)
+        passed = trial.run(0, trial.received)
         if trial.module.is_last:
             return outputs_of(trial.output)
         return [each for each, _ in passed if each.is_floating_point()]

@@ -5,7 +5,7 @@ of the stages in two ways that are compared before the first batch."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -74,14 +74,14 @@ class Replays:
             let_answer(ghost.get_submodule(path), self._calls.of(path))
 
     def key(self, model: nn.Module, work: Work, *, trains: bool) -> object:
-        """Return what a record depends on: shapes and other arguments, the mode, gradients and autocast."""
+        """Return what a record depends on: shapes, cuts and other arguments, the mode, gradients and autocast."""
         first = work.micro_batches[0]
         tree = (first.args, dict(first.kwargs)) if work.shapes is None else work.shapes
         spec = pytree.tree_structure(tree)
         facts = tuple(map(_form, take_apart(tree, work.containers).leaves))
         with work.around():
             cast_to = tuple(map(autocast_dtype, dict.fromkeys(("cpu", self._device.type))))
-        return spec, facts, model.training, trains, cast_to
+        return spec, facts, tuple(self.parts.cuts(first)), model.training, trains, cast_to
 
     def of_micro_batches(self, comm: Comm, key: object, model: nn.Module, work: Work) -> list[Replay]:
         """Return the replay of each micro-batch. Where the forward reads values of its inputs, they may differ, and an
@@ -309,11 +309,10 @@ class StageTrial:
         self._replays = replays
         self._dtypes = [replays[0].record.leaf(each).dtype for each in passed]
 
-    def run(self, way: int, received: Sequence[Tensor], *, is_wide: bool) -> list[tuple[Tensor, PassedPart | None]]:
+    def run(self, way: int, received: Sequence[Tensor]) -> list[tuple[Tensor, PassedPart | None]]:
         """Run the stage in one of the ways; return what it passes on, and the facts of parts. The last stage passes on
-        nothing. `is_wide`: whether values keep a dtype wider than theirs in the model."""
-        pairs = zip(received, self._dtypes, strict=True)
-        given = [each if is_wide or not each.is_floating_point() else each.to(dtype) for each, dtype in pairs]
+        nothing."""
+        given = [each.to(dtype) for each, dtype in zip(received, self._dtypes, strict=True)]
         passed = self.module(*(given or [torch.zeros(())]), micro=torch.tensor([way]))
         self.seen[way] = dict(self.module.seen)
         if self.module.is_last:
@@ -328,12 +327,6 @@ class StageTrial:
     def _keep(self, output: Any, _batch: MicroBatch) -> Any:
         self.output = output
         return output
-
-    @contextlib.contextmanager
-    def backward(self, way: int) -> Generator[None]:
-        """Answer calls of the backward of a way, as in a checkpoint."""
-        with self.module.backward_of(way, ends=False):
-            yield
 
 
 class StageTrials:
@@ -372,8 +365,10 @@ class StageTrials:
         work = self._work._replace(micro_batches=[batch], probe=None)
         return agreed_replay(self._comm, lambda: self._replays.record(self.model, work))
 
-    def compare(self, replay: Replay, batches: Sequence[MicroBatch], problem_of: Callable[[StageTrial], str]) -> str:
-        """Run each stage in two ways; return the first problem that a rank finds, "" for none. A collective.
+    def compare(
+        self, replay: Replay, batches: Sequence[MicroBatch], problem_of: Callable[[StageTrial], str]
+    ) -> list[str]:
+        """Run each stage in two ways, up to one with a problem; return the problems that ranks find. A collective.
 
         Args:
             replay: of the micro-batch with all positions.
@@ -392,12 +387,12 @@ class StageTrials:
                     problem = problem_of(trial)
             found = [each for each in exchange_values(self._ctx.comm, _TRIAL, problem, str) if each]
             if found:
-                return found[0]
+                return found
             seen = [self._of_owner(at, trial and trial.seen[way]) for way in _WAYS]
             known = [each._replace(facts={**each.facts, **new}) for each, new in zip(known, seen, strict=True)]
             if at + 1 < self._layout.stages:
                 values = self._passed_on(at, known[0], trial, values)
-        return ""
+        return []
 
     def _of_owner(self, at: int, seen: Mapping[Label, Boundary] | None) -> dict[Label, Boundary]:
         """The facts that the rank with a stage has seen. A collective along the pipeline."""

@@ -73,6 +73,10 @@ class StageParts(Protocol):
         """Return a micro-batch with the inputs of all ranks that share them, for a record. A collective of these."""
         ...
 
+    def cuts(self, batch: MicroBatch) -> Sequence[int | None]:
+        """Return the dimension along which ranks share each input; None for an input that all of them have."""
+        ...
+
 
 class WholeParts:
     """The parts of a model with stages that pass on whole tensors."""
@@ -89,6 +93,11 @@ class WholeParts:
     def whole(self, batch: MicroBatch) -> MicroBatch:
         """Return a micro-batch as it is."""
         return batch
+
+    def cuts(self, batch: MicroBatch) -> Sequence[int | None]:
+        """Return nothing: ranks share no input."""
+        _ = batch
+        return ()
 
 
 def check_shape(found: torch.Tensor, expected: Boundary, what: str) -> None:

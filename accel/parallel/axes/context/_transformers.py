@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from importlib import import_module
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +92,7 @@ def _mask(*, mask_function: Any, attention_mask: Any = None, kv_length: int, **o
     if window is not None and "sliding_window_bidirectional_overlay" in names:  # which has the largest distance
         window += 1
     has_padding = attention_mask is not None and not bool(attention_mask.all())
-    ignored = ~attention_mask if has_padding else None
+    ignored = ~cast(Tensor, attention_mask) if has_padding else None
     shape = (others["batch_size"], 1, others["q_length"], kv_length)
     return MaskSpan("causal_mask_function" in names, window, documents, ignored, shape)
 

@@ -61,7 +61,6 @@ INSERTED = (
     # Each part of the sequence goes through the division along tp.
     Inserted("Chunked", "parallel/_chunked.py", "chunk_sequence"),
     Inserted("_ByPositions", "parallel/axes/context/_forward.py", "prepare_model: cp"),
-    Inserted("KeepsContext", "parallel/axes/context/_transformers.py", "prepare_model: cp"),
     Inserted("RegionEnd", "parallel/axes/tensor/_part_layers.py", "prepare_model: tp"),
     Inserted("LocalParameters", "parallel/axes/tensor/_layers.py", "prepare_model: tp"),
     Inserted("ListedBlock", "parallel/axes/experts/_listed.py", "prepare_model: ep"),

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypedDict, Unpack, cast
 
@@ -72,26 +70,6 @@ def source_of(written: type | Callable[..., Any]) -> str | None:
         return inspect.getsource(written)
     except (OSError, TypeError):
         return None
-
-
-@functools.lru_cache(maxsize=256)
-def passes_keyword(kind: type, callee: str, keyword: str) -> bool | None:
-    """Return whether the forward that a class has written passes a keyword to any call of functions with names that
-    match the pattern `callee`; None if it has no such call, or no source."""
-    try:
-        tree = ast.parse(textwrap.dedent(source_of(inspect.unwrap(cast(Any, kind).forward)) or ""))
-    except (AttributeError, SyntaxError):
-        return None
-    dicts: dict[str, str] = {}  # keywords that are passed together, by the variable
-    for each in ast.walk(tree):
-        if isinstance(each, ast.Assign) and isinstance(each.value, ast.Dict):
-            dicts |= {ast.unparse(target): ast.unparse(each.value) for target in each.targets}
-    found = [
-        [name if (name := each.arg) is not None else dicts.get(ast.unparse(each.value), "") for each in call.keywords]
-        for call in ast.walk(tree)
-        if isinstance(call, ast.Call) and re.fullmatch(callee, ast.unparse(call.func))
-    ]
-    return any(keyword == each or repr(keyword) in each for names in found for each in names) if found else None
 
 
 def forward_names(module: nn.Module) -> tuple[str, ...]:
@@ -180,6 +158,7 @@ class ModuleNotes(TypedDict, total=False):
     absent: Mapping[str, Tensor]  # placeholders of tensors that other stages hold, by name. By prepare_model, along pp
     answer: Any  # function that answers its calls. By replays, until they end
     chunks: Any  # parts of the sequence on which it runs. By chunk_sequence; read by its forwards
+    context: Any  # of the attention of a model of transformers. By prepare_model, along cp
     compute: Any  # function that a head runs instead of its forward. By a loss without logits, for one call
     elsewhere: bool  # another stage holds it. By prepare_model, along pp; read wherever modules are chosen
     emptied: str  # engine that empties its parameters between passes. By DeepSpeed's engine; read by losses

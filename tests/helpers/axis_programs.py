@@ -285,11 +285,11 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "parallel/axes/context/_checks.py",
-        "the model would number the positions",
-        CUT,
-        "model(tokens[:, :3])",
-        "position_ids=",
-        "model(tokens, {line}part['position_ids'])",
+        "tokens of no sequence that was cut",
+        CUT + "length = 4\n",
+        "model(tokens[:, :2])",
+        "accel.parallel.sequence_positions(ctx, length)",
+        "{line}; model(tokens[:, :2])",
         ranks=2,
         mesh="cp=2",
         needs="transformers",
@@ -420,17 +420,6 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
         needs="transformers",
     ),
     Program(
-        "parallel/axes/context/_checks.py",
-        "on one rank, transformers would not keep packed documents apart with a cache",
-        CUT + "places = accel.parallel.split_sequence(ctx, {'at': torch.arange(8).repeat(2, 1) % 4})['at']\n",
-        "model(tokens, position_ids=places, use_cache=True)",
-        "use_cache=False",
-        "model(tokens, position_ids=places, {line})",
-        ranks=2,
-        mesh="cp=2",
-        needs="transformers",
-    ),
-    Program(
         "parallel/axes/pipeline/_layout.py",
         "a batch norm would take the statistics of rows",
         NORMED + "DataLoader, rows = torch.utils.data.DataLoader, torch.utils.data.TensorDataset(torch.ones(7, 4))\n"
@@ -457,26 +446,7 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "parallel/axes/context/_checks.py",
-        "on one rank, transformers would not keep packed documents apart in this model",
-        "import transformers\n"
-        "config = transformers.GptOssConfig(\n"
-        "    vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,\n"
-        "    num_key_value_heads=2, head_dim=4, num_local_experts=2, num_experts_per_tok=1, sliding_window=5,\n"
-        "    attn_implementation='eager', experts_implementation='eager', use_cache=False)\n"
-        "model = transformers.GptOssForCausalLM(config); ids = torch.arange(16).view(2, 8); at = torch.arange(8)\n"
-        "mask = ((at[:, None] >= at) & (at[:, None] // 4 == at // 4)).expand(2, 1, 8, 8)\n"
-        "part = accel.parallel.split_sequence(ctx, {'ids': ids, 'at': at.repeat(2, 1) % 4})\n"
-        "mask = accel.parallel.split_sequence(ctx, {'mask': mask}, dim=2)['mask']\n",
-        "accel.prepare_model(ctx, model)(part['ids'], position_ids=part['at'])",
-        'plan=accel.parallel.Plan(context="gather")',
-        "accel.prepare_model(ctx, model, {line})(part['ids'], position_ids=part['at'], attention_mask=mask)",
-        ranks=2,
-        mesh="cp=2",
-        needs="transformers",
-    ),
-    Program(
-        "parallel/axes/context/_checks.py",
-        "the model would shift the decoder's tokens",
+        "every rank would compute the decoder for all positions",
         "import transformers; ids = torch.arange(16).view(2, 8)\n"
         "config = transformers.T5Config(d_model=8, d_ff=8, num_layers=1, num_heads=2, d_kv=4, vocab_size=16,\n"
         "    dropout_rate=0.0, decoder_start_token_id=0)\n"
@@ -502,26 +472,6 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
         "ctx = {line}; step(part)",
         ranks=2,
         mesh="cp=2",
-    ),
-    Program(
-        "parallel/axes/context/_transformers.py",
-        "a mask of the model's own making",
-        "import transformers; ids = torch.arange(1, 17).view(2, 8); padded = ids.clone(); padded[:, [1, 4]] = 0\n"
-        "side = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=17,\n"
-        "    num_key_value_heads=1, head_dim=4, use_cache=False)\n"
-        "config = transformers.T5GemmaConfig(encoder=side, decoder=side, vocab_size=17)\n"
-        "model = accel.prepare_model(ctx, transformers.T5GemmaForConditionalGeneration(config).eval())\n"
-        "part = accel.parallel.split_sequence(ctx, {'ids': ids, 'padded': padded}); places = part['position_ids']\n"
-        "run = functools.partial(model, part['ids'], decoder_input_ids=part['padded'], use_cache=False,\n"
-        "    position_ids=places, decoder_position_ids=places)\n"
-        "sees = (torch.ones(8, 8, dtype=torch.bool).tril() & (padded != 0)[:, None]).unsqueeze(1)\n"
-        "own = accel.parallel.split_sequence(ctx, {'sees': sees}, dim=2)['sees']\n",
-        "run()",
-        "attention_mask=",
-        "run(decoder_{line}own)",
-        ranks=2,
-        mesh="cp=2",
-        needs="transformers",
     ),
     Program(
         "parallel/axes/context/_transformers.py",

@@ -160,6 +160,31 @@ def test_compiled_blocks_of_hand_written_models_have_one_graph(
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+class OfTransformers(nn.Module):
+    """A Llama that is given embeddings, some of which it takes for padding."""
+
+    def __init__(self, kinds: Any) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = kinds.LlamaConfig(vocab_size=32, num_key_value_heads=2, **sizes)
+        self.body = kinds.LlamaModel(config)
+        self.body.embed_tokens.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = (x[..., 0] < 1).long()
+        return self.body(inputs_embeds=x, attention_mask=seen, use_cache=False).last_hidden_state * seen[..., None]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_blocks_of_transformers_have_one_graph(ranks: Simulator) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    whole = torch.randn(2, LENGTH, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    check(ranks, OfTransformers(transformers), {"x": whole})
+    assert 0 < graphs() <= 4
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
 class Keeping(Mixing):
     """Adds a value that the first block has put into the caller's dict."""
 

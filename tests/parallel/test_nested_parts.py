@@ -23,7 +23,8 @@ from accel.comm import summed
 from accel.context import group_of
 from accel.errors import PrepareError
 from accel.parallel._modules import RANKS
-from accel.parallel.axes.context._positions import PositionRanks, whole_of
+from accel.parallel.axes.context._positions import PositionRanks
+from accel.parallel.axes.context._selected import whole_of
 from accel.parallel.axes.tensor._part_layers import LayerRanks
 from accel.parallel.axes.tensor._styles import Rule
 from accel.parallel.parts import NoRuleError, PartTensor, RowCut, RowLayout, make, rows_of

@@ -194,6 +194,17 @@ def logits_of(ctx: accel.DistContext, model: Any, **changes: Any) -> Any:
     return model(**{name: each for name, each in inputs.items() if each is not None})
 
 
+def test_the_last_logits_are_those_of_the_sequence(ranks: Simulator) -> None:
+    expected = make_llama()(IDS[0], logits_to_keep=3).logits.detach()
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        found = logits_of(ctx, accel.prepare_model(ctx, make_llama()), logits_to_keep=3).logits
+        return float((found - expected).detach().abs().max())
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-6  # norms and rotations are float32 inside
+
+
 def test_positional_inputs_and_copies_cross_the_ranks_too(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> float:
         ctx = accel.replace(ctx, mesh="cp=2")
@@ -209,36 +220,28 @@ def test_positional_inputs_and_copies_cross_the_ranks_too(ranks: Simulator) -> N
     assert max(ranks.run(rank, 2, default_group=True)) < 1e-6  # norms and rotations are float32 inside
 
 
-def test_packed_documents_beside_a_cache_are_refused(ranks: Simulator) -> None:
-    def rank(ctx: accel.DistContext) -> bool:
+@pytest.mark.parametrize(
+    ("make", "given"),
+    [
+        (make_llama, {"use_cache": False}),
+        (make_llama, {}),  # next to a cache of keys transformers sees one document
+        (make_gpt_oss, {"use_cache": False}),  # which makes its masks without positions
+    ],
+)
+def test_positions_that_restart_mean_what_they_do_in_one_process(
+    ranks: Simulator, make: Any, given: dict[str, Any]
+) -> None:
+    expected = make()(IDS[0], position_ids=PACKED, **given).logits.detach()
+
+    def rank(ctx: accel.DistContext) -> float:
         ctx = accel.replace(ctx, mesh="cp=2")
-        model = accel.prepare_model(ctx, make_llama())
-        part = accel.parallel.split_sequence(ctx, {"ids": IDS[0], "position_ids": PACKED})
-        with assert_raises(ConfigError, expected="use_cache=False"):
-            model(part["ids"], position_ids=part["position_ids"])
+        model = accel.prepare_model(ctx, make())
+        part = accel.parallel.split_sequence(ctx, {"ids": IDS[0], "position_ids": PACKED, "out": expected})
         one_row = part["position_ids"][:1]  # as transformers makes them itself
-        out = model(part["ids"], position_ids=one_row, use_cache=False).logits
-        return bool((out - model(part["ids"], position_ids=part["position_ids"], use_cache=False).logits).any())
+        found = [model(part["ids"], position_ids=at, **given).logits for at in (part["position_ids"], one_row)]
+        return max(float((each - part["out"]).detach().abs().max()) for each in found)
 
-    assert ranks.run(rank, 2, default_group=True) == [False, False]
-
-
-def test_packed_documents_are_refused_where_masks_do_not_know_them(ranks: Simulator) -> None:
-    """gpt-oss makes its masks without positions, so that one rank sees one document."""
-
-    def rank(ctx: accel.DistContext) -> str:
-        whole = make_gpt_oss()(IDS[0], position_ids=PACKED, use_cache=False).logits
-        apart = make_gpt_oss()(IDS[0][:, :5], use_cache=False).logits
-        assert not torch.allclose(whole[:, 5], make_gpt_oss()(IDS[0][:, 5:6], use_cache=False).logits[:, 0])
-        torch.testing.assert_close(whole[:, :5], apart)
-        ctx = accel.replace(ctx, mesh="cp=2")
-        model = accel.prepare_model(ctx, make_gpt_oss())
-        part = accel.parallel.split_sequence(ctx, {"ids": IDS[0], "position_ids": PACKED})
-        with pytest.raises(ConfigError) as caught:
-            model(part["ids"], position_ids=part["position_ids"], use_cache=False)
-        return caught.value.got
-
-    assert ranks.run(rank, 2, default_group=True) == ["GptOssModel, and position_ids that begin anew"] * 2
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-6  # norms and rotations are float32 inside
 
 
 def test_the_models_own_loss_takes_labels_that_are_shifted(ranks: Simulator) -> None:
@@ -260,8 +263,6 @@ def test_the_models_own_loss_takes_labels_that_are_shifted(ranks: Simulator) -> 
         ({"attention_mask": torch.ones(4, LENGTH)}, "a mask of other positions"),
         ({"attention_mask": torch.zeros(4, 1, LENGTH // 2, LENGTH // 2)}, "a mask of other positions"),
         ({"labels": True}, "shift_labels=part"),
-        ({"logits_to_keep": 1}, "Leave logits_to_keep out"),
-        ({"pixel_values": torch.zeros(1, 3, 4, 4)}, "Pass text only"),
     ],
 )
 def test_inputs_that_cannot_follow_a_cut_are_refused(ranks: Simulator, changes: Any, words: str) -> None:
@@ -563,11 +564,12 @@ def test_windows_around_a_position_and_padding_are_those_of_the_models_masks(ran
         at = part["position_ids"]
         given = {"position_ids": at, "decoder_position_ids": at, "use_cache": False}
         one = model(part["ids"], decoder_input_ids=part["goal"], **given).logits
-        with assert_raises(ConfigError, got="a mask of the padding among the tokens"):
-            model(part["ids"], decoder_input_ids=part["padded"], **given)
-        two = model(part["ids"], decoder_input_ids=part["padded"], decoder_attention_mask=part["seen"], **given).logits
-        seen = part["seen"][..., None]
-        return [float(each.detach().abs().max()) for each in (one - part["one"], (two - part["two"]) * seen)]
+        two = model(part["ids"], decoder_input_ids=part["padded"], **given).logits
+        three = model(
+            part["ids"], decoder_input_ids=part["padded"], decoder_attention_mask=part["seen"], **given
+        ).logits
+        off = [one - part["one"], *((each - part["two"]) * part["seen"][..., None] for each in (two, three))]
+        return [float(each.detach().abs().max()) for each in off]
 
     for found in ranks.run(rank, 2, default_group=True):
         assert max(found) < 1e-6  # rotary tables are fp32
@@ -618,6 +620,7 @@ LEFT = (torch.arange(LENGTH) >= torch.tensor([[0], [3], [1], [9]])).long()
         (make_gpt2, LEFT),
         (make_bert, LEFT),
         (make_opt, None),
+        (make_opt, LEFT),  # by the mask
         (make_xlm_roberta, LEFT),  # by tokens, some of which are of padding
     ],
 )
@@ -651,19 +654,15 @@ def test_a_model_that_keeps_positions_for_padding_numbers_tokens_padded_on_the_l
     assert max(ranks.run(rank, 2, default_group=True)) < 1e-10
 
 
-def test_tokens_that_a_model_cannot_number_need_their_positions(ranks: Simulator) -> None:
-    def rank(ctx: accel.DistContext) -> bool:
+def test_tokens_of_no_sequence_that_was_cut_are_refused(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="cp=2")
         model = accel.unwrap_model(accel.prepare_model(ctx, make_opt()))
-        with assert_raises(ConfigError, fix="split_sequence", got="16 tokens, of no sequence that was cut"):
-            model(IDS[0])
-        part = accel.parallel.split_sequence(ctx, {"ids": IDS[0], "mask": LEFT})
-        with assert_raises(ConfigError, expected="for a call with attention_mask", fix="position_ids=part"):
-            model(part["ids"], attention_mask=part["mask"])
-        given = {"attention_mask": part["mask"], "position_ids": part["position_ids"]}
-        return bool(model(part["ids"], **given).logits.isfinite().all())
+        for given in ({}, {"position_ids": torch.arange(LENGTH)[None]}):
+            with assert_raises(ConfigError, fix="split_sequence", got="16 tokens, of no sequence that was cut"):
+                model(IDS[0], **given)
 
-    assert all(ranks.run(rank, 2, default_group=True))
+    ranks.run(rank, 2, default_group=True)
 
 
 def make_gemma(**changes: Any) -> Any:
@@ -690,7 +689,7 @@ def test_an_attention_has_the_order_of_its_models_mask(ranks: Simulator, changes
     assert max(ranks.run(rank, 2, default_group=True)) < 1e-10
 
 
-def test_a_prefix_of_images_needs_its_mask(ranks: Simulator) -> None:
+def test_a_prefix_of_images_needs_its_types_or_its_mask(ranks: Simulator) -> None:
     """PaliGemma's attention has no order, and its mask the causal one, or by token_type_ids a prefix without one."""
     image = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     text = {**SMALL, **HEADS, "num_key_value_heads": 1, "head_dim": 8, "use_cache": False, "model_type": "gemma"}
@@ -714,23 +713,71 @@ def test_a_prefix_of_images_needs_its_mask(ranks: Simulator) -> None:
         model = accel.unwrap_model(accel.prepare_model(ctx, copy.deepcopy(made)))
         with assert_raises(ConfigError, fix="Pass attention_mask="):
             model(**given)
-        with assert_raises(ConfigError, fix="Pass attention_mask="):
-            model(**given, token_type_ids=part["kinds"])
         own = accel.parallel.split_sequence(ctx, {"mask": mask}, dim=2)["mask"]
-        return (model(**given, attention_mask=own).logits - part["out"]).abs().max().item()
+        found = [model(**given, token_type_ids=part["kinds"]), model(**given, attention_mask=own)]
+        return max((each.logits - part["out"]).abs().max().item() for each in found)
 
     assert max(ranks.run(rank, 2, default_group=True)) < 1e-6  # Gemma norms in float32
 
 
-def test_a_layer_that_is_called_alone_is_told_of_the_context(ranks: Simulator) -> None:
+def test_a_layer_that_is_called_alone_is_refused(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="cp=2")
         model = accel.unwrap_model(accel.prepare_model(ctx, make_llama()))
         part = accel.parallel.split_sequence(ctx, {"ids": IDS[0]})
-        with assert_raises(ConfigError, problem="no context came"):
+        with assert_raises(ConfigError, problem="a part of the model was called alone"):
             model.model(part["ids"], position_ids=part["position_ids"])
 
     ranks.run(rank, 2, default_group=True)
+
+
+def test_a_model_with_the_config_of_a_prepared_one_is_refused(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        config = accel.unwrap_model(accel.prepare_model(ctx, make_llama())).config
+        with assert_raises(ConfigError, problem="an attention across ranks of a model that was not prepared"):
+            transformers.LlamaForCausalLM(config)(IDS[0])
+
+    ranks.run(rank, 2, default_group=True)
+
+
+def masks_of(change: Callable[[Any], Any]) -> Any:
+    """Return what a prepared model's masks say, for a mask function that is changed."""
+    masking: Any = importlib.import_module("transformers.masking_utils")
+
+    def rank(ctx: accel.DistContext) -> Any:
+        model = accel.unwrap_model(accel.prepare_model(accel.replace(ctx, mesh="cp=2"), make_llama()))
+        embeds = torch.zeros(1, LENGTH, 16)
+        return masking.create_causal_mask(model.config, embeds, None, None, and_mask_function=change(masking))
+
+    return rank
+
+
+@pytest.mark.parametrize(
+    ("change", "is_tensor"),
+    [
+        (lambda _masking: None, False),
+        (lambda masking: masking.sliding_window_overlay(3), False),
+        (lambda masking: masking.and_masks(*map(masking.sliding_window_overlay, (3, 4))), True),
+        (lambda _masking: lambda _batch, _head, query, key: (query - key) % 2 == 0, True),
+    ],
+)
+def test_masks_that_are_no_spans_are_tensors_of_all_pairs(
+    ranks: Simulator, change: Callable[[Any], Any], is_tensor: bool
+) -> None:
+    masking: Any = importlib.import_module("transformers.masking_utils")
+    eager = make_llama().config
+    eager._attn_implementation = "sdpa"
+    given = {"and_mask_function": change(masking), "allow_is_causal_skip": False}
+    wanted = masking.create_causal_mask(eager, torch.zeros(1, LENGTH, 16), None, None, **given)
+    for found in ranks.run(masks_of(change), 2, default_group=True):
+        assert isinstance(found, Tensor) == is_tensor
+        assert tuple(found.shape) == tuple(wanted.shape)
+        if is_tensor:
+            assert torch.equal(found, wanted)
+        else:
+            near = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().triu(1 - (found.window or LENGTH))
+            assert torch.equal(near, wanted[0, 0])
 
 
 class Scored(nn.Module):
@@ -743,11 +790,9 @@ class Scored(nn.Module):
             torch.manual_seed(1)
             self.head = nn.Linear(16, 3).double()
         self.score = score
-        self.gets_parts = False
 
     def forward(self, ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
         hidden = self.body(ids, position_ids=position_ids).last_hidden_state
-        self.gets_parts = type(hidden) is not Tensor
         return self.score(self.head, hidden, labels)
 
 
@@ -799,16 +844,14 @@ SCORES = (last_position, each_position, mean_of_positions, last_added, convolved
 )
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 def test_a_head_of_the_users_own_sees_all_positions(ranks: Simulator, score: Any, strategy: Any, mesh: str) -> None:
-    """Code that works on positions one by one gets own positions, plain, and other code gets parts."""
     ids, labels, at = IDS[0], IDS[0] % 3, torch.arange(LENGTH).expand(4, -1)
     alone = Scored(score)
     expected = alone(ids, at, labels)
     expected.square().sum().backward()
 
-    def rank(ctx: accel.DistContext) -> tuple[bool, float]:
+    def rank(ctx: accel.DistContext) -> float:
         ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
         model = accel.prepare_model(ctx, Scored(score))
-        inner: Any = accel.unwrap_model(model)
         part = accel.parallel.split_sequence(ctx, {"ids": ids, "labels": labels}, shift=())
         optimizer = accel.prepare_optimizer(ctx, torch.optim.SGD(model.parameters(), lr=1.0))
         state = begin_batch(ctx)
@@ -827,11 +870,9 @@ def test_a_head_of_the_users_own_sees_all_positions(ranks: Simulator, score: Any
             off.append(
                 float((each.detach() - each.grad - after[name]).abs().max() / each.grad.abs().max().clamp(min=1))
             )
-        return inner.gets_parts, max(off)
+        return max(off)
 
-    for gets_parts, off in ranks.run(rank, 4 if "tp" in mesh else 2, default_group=True):
-        assert gets_parts == (score is not each_position)
-        assert off < 1e-6  # norms and rotations are float32 inside
+    assert max(ranks.run(rank, 4 if "tp" in mesh else 2, default_group=True)) < 1e-6  # norms are float32 inside
 
 
 class Returned(nn.Module):
@@ -844,7 +885,6 @@ class Returned(nn.Module):
 
     def forward(self, ids: Tensor, position_ids: Tensor, labels: Tensor) -> Any:
         out = self.body(ids, position_ids=position_ids, labels=labels, shift_labels=labels)
-        self.gets_parts = type(out.logits) is not Tensor
         return (out.loss, out.logits[:, -1]) if self.scores_last else out
 
 
@@ -859,7 +899,6 @@ def test_a_loss_of_the_own_tokens_is_returned_as_it_is(ranks: Simulator, scores_
         model = accel.prepare_model(ctx, made)
         part = accel.parallel.split_sequence(ctx, {"ids": IDS[0], "labels": IDS[0]})
         out = model(part["ids"], part["position_ids"], part["labels"])
-        assert made.gets_parts == scores_last
         alone = accel.unwrap_model(accel.prepare_model(ctx, make_llama()))
         logits = alone(part["ids"], position_ids=part["position_ids"]).logits
         wanted = cross_entropy(logits.flatten(0, 1), part["labels"].flatten())

@@ -1032,21 +1032,6 @@ PROGRAMS: tuple[Program, ...] = (
         "{line}; assert loaded['other'] == state",
     ),
     Program(
-        "parallel/axes/context/_checks.py",
-        "the model would number its tokens by other inputs",
-        "from transformers import OPTConfig, OPTForCausalLM\n"
-        "sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, ffn_dim=8, vocab_size=8)\n"
-        "model = accel.prepare_model(ctx, OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=8)))\n"
-        "ids = torch.ones(1, 8, dtype=torch.long)\n"
-        "part = accel.parallel.split_sequence(ctx, {'ids': ids, 'mask': ids})\n",
-        "model(part['ids'], attention_mask=part['mask'])",
-        "position_ids=part['position_ids']",
-        "assert model(part['ids'], attention_mask=part['mask'], {line}).logits.shape == (1, 4, 8)",
-        ranks=2,
-        mesh="cp=2",
-        needs="transformers",
-    ),
-    Program(
         "parallel/_brought_shards.py",
         "a parametrization computes with parts",
         PAIR + "from torch.distributed.tensor import Replicate, Shard, distribute_tensor\n"

@@ -39,10 +39,10 @@ def elementwise(func: Any, args: Args, kwargs: Named) -> Any:
     """A function of elements at the same place, after broadcasting."""
     first = _alike(args)
     if first is not None and not any(isinstance(each, Tensor) for each in kwargs.values()):
-        return make(func(*args, **kwargs), first.division, first.ranks)
+        return make(func(*map(_kept_plain, args), **kwargs), first.division, first.ranks)
     ranks = ranks_of(args, kwargs)
     own, alignment = aligned(list(tensors_of((args, kwargs))), ranks)
-    given = iter(own)
+    given = map(_kept_plain, own)
 
     def put(value: Any) -> Any:
         if isinstance(value, tuple | list):
@@ -89,6 +89,13 @@ def _alike(args: Args) -> PartTensor | None:
         elif isinstance(each, Tensor | Sequence):
             return None
     return first
+
+
+def _kept_plain(each: Any) -> Any:
+    """Return a part without a gradient as its plain rows: a graph of gradients keeps the tensor itself, and the checks
+    of a checkpoint ask it for its shape."""
+    is_constant = isinstance(each, PartTensor) and not each.requires_grad and torch.is_grad_enabled()
+    return plain_of(each) if is_constant and not is_dynamo_compiling() else each
 
 
 _READS = ("__index__", "__int__", "__invert__", "__iter__")  # the operators in place begin alike

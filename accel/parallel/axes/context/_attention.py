@@ -265,50 +265,58 @@ def context_attention(
         >>> accel.parallel.context_attention(ctx, q, k, v).shape
         torch.Size([1, 4, 6, 8])
     """
+    of_all = {"causal": causal, "documents": documents, "scale": scale, "window": window}
+    of_keys = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "mask_mod": mask_mod}
+    of_scores = {"softcap": softcap, "sinks": sinks, "score_mod": score_mod}
+    given: dict[str, Any] = {**of_all, **of_keys, **of_scores}
     if torch.overrides.has_torch_function((q, k, v)):
-        of_all = {"causal": causal, "documents": documents, "scale": scale, "method": method, "window": window}
-        of_keys = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "mask_mod": mask_mod}
-        of_scores = {"softcap": softcap, "sinks": sinks, "score_mod": score_mod}
-        others: dict[str, Any] = {**of_all, **of_keys, **of_scores}
-        return torch.overrides.handle_torch_function(context_attention, (q, k, v), ctx, q, k, v, **others)
+        return torch.overrides.handle_torch_function(context_attention, (q, k, v), ctx, q, k, v, method=method, **given)
     q, k, v = _as_autocast(q, k, v)
     size = position_axis(ctx).size
-    whole = k.shape[2] * size
-    factor = float(q.shape[-1] ** -0.5) if scale is None else scale
-    near = None if window is None or window >= whole else window
-    mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.ndim)]
-    terms = Terms(causal, factor, documents, key_padding_mask, mask, near, softcap, sinks, score_mod, mask_mod)
+    terms = _terms(q, k.shape[2] * size, **given)
     check_fit(q, k, v, size, causal=causal)
     check_terms(q, k, terms._replace(window=window), size)
     if method is not None:
         check_choice(method, get_args(ContextMethod), "unknown method of context parallelism", where="method=")
     if size == 1:
         pair = None if documents is None else (documents, documents)
-        return attend(q, k, v, terms, Seen(pair, key_padding_mask, mask))
+        return attend(q, k, v, terms, Seen(pair, key_padding_mask, terms.mask))
     chosen = method or planned_method(ctx) or "gather"
     check_method(q, terms, chosen, size)
-    function = near_attention if chosen == "ring" and near is not None else _METHODS[chosen]
+    function = near_attention if chosen == "ring" and terms.window is not None else _METHODS[chosen]
     return _across(ctx, function, q, k, v, terms)
 
 
+def _terms(
+    q: Tensor,
+    length: int,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    **others: Any,
+) -> Terms:
+    """Return the terms of an attention to `length` keys, from arguments of `context_attention`."""
+    factor = float(q.shape[-1] ** -0.5) if scale is None else scale
+    near = None if window is None or window >= length else window
+    mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.ndim)]
+    return Terms(scale=factor, ignored=key_padding_mask, mask=mask, window=near, **others)
+
+
 def attention_of_all(
-    ranks: PositionRanks, own: list[Tensor], mask: Tensor | None, is_causal: bool, scale: float | None
+    ranks: PositionRanks, q: Tensor, k: Tensor, v: Tensor, method: ContextMethod | None = None, **given: Any
 ) -> Tensor:
-    """Return attention of this rank's queries to the keys of all ranks, by the method of the plan. Messages of the
-    method "gather" are part of a graph of torch.compile; graphs break at others."""
-    has_heads = own[0].dim() == 4
-    q, k, v = (each if has_heads else each.unsqueeze(1) for each in own)
-    if mask is not None and mask.dim() == 3 and not has_heads:
-        mask = mask.unsqueeze(1)
+    """Return attention of this rank's queries to the keys of all ranks. Messages of the method "gather" are part of a
+    graph of torch.compile; graphs break at others.
+
+    `given`: arguments of `context_attention`.
+    """
     ranks.meet(*q.shape)
-    if is_dynamo_compiling() and planned_method(ranks.ctx) == "gather":
+    if is_dynamo_compiling() and (method or planned_method(ranks.ctx)) == "gather":
         q, k, v = _as_autocast(q, k, v)
-        mask = None if mask is None else mask[(None,) * (4 - mask.ndim)]
-        terms = Terms(is_causal, float(q.shape[-1] ** -0.5) if scale is None else scale, mask=mask)
-        out = gather_attention(q, k, v, ranks.group, terms)
-    else:
-        out = ranks.met(context_attention(ranks.ctx, q, k, v, causal=is_causal, scale=scale, attn_mask=mask))
-    return out if has_heads else out.squeeze(1)
+        return gather_attention(q, k, v, ranks.group, _terms(q, k.shape[2] * ranks.size, **given))
+    return ranks.met(context_attention(ranks.ctx, q, k, v, method=method, **given))
 
 
 @untraced

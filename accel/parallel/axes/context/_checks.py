@@ -4,9 +4,8 @@ sent, models by a `PrepareError` that names the module."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +13,11 @@ from torch import Tensor, nn
 from accel.context import DistContext
 from accel.errors import ConfigError, PrepareError
 from accel.parallel._blocks import ModuleGroup, block_groups, outermost_groups
-from accel.parallel._modules import forward_names, layerdrops, named_modules, passes_keyword, source_of, written_class
+from accel.parallel._modules import forward_names, layerdrops, named_modules, source_of, written_class
 from accel.parallel._private import runs_in_reentrant_checkpoint
 from accel.parallel.axes.context._kernels import Terms
-from accel.parallel.axes.context._split import has_all_positions, is_cut
+from accel.parallel.axes.context._split import is_cut
+from accel.parallel.parts import PartTensor
 
 _WHERE = "context_attention"
 
@@ -156,8 +156,6 @@ def check_method(q: Tensor, terms: Terms, method: str, size: int) -> None:
 FORWARD = "forward of a model on a mesh with cp"
 LEAVE = "Leave cp out of the mesh."
 SAMPLES = ("pixel_values", "input_features", "input_values")  # inputs that are no tokens
-_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-_ONE_POSITION = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
 
 
 def transformers_models(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Any]]:
@@ -177,7 +175,7 @@ def _is_pretrained(kind: type) -> bool:
 def first_blocks(model: Any) -> list[nn.Module]:
     """Return the first block of each list of blocks with attention, except lists with hidden states of tokens that are
     cut, in a model of transformers."""
-    decoder = stacks_of(model)[-1]
+    decoder = model.get_decoder() if _is_pair(model) else model
     of_tokens = {id(module) for module in decoder.modules()} if takes_cut_tokens(model) else set[int]()
     first = [group.entries[0][1] for group in _attending(model)]
     return [block for block in first if id(block) not in of_tokens]
@@ -223,31 +221,18 @@ def mixes(module: nn.Module) -> bool:
 
 
 _Refuse = Callable[..., PrepareError]
-# Reasons for which a model of transformers computes with parts of positions: its attention function is not enough.
+# Reasons for which a model of transformers keeps its attention, and the method is "gather".
 _REASONS: Mapping[str, Callable[[Any], object]] = {
     "an attention that does not come from transformers' AttentionInterface": lambda model: (
         not model._can_set_attn_implementation()
         or _found(text_decoder(model) or model, "MultiheadAttention")
         or _scores_itself(text_decoder(model) or model)
     ),
-    "a module that mixes positions": lambda model: any(map(mixes, (text_decoder(model) or model).modules())),
     "inputs that are not split like the tokens": lambda model: (
         not takes_cut_tokens(model) or (_is_pair(model) and any(name in forward_names(model) for name in SAMPLES))
     ),
-    "positions that the model numbers itself, from 0 on every rank": lambda model: any(
-        "position_ids" not in forward_names(each) and not _takes_places(each) for each in stacks_of(model)
-    ),
-    "layers with a state along the tokens": lambda model: getattr(model, "_is_stateful", False),
-    "layers of another kind": lambda model: not {*(getattr(model.config, "layer_types", None) or ())} <= _LAYERS,
-    "embeddings scaled by the number of masked tokens": lambda model: any(  # ESM
-        getattr(each, "token_dropout", False) for each in model.modules()
-    ),
     "a mask that attentions make of values": lambda model: any(  # Doge
         hasattr(each, "prepare_dynamic_mask") for each in model.modules()
-    ),
-    "tokens mixed with their neighbours": lambda model: getattr(model.config, "trigram_input", False),  # MobileBERT
-    "a head or a pooler, which reads one position": lambda model: (
-        type(model).__name__.endswith(_ONE_POSITION) or _found(text_decoder(model) or model, "Pooler")
     ),
 }
 
@@ -271,11 +256,6 @@ def check_transformers(path: str, model: Any, method: str) -> None:
         raise refuse(reason, f"an attention that the method {method!r} reaches", type(model).__name__, fix)
     if reason and not takes_cut_tokens(model):
         _check_blocks(model, reason, refuse)
-
-
-def stacks_of(model: Any) -> list[Any]:
-    """Return the encoder and the decoder of a model that has two; the model of others."""
-    return [model.get_encoder(), model.get_decoder()] if _is_pair(model) else [model]
 
 
 def _is_pair(model: Any) -> bool:
@@ -303,13 +283,6 @@ def _check_layerdrop(model: Any, refuse: _Refuse) -> None:
         raise refuse("blocks that are left out by chance", "layerdrop=0", dropped[0], fix)
 
 
-def _takes_places(stack: Any) -> bool:
-    """Return whether tables of a stack without `position_ids` take the places of own positions."""
-    known = [module for module in stack.modules() if numbers_positions(module) or has_relative_bias(module)]
-    other = ["Position" in type(module).__name__ and not numbers_positions(module) for module in stack.modules()]
-    return bool(known) and not any(other)
-
-
 def _found(model: nn.Module, word: str) -> bool:
     """Return whether the class of a module in a model has a word in its name."""
     return any(module is not model and word in type(module).__name__ for module in model.modules())
@@ -322,45 +295,11 @@ def _scores_itself(model: nn.Module) -> bool:
     return any("softmax" in each and "ATTENTION_FUNCTIONS" not in each for each in sources)
 
 
-def numbers_positions(module: nn.Module) -> bool:
-    """Return whether a module is a table of positions that it numbers from 0, unless it is given some."""
-    kind = type(module)
-    return (
-        kind.__name__.endswith("PositionalEmbedding") and "position_ids" in inspect.signature(kind.forward).parameters
-    )
+_TOKENS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
 
 
-def has_relative_bias(module: nn.Module) -> bool:
-    """Return whether an attention adds a bias for each distance of a query and a key, as T5 does."""
-    if not getattr(module, "has_relative_attention_bias", False):
-        return False
-    return "past_seen_tokens" in inspect.signature(getattr(module, "compute_bias", list)).parameters
-
-
-def needs_all_positions(module: nn.Module) -> bool:
-    """Return whether a module's outputs follow from all positions of a sequence: a rotary table with frequencies for
-    the largest position, or a router of experts with a capacity."""
-    kinds = getattr(module, "rope_type", "")
-    names = cast("Mapping[str, str]", kinds).values() if isinstance(kinds, Mapping) else [kinds]
-    is_table = any("dynamic" in str(name) or name == "longrope" for name in names)
-    return hasattr(module, "expert_capacity") or (is_table and "position_ids" in forward_names(module))
-
-
-def scales_by_position(module: nn.Module) -> bool:
-    """Return whether an attention scales its queries by positions that it counts, as layers of Llama 4 do."""
-    return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
-
-
-def check_inputs(known: Mapping[str, Any], size: int, *, takes_samples: bool = False) -> None:
-    """Raise `ConfigError` for inputs that do not belong to this rank's positions."""
-    if not takes_samples and (given := [name for name in SAMPLES if known.get(name) is not None]):
-        raise ConfigError(
-            "inputs that are not split like the tokens",
-            expected="tokens alone",
-            got=", ".join(given),
-            where=FORWARD,
-            fix=f"Pass text only. {LEAVE}",
-        )
+def check_inputs(ctx: DistContext, known: Mapping[str, Any], *, is_pair: bool) -> None:
+    """Raise `ConfigError` for inputs that do not belong to this rank's positions. `is_pair`: of an encoder-decoder."""
     if known.get("past_key_values") is not None:
         raise ConfigError(
             "a cache of keys does not cross ranks",
@@ -369,19 +308,32 @@ def check_inputs(known: Mapping[str, Any], size: int, *, takes_samples: bool = F
             where=FORWARD,
             fix="Generate on a mesh without cp.",
         )
-    if isinstance(kept := known.get("logits_to_keep"), int) and kept:
+    given = {name: known[name] for name in _TOKENS if isinstance(known.get(name), Tensor)}
+    for name, tokens in given.items():
+        if not isinstance(tokens, PartTensor) and not is_cut(ctx, tokens.shape[1]):
+            raise ConfigError(
+                "tokens of no sequence that was cut: every rank would see its own alone",
+                expected="tokens of a batch that was cut",
+                got=f"{name} of {tokens.shape[1]} tokens, of no sequence that was cut",
+                where=FORWARD,
+                fix="Pass each batch through accel.parallel.split_sequence. Where your data come cut already, note "
+                "that by accel.parallel.sequence_positions(ctx, length).",
+            )
+    if is_pair and not any(name.startswith("decoder") for name in given):
         raise ConfigError(
-            "the last positions of a rank are not the last ones of the sequence",
-            expected="logits of all own positions",
-            got=str(kept),
+            "every rank would compute the decoder for all positions, as the model makes its tokens",
+            expected="decoder_input_ids of the own positions",
+            got="none",
             where=FORWARD,
-            fix="Leave logits_to_keep out, and choose among the logits that come.",
+            fix="Shift the full sequence, cut it by accel.parallel.split_sequence(ctx, ..., shift=()), and pass "
+            "decoder_input_ids= and labels= of the part.",
         )
-    tokens = known.get("input_ids") if known.get("input_ids") is not None else known.get("inputs_embeds")
-    own = tokens.shape[1] if isinstance(tokens, Tensor) else 0
     mask = known.get("attention_mask")
-    if isinstance(mask, Tensor) and own and mask.shape[-1] != (own if mask.ndim == 2 else own * size):
-        raise mask_refused(mask)
+    tokens = given.get("input_ids", given.get("inputs_embeds"))
+    if isinstance(mask, Tensor) and not isinstance(mask, PartTensor) and tokens is not None:
+        own = tokens.shape[1]
+        if mask.shape[-1] != (own if mask.ndim == 2 else own * ctx.axis("cp").size):
+            raise mask_refused(mask)
     if known.get("start_positions") is not None or (
         known.get("labels") is not None and known.get("shift_labels") is None
     ):
@@ -392,83 +344,6 @@ def check_inputs(known: Mapping[str, Any], size: int, *, takes_samples: bool = F
             where=FORWARD,
             fix="Pass labels=part['labels'], shift_labels=part['labels'], of accel.parallel.split_sequence.",
         )
-
-
-def check_numbered(ctx: DistContext, known: Mapping[str, Any], own: int, *, by_mask: bool) -> None:
-    """Raise `ConfigError` for a call without `position_ids` of tokens that were not cut, or of a model that numbers
-    them by images among them, or by a mask. `own`: number of the tokens."""
-    if not has_all_positions(ctx) and not is_cut(ctx, own):
-        raise ConfigError(
-            "the model would number the positions of every rank from 0",
-            expected="tokens of a batch that was cut, or position_ids of the own positions",
-            got=f"{own} tokens, of no sequence that was cut",
-            where=FORWARD,
-            fix="Pass each batch through accel.parallel.split_sequence. Where your data come cut already, pass "
-            "position_ids=, of accel.parallel.sequence_positions.",
-        )
-    counted = [*SAMPLES, *(["attention_mask"] if by_mask else [])]
-    found = [name for name in counted if known.get(name) is not None]
-    if not found:
-        return
-    raise ConfigError(
-        "the model would number its tokens by other inputs of every rank",
-        expected=f"position_ids of the own positions, for a call with {found[0]}",
-        got="none",
-        where=FORWARD,
-        fix="Pass position_ids=part['position_ids'], of accel.parallel.split_sequence.",
-    )
-
-
-def counts_by_mask(stack: nn.Module) -> bool:
-    """Return whether a module of a stack numbers positions by the mask of its tokens, as OPT does."""
-    kinds = {written_class(each) for each in stack.modules()}
-    codes = [getattr(inspect.unwrap(each), "__code__", None) for kind in kinds for each in vars(kind).values()]
-    return any("cumsum" in each.co_names and "attention_mask" in each.co_varnames for each in codes if each)
-
-
-def check_pair_inputs(module: Any, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-    """Raise `ConfigError`, as a hook of an encoder-decoder, for inputs of its decoder that it would make itself."""
-    known = {**dict(zip(forward_names(module), inputs, strict=False)), **keywords}
-    if known.get("decoder_input_ids") is None and known.get("decoder_inputs_embeds") is None:
-        raise ConfigError(
-            "the model would shift the decoder's tokens within each rank's positions",
-            expected="decoder_input_ids of the own positions",
-            got="none",
-            where=FORWARD,
-            fix="Shift the full sequence, cut it by accel.parallel.split_sequence(ctx, ..., shift=()), and pass "
-            "decoder_input_ids= and labels= of the part.",
-        )
-
-
-def check_packed(model: Any, known: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for packed documents with a cache, which transformers on one rank would see as one
-    document."""
-    if known.get("use_cache", getattr(model.config, "use_cache", False)):
-        raise ConfigError(
-            "on one rank, transformers would not keep packed documents apart with a cache of keys",
-            expected="use_cache=False",
-            got="a cache, and position_ids that begin anew",
-            where=FORWARD,
-            fix="Pass use_cache=False, or positions of one document.",
-        )
-    if (name := _blind(model)) is not None:
-        raise ConfigError(
-            "on one rank, transformers would not keep packed documents apart in this model",
-            expected="a model that makes its masks of position_ids",
-            got=f"{name}, and position_ids that begin anew",
-            where=FORWARD,
-            fix="Pass positions of one document, or attention_mask=, of shape [batch, 1, own, length], by "
-            'plan=accel.parallel.Plan(context="gather").',
-        )
-
-
-def _blind(model: nn.Module) -> str | None:
-    """Return the class of a module that makes masks without the positions by which documents differ; None where one
-    makes them with these, or where it cannot be seen."""
-    kinds = dict.fromkeys(map(written_class, model.modules()))
-    found = {each.__name__: passes_keyword(each, r"create_\w*causal_mask", "position_ids") for each in kinds}
-    blind = [name for name, passes in found.items() if passes is False]
-    return blind[0] if blind and True not in found.values() else None
 
 
 def mask_refused(mask: Tensor) -> ConfigError:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -18,19 +19,21 @@ from accel.context import DistContext
 from accel.devices import wide_dtype
 from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin, add_mixin
-from accel.parallel._modules import note_module, notes_of, written_class
+from accel.parallel._modules import forward_names, note_module, notes_of, written_class
 from accel.parallel._private import called_eagerly, runs_in_backward, untraced
 from accel.parallel.axes.context._attention import whole_positions
 from accel.parallel.axes.context._checks import refuse_reentrant
-from accel.parallel.axes.context._inner import InnerModels, Outputs, compile_inside, halved, listed, uncompiled_for
-from accel.parallel.axes.context._positions import PositionRanks, whole_of
+from accel.parallel.axes.context._inner import Outputs, compile_inside, halved, listed, uncompiled_for
+from accel.parallel.axes.context._positions import PositionRanks
 from accel.parallel.axes.context._proof import DIFFERENT, PROVED, Calls, Comparison, evaluated, outputs_of
+from accel.parallel.axes.context._selected import whole_of
 from accel.parallel.axes.context._split import (
     attends,
     has_all_positions,
     is_cut,
     note_attention,
     note_cut,
+    own_losses,
     own_positions,
 )
 from accel.parallel.parts import PartTensor
@@ -41,24 +44,23 @@ _LOG = logging.getLogger("accel.parallel")
 _PROOF = Call("positions", "proof", ordered=False)
 
 
-def use_positions(
-    ctx: DistContext,
-    model: nn.Module,
-    within: Sequence[nn.Module] | None = None,
-    *,
-    is_cut: bool = True,
-    inner: Sequence[nn.Module] | None = None,
-) -> None:
+class Traits(NamedTuple):
+    """Facts of a model that computes with parts of positions."""
+
+    is_cut: bool = True  # whether its inputs are cut
+    may_cross: bool = False  # whether it may call `context_attention` itself
+    samples: tuple[str, ...] = ()  # beginnings of the names of arguments that are never cut
+    has_own_losses: bool = False  # whether losses in its forward are of this rank's positions
+
+
+def use_positions(ctx: DistContext, model: nn.Module, traits: Traits, within: Sequence[nn.Module] = ()) -> None:
     """Let a model's forward compute with parts of positions. Mutates it, by a class and hooks.
 
-    `within`: first blocks of stacks. All ranks hold their full inputs, and they get this rank's positions of them. None
-    for a model that may call `context_attention` itself. `is_cut`: whether the model's inputs are cut. `inner`: models
-    inside of it that attend across ranks with own positions; others there take parts. None for no model inside.
+    `within`: first blocks of stacks. All ranks hold their full inputs, and they get this rank's positions of them.
     """
-    positions = Positions(ctx, [model], is_cut=is_cut, may_cross=within is None and inner is None, inner=inner or ())
-    positions.begin(model, [model], within or ())
-    if inner is None:
-        positions.guard_all(model)
+    positions = Positions(ctx, [model], traits)
+    positions.begin(model, [model], within)
+    positions.guard_all(model)
 
 
 class _ByPositions(Mixin, nn.Module):
@@ -88,9 +90,9 @@ class Positions:
 
     Attributes:
         ranks: of parts that enter the model; `within` are the ranks of parts that its blocks make.
-        is_cut: whether the model's inputs are cut.
-        may_cross: whether the model may call `context_attention` itself.
-        inner: models inside of it that get own positions.
+        traits: of the model.
+        names: arguments of the model's forward.
+        uncut: `id`s of the tensors of the present call that are never cut.
         dim: dimension of the positions where several could be; None where the first one never is.
         is_proved: whether a call was compared with one of all positions.
         crosses: whether the model calls `context_attention` itself, and gets own positions as they are.
@@ -102,22 +104,14 @@ class Positions:
         roots: modules that run the whole forward, or a stage of it.
     """
 
-    def __init__(
-        self,
-        ctx: DistContext,
-        roots: Sequence[nn.Module],
-        *,
-        is_cut: bool,
-        may_cross: bool,
-        inner: Sequence[nn.Module] = (),
-    ) -> None:
+    def __init__(self, ctx: DistContext, roots: Sequence[nn.Module], traits: Traits) -> None:
         self.ctx = ctx
         self.roots = tuple(roots)
         self.ranks = PositionRanks(ctx)
-        self.inner = InnerModels(self.ranks, inner)
+        self.traits = traits
+        self.names: Sequence[str] = ()
+        self.uncut: set[int] = set()
         self.within = PositionRanks(ctx)
-        self.is_cut = is_cut
-        self.may_cross = may_cross
         self.dim: int | None = 1
         self.is_proved = False
         self.crosses = False
@@ -125,7 +119,7 @@ class Positions:
         self.in_region = False
         self.guards: list[RemovableHandle] = []
         self.outputs = Outputs(self.ranks)
-        self.comparison = Comparison(ctx, self.ranks, self.inner)
+        self.comparison = Comparison(ctx, self.ranks)
 
     def begin(self, model: nn.Module, runs: Sequence[nn.Module], within: Sequence[nn.Module]) -> None:
         """Compute with parts from now on. Mutates modules, by classes and hooks.
@@ -135,6 +129,7 @@ class Positions:
             runs: modules with its forward: the model, or its stages.
             within: first blocks of stacks.
         """
+        self.names = forward_names(model)
         for block in within:
             _ = block.register_forward_pre_hook(self.divide, with_kwargs=True)
         for module in model.modules():
@@ -145,30 +140,36 @@ class Positions:
         add_mixin(runs, _ByPositions)
 
     def guard_all(self, model: nn.Module) -> None:
-        """Refuse separate calls of all modules that can have an attention, until the first call is proved."""
-        others = [each for each in model.modules() if each is not model]
-        self.guard(each for each in others if any(each.children()) or isinstance(each, nn.MultiheadAttention))
+        """Refuse separate calls of all modules that can have an attention, until the first call is proved. A model
+        inside that computes with parts itself may be called alone."""
+        for each in model.modules():
+            if (inner := notes_of(each).get("positions")) is not None:
+                inner.guard([])
+        self.guard(each for each in model.modules() if any(each.children()) or isinstance(each, nn.MultiheadAttention))
 
     @untraced
     def call(self, module: nn.Module, forward: _Forward, given: Inputs, *, is_traced: bool) -> Any:
         """Call a forward with parts of the inputs that are cut, and return own positions. A collective of the first
         call, which is proved. `is_traced`: whether torch compiles the call."""
-        if has_all_positions(self.ctx) or (self.is_cut and not self.has_own(given)):
-            return forward(*given.inputs, **given.keywords)
-        if not self.is_cut:
-            note_cut(self.ctx, 0)  # by a first block
         self.is_running = True
         try:
-            if not self.is_proved:
-                self.prove(module, given, partial(self._problem, module, forward, given), is_traced=is_traced)
-            if self.crosses:
-                return forward(*given.inputs, **given.keywords)
-            inputs, keywords = self.parts_of(given, self.dim)
-            compile_inside(module, self.ranks, self)
-            output = forward(*inputs, **keywords)
+            with own_losses(self.ctx) if self.traits.has_own_losses else contextlib.nullcontext():
+                return self._call(module, forward, given, is_traced=is_traced)
         finally:
             self.is_running = False
-        return self.left(output)
+
+    def _call(self, module: nn.Module, forward: _Forward, given: Inputs, *, is_traced: bool) -> Any:
+        if has_all_positions(self.ctx) or (self.traits.is_cut and not self.has_own(given)):
+            return forward(*given.inputs, **given.keywords)
+        if not self.traits.is_cut:
+            note_cut(self.ctx, 0)  # by a first block
+        if not self.is_proved:
+            self.prove(module, given, partial(self._problem, module, forward, given), is_traced=is_traced)
+        if self.crosses:
+            return forward(*given.inputs, **given.keywords)
+        inputs, keywords = self.parts_of(given, self.dim)
+        compile_inside(module, self.ranks, self)
+        return self.left(forward(*inputs, **keywords))
 
     def left(self, output: Any) -> Any:
         """Return own positions for the parts of an output."""
@@ -197,7 +198,7 @@ class Positions:
         runs = self.is_running and not in_backward
         if runs and not has_all_positions(self.ctx):
             refuse_reentrant(module)
-        if runs or has_all_positions(self.ctx) or not self.has_own(Inputs(inputs, keywords)):
+        if runs or has_all_positions(self.ctx) or not self._has_own(Inputs(inputs, keywords)):
             return
         if not in_backward:
             raise ConfigError(
@@ -217,7 +218,16 @@ class Positions:
             )
 
     def has_own(self, given: Inputs) -> bool:
-        """Return whether inputs are cut, and no parts yet."""
+        """Return whether inputs of the model are cut, and no parts yet."""
+        self.note_uncut(given)
+        return self._has_own(given)
+
+    def note_uncut(self, given: Inputs) -> None:
+        """Note the inputs of a call that are never cut."""
+        known = (*zip(self.names, given.inputs, strict=False), *given.keywords.items())
+        self.uncut = {id(each) for name, each in known if name.startswith(self.traits.samples)}
+
+    def _has_own(self, given: Inputs) -> bool:
         tensors = listed(tuple(given))
         is_within = any(isinstance(each, PartTensor) for each in tensors)  # a forward that computes with parts
         return not is_within and any(self.cut_dim(each, 1) is not None for each in tensors)
@@ -225,8 +235,10 @@ class Positions:
     def cut_dim(self, each: Tensor, dim: int | None) -> int | None:
         """Return the dimension of a tensor's positions; None where it has none. `dim`: where several could be; None if
         the first one is of samples, or of documents in a row, however long it is."""
+        if id(each) in self.uncut:
+            return None
         last = 2 if each.dim() < 4 else 3  # a mask of queries and keys
-        dims = [at for at, length in enumerate(each.shape[:last]) if self.is_cut and is_cut(self.ctx, length)]
+        dims = [at for at, length in enumerate(each.shape[:last]) if self.traits.is_cut and is_cut(self.ctx, length)]
         if dim is None:
             dims = [at for at in dims if at > 0]
         return (dim if dim in dims else dims[-1]) if dims else None
@@ -248,7 +260,7 @@ class Positions:
 
         `problem_of`: returns the difference for a dimension of the positions, and a number of them; "" for none.
         """
-        if not self.is_cut:
+        if not self.traits.is_cut:
             self._compare(given)
         problems: list[str] = []
         guesses, ways = self._ways(given)
@@ -263,7 +275,7 @@ class Positions:
             texts = exchange_values(self.ctx.comm, _PROOF, problem, str)
             problems.append(max(texts, key=lambda each: (bool(each), each != DIFFERENT)))
             if not problems[-1]:
-                self.guard([] if self.crosses else [each for each in self.ranks.across if each not in self.roots])
+                self.guard([] if self.crosses else self.ranks.across)
                 if self.crosses:
                     hold_plain_rows(module)
                 else:
@@ -307,7 +319,8 @@ class Positions:
         """Refuse separate calls of these modules, and no longer of others. Mutates them, by hooks."""
         for hook in self.guards:
             hook.remove()
-        self.guards = [each.register_forward_pre_hook(self.refuse_alone, with_kwargs=True) for each in modules]
+        guarded = [each for each in modules if each not in self.roots and "positions" not in notes_of(each)]
+        self.guards = [each.register_forward_pre_hook(self.refuse_alone, with_kwargs=True) for each in guarded]
 
     def _compare(self, given: Inputs) -> None:
         """Raise `ConfigError` on every rank where those along cp have other inputs, of a model that cuts them itself. A
@@ -337,10 +350,8 @@ class Positions:
 
         def attempt() -> None:
             own_call = partial(forward, *own.inputs, **own.keywords)
-            if self.may_cross:
+            if self.traits.may_cross:
                 self.crosses = attends(self.ctx, own_call)
-            elif self.inner.models:
-                self.crosses = self.inner.is_alike(own_call, partial(run_whole, whole), self.comparison.difference)
             self.ranks.meet(self.crosses)
             if self.crosses:
                 return
@@ -369,7 +380,7 @@ class Positions:
         for each in tensors:  # masks of all positions
             whole = each
             for at, length in enumerate(each.shape):
-                if id(each) not in pairs and length in lengths:
+                if id(each) not in (*pairs, *self.uncut) and length in lengths:
                     whole = whole.narrow(at, 0, lengths[length])
             _ = pairs.setdefault(id(each), (whole, whole))
         whole, own = (map_tensors(lambda each, at=at: pairs[id(each)][at], given) for at in (0, 1))

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -333,46 +332,3 @@ def _lower_right(q: Tensor, k: Tensor) -> Tensor:
 def repeated(x: Tensor, heads: int) -> Tensor:
     """Return keys or values with as many heads as the queries have; neighbouring heads share one (GQA)."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
-
-
-_ORDERS = {"causal_mask_function": True, "bidirectional_mask_function": False}  # in each mask of transformers
-
-
-class MaskSpan(NamedTuple):
-    """Stands for a mask of transformers: which distances it allows."""
-
-    window: int | None = None  # as in `context_attention`
-    chunk: int | None = None  # a position sees those of its chunk of so many; None for all
-
-
-class Masks(NamedTuple):
-    """Facts of the masks that a forward makes."""
-
-    orders: set[bool]  # whether they are causal
-    is_given: bool  # whether the call has a mask
-
-    def note(self, mask: Any) -> MaskSpan | None:
-        """Note the order of a mask, a function that transformers joined of others; return its distances if any."""
-        window: int | None = None
-        chunk: int | None = None
-        for part in _joined(mask):
-            own = dict(zip(part.__code__.co_freevars, _held(part), strict=True))
-            if part.__name__ in _ORDERS:
-                self.orders.add(_ORDERS[part.__name__])
-            if "sliding_window" in own:  # around a position, the largest distance
-                window = own["sliding_window"] + ("bidirectional" in part.__qualname__)
-            chunk = own.get("chunk_size", chunk)
-        return MaskSpan(window, chunk) if window or chunk else None
-
-
-def _held(function: Any) -> list[Any]:
-    return [cell.cell_contents for cell in function.__closure__ or ()]
-
-
-def _joined(mask: Any) -> Iterator[Any]:
-    """Yield the functions that transformers joined for a mask."""
-    if isinstance(mask, FunctionType):
-        yield mask
-        yield from _joined(tuple(_held(mask)))
-    for each in cast("Sequence[Any]", mask) if isinstance(mask, tuple) else ():
-        yield from _joined(each)

@@ -9,7 +9,6 @@ are summands on each rank, like the gradients of data-parallel ranks: parameters
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, cast
 
@@ -23,13 +22,21 @@ from accel.comm import copied, gathered, gathered_summed
 from accel.context import DistContext, group_of
 from accel.errors import ConfigError
 from accel.parallel._private import runs_in_backward, without_subclasses
-from accel.parallel.axes.context._attention import attention_of_all
-from accel.parallel.axes.context._split import note_attention, sorted_positions
-from accel.parallel.parts import NoRuleError, PartTensor, Ranks, RowLayout, leave, make, plain_of
+from accel.parallel.axes.context._attention import attention_of_all, context_attention
+from accel.parallel.axes.context._selected import (
+    all_whole,
+    changed,
+    refused,
+    selected,
+    whole_of,
+)
+from accel.parallel.axes.context._split import all_positions, has_own_losses, note_attention
+from accel.parallel.parts import PartTensor, Ranks, RowLayout, make, plain_of
 from accel.parallel.parts._contractions import terms_of
 from accel.parallel.parts._elementwise import ELEMENTWISE, elementwise, writes
 from accel.parallel.parts._layout import RowCut, balanced, no_rule
-from accel.parallel.parts._part import layouts_of, name_of, named, outside, own_rows, ranks_of, tensors_of, whole_shape
+from accel.parallel.parts._nested import NestedPart
+from accel.parallel.parts._part import layouts_of, name_of, named, outside, own_rows, tensors_of, whole_shape
 
 _Args = Sequence[Any]
 _Named = Mapping[str, Any]
@@ -65,11 +72,12 @@ class PositionRanks(Ranks):
         across: modules that needed positions of other ranks in the noted calls.
         plain: modules that were given no part, of the calls that were noted.
         whole: names of the functions that computed all positions on each rank.
+        has_own_loss: whether a loss of own positions was computed.
         counts_changes: whether torch counts changes in place, in the calls of compiled modules.
         agrees: whether ranks compare the next call before each collective, as in a proof, where a single rank may fail.
     """
 
-    __slots__ = ("across", "agrees", "callers", "counts_changes", "ctx", "plain", "whole")
+    __slots__ = ("across", "agrees", "callers", "counts_changes", "ctx", "has_own_loss", "plain", "whole")
 
     def __init__(self, ctx: DistContext) -> None:
         super().__init__(cast(Any, group_of(ctx, "cp")))
@@ -79,6 +87,7 @@ class PositionRanks(Ranks):
         self.plain: set[nn.Module] = set()
         self.whole: dict[str, None] = {}
         self.agrees = False
+        self.has_own_loss = False
         self.counts_changes = True
 
     def __deepcopy__(self, _memo: object) -> PositionRanks:
@@ -168,15 +177,17 @@ class PositionRanks(Ranks):
         if name in ELEMENTWISE and writes(name) and args[0] is parts[0]:
             return func(args[0], *_of_rows(args, kwargs, parts[0])[0][1:], **kwargs)
         if kwargs.get("out") is not None:
-            raise _refused(name, problem)
+            raise refused(name, problem)
         if writes(name):
-            return _changed(func, args, kwargs)
+            return changed(func, args, kwargs)
         if all(not each.is_floating_point() and not each.is_complex() for each in parts):
-            return _selected(func, args, kwargs)  # ids and the like: a number each
+            return selected(func, args, kwargs)  # ids and the like: a number each
         if name == "scaled_dot_product_attention":
             return _attended(self, *args, **kwargs)
+        if name == "context_attention":
+            return _context_attended(self, *args, **kwargs)
         if name in _LOSSES:
-            return _loss(func, args, kwargs)
+            return _loss(self, func, args, kwargs)
         if name == "__getitem__" and isinstance(args[1], PartTensor) and not isinstance(args[0], PartTensor):
             return functional.embedding(args[1], args[0]) if args[0].dim() == 2 else func(args[0], whole_of(args[1]))
         note_attention(self.ctx)
@@ -187,7 +198,7 @@ class PositionRanks(Ranks):
                 return func(*given, **named_ones)
         if not is_dynamo_compiling():
             self.whole[name] = None
-        found = _selected(func, args, kwargs)
+        found = selected(func, args, kwargs)
         layout = next((each.division for each in parts if each.division is not None), None)
         if layout is None:
             return found
@@ -200,136 +211,6 @@ class PositionRanks(Ranks):
             return found
         with without_subclasses():
             return make(own_rows(found, layout.dim, layout.cut, self), layout, self)
-
-
-def _changed(func: Any, args: _Args, kwargs: _Named) -> Any:
-    """Change all positions of a tensor in place, and keep the own ones."""
-    target = args[0]
-    if not isinstance(target, PartTensor) or target.division is None:
-        return func(target, *_whole(args[1:]), **_whole(kwargs))
-    whole = whole_of(target)
-    _ = func(whole, *_whole(args[1:]), **_whole(kwargs))
-    _keep(target, whole)
-    return target
-
-
-def _keep(target: PartTensor, whole: Tensor) -> None:
-    """Write the own ones of all positions into a part."""
-    assert target.division is not None
-    rows = own_rows(whole, target.division.dim, target.division.cut, target.ranks)
-    with without_subclasses():
-        _ = plain_of(target).copy_(rows)
-
-
-class SelectedTensor(PartTensor):
-    """A selection of gathered positions, equal on all ranks. It acts as a view: a write into it also changes the own
-    positions, and it is gathered again after they have changed.
-    """
-
-    base: PartTensor  # the part that has the positions
-    whole: Tensor  # all positions of it, plain
-    value: Tensor  # the selection, a view of them
-    version: float  # of `base` when it was gathered
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: _Args = (), kwargs: _Named | None = None, scope: object = None
-    ) -> Any:
-        name = name_of(func)
-        target = args[0] if args else None
-        named_ones = dict(kwargs or {})
-        if isinstance(named_ones.get("out"), SelectedTensor):
-            raise _refused(name, "with out=")
-        is_written = writes(name) or named_ones.get("inplace")
-        if isinstance(target, SelectedTensor) and is_written:
-            return target.write(func, _whole(args[1:]), _whole(named_ones))
-        found = func(*_of_selected(tuple(args)), **_of_selected(named_ones))
-        return _views(found, target.base, target.whole) if isinstance(target, SelectedTensor) else found
-
-    @property
-    def current(self) -> Tensor:
-        """The selection, plain; gathered again where the positions have changed. That is a collective."""
-        if _version_of(self.base) != self.version:
-            _ = self.whole.copy_(whole_of(self.base))
-            self.version = _version_of(self.base)
-        return self.value
-
-    def write(self, func: Any, args: _Args, kwargs: _Named) -> Any:
-        """Change the selection in place, and with it the own positions. A collective if the positions have changed."""
-        found = func(self.current, *args, **kwargs)
-        _keep(self.base, self.whole)
-        self.version = _version_of(self.base)
-        return found if found is None else self
-
-
-def _version_of(part: Tensor) -> float:
-    with without_subclasses():  # tensors of inference mode count no changes: gathered for each use
-        return math.nan if part.is_inference() else part._version
-
-
-def _of_selected(tree: Any) -> Any:
-    return pytree.tree_map_only(SelectedTensor, lambda each: each.current, tree)
-
-
-def _selected(func: Any, args: _Args, kwargs: _Named) -> Any:
-    """Compute a function of all positions; views of them stay selections of the own ones."""
-    given = _whole(tuple(args))
-    found = func(*given, **_whole(dict(kwargs)))
-    base = args[0] if args else None
-    if not isinstance(base, PartTensor) or base.division is None:
-        return found
-    return _views(found, base, given[0])
-
-
-def _views(found: Any, base: PartTensor, whole: Tensor) -> Any:
-    """Return what a function gave, tensors in it that share memory with all positions of a part as selections."""
-    if isinstance(found, tuple | list):
-        listed = cast("Sequence[Any]", found)
-        kind: Any = type(listed)
-        return kind([_views(each, base, whole) for each in listed])
-    if is_dynamo_compiling() and found._base is None and cast(PositionRanks, base.ranks).counts_changes:
-        return found  # no view; a graph breaks at others
-    if type(found) is not Tensor or found.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
-        return found
-    with without_subclasses():
-        chosen = found.as_subclass(SelectedTensor)
-    chosen.division = None
-    chosen.ranks = base.ranks
-    chosen.base = base
-    chosen.whole = whole
-    chosen.value = found
-    chosen.version = _version_of(base)
-    return chosen
-
-
-def _refused(name: str, problem: str) -> NoRuleError:
-    return NoRuleError(
-        "a function has no rule for positions that ranks along cp share",
-        expected="functions of each position alone, or attention: softmax(q @ k.transpose(-1, -2)) @ v, einsum, or "
-        "torch's scaled_dot_product_attention",
-        got=problem if problem == name else f"{name}, {problem}",
-        where="forward of a model on a mesh with cp",
-        fix="Call accel.parallel.context_attention in its place, or leave cp out of the mesh.",
-    )
-
-
-def whole_of(tensor: Any) -> Any:
-    """Return all positions of a part, plain, in their order; others as they are. A collective, as its backward."""
-    if not isinstance(tensor, PartTensor):
-        return tensor
-    if tensor.ranks.nests:
-        raise no_rule("all positions of a tensor that ranks along tp divide too")
-    layout = tensor.division
-    if layout is None:
-        return tensor.current if isinstance(tensor, SelectedTensor) else plain_of(tensor)
-    if layout.cut == balanced(layout.cut.total, tensor.ranks.size):
-        joined = tensor.ranks.joined(plain_of(tensor), layout.dim)
-        return sorted_positions(joined, layout.dim, tensor.ranks.size)
-    return leave(tensor)
-
-
-def _whole(tree: Any) -> Any:
-    return pytree.tree_map_only(PartTensor, whole_of, tree)
 
 
 _Again = tuple[_Args, _Named]
@@ -388,24 +269,28 @@ _LOSSES = (
 )  # fmt: skip
 
 
-def _loss(func: Any, args: _Args, kwargs: _Named) -> Any:
-    """A loss of all positions: each rank computes its own. A mean or a sum of them is a collective."""
+def _loss(ranks: PositionRanks, func: Any, args: _Args, kwargs: _Named) -> Any:
+    """A loss of all positions: each rank computes its own. A mean or a sum of them is a collective, unless a model
+    returns losses of own positions."""
     given = named("input target weight", args, kwargs)
     reduction = given.pop("reduction", "mean")
     x = given.pop("input")
     target = given.pop("target")
     if reduction not in ("none", "sum", "mean"):
-        raise _refused(name_of(func), f"reduction={reduction!r}")
+        raise refused(name_of(func), f"reduction={reduction!r}")
     if name_of(func) in _OF_CLASSES:
-        losses, count = _loss_of_classes(func, x, target, given)
+        losses, count = _loss_of_classes(ranks, func, x, target, given)
     else:
         target = _alike(x, target)
         with without_subclasses():
             losses = elementwise(func, (x, target), {**given, "reduction": "none"})
-        count = losses.numel()
+        count = None
     if reduction == "none":
         return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / count
+    if has_own_losses(ranks.ctx):
+        ranks.has_own_loss = True
+        losses = plain_of(losses)
+    return losses.sum() if reduction == "sum" else losses.sum() / (losses.numel() if count is None else count)
 
 
 def _alike(x: Tensor, other: Tensor) -> Tensor:
@@ -414,24 +299,25 @@ def _alike(x: Tensor, other: Tensor) -> Tensor:
     return whole_of(other) if len(set(layouts)) > 1 else other
 
 
-def _loss_of_classes(func: Any, x: Tensor, target: Tensor, given: _Named) -> tuple[Tensor, Tensor]:
+def _loss_of_classes(
+    ranks: PositionRanks, func: Any, x: Tensor, target: Tensor, given: _Named
+) -> tuple[Tensor, Tensor]:
     """The loss of each position, as a part, and the number of those that count, or their weight."""
     if target.is_floating_point() or x.dim() < 2:
-        raise _refused(name_of(func), "with a probability for each class")
+        raise refused(name_of(func), "with a probability for each class")
     shape = target.shape
     x = (x.movedim(1, -1) if x.dim() > 2 else x).flatten(0, -2)
     target = _alike(x, target.flatten())
-    ranks = ranks_of(x, target)
     with without_subclasses():
         layouts = layouts_of((x, target))
         if any(each.dim for each in layouts):
-            raise _refused(name_of(func), "of classes that ranks divide")
+            raise refused(name_of(func), "of classes that ranks divide")
         rows, labels = (plain_of(own_rows(each, 0, layouts[0].cut, ranks)) for each in (x, target))
         losses = make(func(rows, labels, **given, reduction="none"), layouts[0], ranks)
         counted = labels != given.get("ignore_index", -100)
         weight = given.get("weight")
         count = counted.sum() if weight is None else (weight[labels * counted] * counted).sum()
-        total = ranks.total(count)
+        total = count if has_own_losses(ranks.ctx) else ranks.total(count)
     return losses.view(shape), total
 
 
@@ -459,34 +345,68 @@ def _attended(
             fix="Set the dropout of attention to 0.",
         )
     note_attention(ranks.ctx)
+    if _cross(ranks, query, key, value):
+        return _across(ranks, query, key, value, causal=is_causal, scale=scale, attn_mask=attn_mask)
     rows = query.dim() - 2
-    layouts = [each.division if isinstance(each, PartTensor) else None for each in (query, key, value)]
-    crosses = query.dim() in (3, 4) and all(
-        each is not None and each == RowLayout(rows, balanced(each.cut.total, ranks.size)) for each in layouts
-    )
-    if not crosses:
-        key = whole_of(key)
-        value = whole_of(value)
-        query = query if layouts[0] is not None and layouts[0].dim == rows else whole_of(query)
-        if is_causal:
-            attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    layout = query.division if isinstance(query, PartTensor) else None
+    key = whole_of(key)
+    value = whole_of(value)
+    query = query if layout is not None and layout.dim == rows else whole_of(query)
+    if is_causal:
+        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
     own = query.division if isinstance(query, PartTensor) else None
-    mask = _own_queries(attn_mask, own, ranks)
-    if crosses:
-        out = attention_of_all(ranks, [plain_of(each) for each in (query, key, value)], mask, is_causal, scale)
-    else:
-        out = functional.scaled_dot_product_attention(
-            plain_of(query), key, value, mask, scale=scale, enable_gqa=enable_gqa
-        )
+    mask = _own(attn_mask, -2, own, ranks)
+    out = functional.scaled_dot_product_attention(plain_of(query), key, value, mask, scale=scale, enable_gqa=enable_gqa)
     return out if own is None else make(out, own, ranks)
 
 
-def _own_queries(mask: Tensor | None, own: RowLayout | None, ranks: PositionRanks) -> Tensor | None:
-    """Return the rows of a mask for the own queries, plain; all of them if queries are whole."""
-    if mask is None or own is None:
-        return whole_of(mask)
-    rows = mask.dim() - 2
-    if isinstance(mask, PartTensor) and mask.division != RowLayout(rows, own.cut):
-        mask = cast(Tensor, whole_of(mask))
+def _context_attended(ranks: PositionRanks, ctx: DistContext, *tensors: Tensor, **given: Any) -> Tensor:
+    """Return what `context_attention` returns, with arguments for all positions. A collective."""
+    if _cross(ranks, *tensors):
+        return _across(ranks, *tensors, **given)
+    note_attention(ctx)
+    with all_positions(ctx):
+        return context_attention(ctx, *all_whole(tensors), **all_whole(given))
+
+
+def _cross(ranks: PositionRanks, *tensors: Tensor) -> bool:
+    """Return whether own queries see all keys by the method of the plan: all tensors are cut as sequences are."""
+    layouts = [each.division if isinstance(each, PartTensor) else None for each in tensors]
+    return tensors[0].dim() in (3, 4) and all(
+        each is not None and each == RowLayout(tensors[0].dim() - 2, balanced(each.cut.total, ranks.size))
+        for each in layouts
+    )
+
+
+def _across(ranks: PositionRanks, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
+    """Return attention by the method of the plan, a part. `given`: arguments of `context_attention`, for all
+    positions."""
+    queries, keys = [cast(PartTensor, each).division for each in (query, key)]
+    q, k, v = [plain_of(each) for each in (query, key, value)]
+    given["attn_mask"] = mask = _own(given.get("attn_mask"), -2, queries, ranks)
+    for name, layout in (("documents", queries), ("key_padding_mask", keys)):
+        if given.get(name) is not None:
+            given[name] = _own(given[name], 1, layout, ranks)
+    if query.dim() == 4:
+        out = attention_of_all(ranks, q, k, v, **given)
+    else:
+        given["attn_mask"] = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
+        out = attention_of_all(ranks, q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), **given).squeeze(1)
+    return make(out, queries, ranks)
+
+
+def _own(tensor: Any, dim: int, layout: RowLayout | None, ranks: PositionRanks) -> Any:
+    """Return the own rows of a dimension of all positions, plain; all of them if there is no layout, or one row."""
+    if tensor is None or layout is None:
+        return whole_of(tensor)
+    dim %= tensor.dim()
+    if isinstance(tensor, PartTensor) and tensor.division != RowLayout(dim, layout.cut):
+        tensor = cast(Tensor, whole_of(tensor))
     with without_subclasses():
-        return plain_of(mask if whole_shape(mask)[rows] == 1 else own_rows(mask, rows, own.cut, ranks))
+        return plain_of(tensor if whole_shape(tensor)[dim] == 1 else own_rows(tensor, dim, layout.cut, ranks))
+
+
+def has_positions(tensor: Tensor) -> bool:
+    """Return whether a tensor is a part of positions, or has rows along tp that are one."""
+    rows = tensor.rows if isinstance(tensor, NestedPart) else tensor
+    return isinstance(rows, PartTensor) and rows.division is not None and isinstance(rows.ranks, PositionRanks)

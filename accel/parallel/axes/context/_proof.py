@@ -16,8 +16,9 @@ from accel.errors import PrepareError, StageError
 from accel.parallel._copies import WideMode, gradients_of
 from accel.parallel._modules import sharded_roots
 from accel.parallel._private import is_of_inputs
-from accel.parallel.axes.context._inner import InnerModels, listed, noted
-from accel.parallel.axes.context._positions import DifferentRankError, PositionRanks, SelectedTensor, whole_of
+from accel.parallel.axes.context._inner import listed, noted
+from accel.parallel.axes.context._positions import DifferentRankError, PositionRanks
+from accel.parallel.axes.context._selected import SelectedTensor, whole_of
 from accel.parallel.axes.context._split import all_positions
 from accel.parallel.parts import NoRuleError, PartTensor, plain_of, rows_of
 from accel.random import isolated_rng
@@ -42,13 +43,11 @@ class Comparison:
     Attributes:
         ctx: the context.
         ranks: of the parts.
-        inner: models inside of the compared one that attend across ranks.
     """
 
-    def __init__(self, ctx: DistContext, ranks: PositionRanks, inner: InnerModels) -> None:
+    def __init__(self, ctx: DistContext, ranks: PositionRanks) -> None:
         self.ctx = ctx
         self.ranks = ranks
-        self.inner = inner
 
     def attempted(self, attempt: Callable[[], None]) -> str:
         """Return the problem that a comparison finds on this rank; "" for none. A collective."""
@@ -116,8 +115,8 @@ class Comparison:
             return f"{len(got)} outputs of {len(expected)}"
         objectives: list[tuple[Tensor, Tensor]] = []
         for number, (want, have) in enumerate(zip(expected, got, strict=True)):
-            if self.inner.has_loss and not want.dim():
-                continue  # a loss of this rank's tokens
+            if self.ranks.has_own_loss and not want.dim():
+                continue
             if want.shape != have.shape:
                 return f"output {number} of shape {list(have.shape)}, expected {list(want.shape)}"
             draw = torch.arange(want.numel(), device=want.device).sin().view(want.shape).to(want.dtype)

@@ -95,6 +95,7 @@ _ATTENDED = "context: attention ran"
 _STAGES = "context: attention ran in some stage"
 _CUT = "context: own positions of sequences that were cut"
 _WHOLE = "context: inputs of all positions"
+_LOSSES = "context: losses of own positions"
 _USED = Call("context", "attention of stages", ordered=False)
 _LENGTHS = 256  # that are remembered
 
@@ -141,16 +142,36 @@ def is_cut(ctx: DistContext, own: int) -> bool:
 @contextlib.contextmanager
 def all_positions(ctx: DistContext) -> Generator[None]:
     """Let attention only see the positions of its inputs, if these are all. Mutates the context's handle."""
-    ctx.comm.notes[_WHOLE] = "yes"
-    try:
+    with _noted(ctx, _WHOLE):
         yield
-    finally:
-        del ctx.comm.notes[_WHOLE]
 
 
 def has_all_positions(ctx: DistContext) -> bool:
     """Return whether a forward of `all_positions` runs."""
     return _WHOLE in ctx.comm.notes
+
+
+@contextlib.contextmanager
+def own_losses(ctx: DistContext) -> Generator[None]:
+    """Let losses be of this rank's positions, as in a model of transformers. Mutates the context's handle."""
+    with _noted(ctx, _LOSSES):
+        yield
+
+
+def has_own_losses(ctx: DistContext) -> bool:
+    """Return whether a forward of `own_losses` runs."""
+    return _LOSSES in ctx.comm.notes
+
+
+@contextlib.contextmanager
+def _noted(ctx: DistContext, name: str) -> Generator[None]:
+    is_outermost = name not in ctx.comm.notes
+    ctx.comm.notes[name] = "yes"
+    try:
+        yield
+    finally:
+        if is_outermost:
+            del ctx.comm.notes[name]
 
 
 def position_axis(ctx: DistContext) -> Axis:

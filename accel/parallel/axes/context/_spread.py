@@ -27,11 +27,10 @@ from accel.parallel.axes.context._checks import (
     takes_cut_tokens,
     transformers_models,
 )
-from accel.parallel.axes.context._forward import use_positions
-from accel.parallel.axes.context._split import plan_method, planned_method, position_axis
+from accel.parallel.axes.context._forward import Traits, use_positions
+from accel.parallel.axes.context._split import has_all_positions, plan_method, planned_method
 from accel.parallel.axes.context._stages import use_stage_positions
 from accel.parallel.axes.context._transformers import check_first, kept_for_padding, use_context_attention
-from accel.parallel.parts._nested import hold_plain_rows
 from accel.topology import ContextMethod
 
 _PREPARE = "prepare_model, on a mesh with cp"
@@ -50,20 +49,16 @@ def _is_done(ctx: DistContext, view: ModelView) -> bool:
     return not ctx.position.opened or any("context" in prepared_of(module) for module in view.modules.values())
 
 
-def _computes_in_parts(ctx: DistContext, view: ModelView, models: Sequence[nn.Module]) -> bool:
+def _computes_in_parts(view: ModelView, models: Sequence[nn.Module]) -> bool:
     """Return whether a user's module computes with parts of positions, around its models of transformers if it has
     some. Its first call is proved."""
-    crossing = [each for each in models if out_of_reach(each)]
-    takes_parts = all(takes_cut_tokens(each) and not first_blocks(each) for each in crossing)
-    are_alike = not crossing or (takes_parts and len(crossing) == len(models))
-    in_stages = ctx.axis("pp").size > 1
-    return view.model not in models and are_alike and not (in_stages and len(crossing) < len(models))
+    return view.model not in models and all(takes_cut_tokens(each) and not first_blocks(each) for each in models)
 
 
 def _mixing(asked: PrepareCall) -> RefusedFact | None:
     """Find modules that mix positions and that no attention of accel replaces."""
     models = [each for _, each in transformers_models(asked.view.modules)]
-    if _computes_in_parts(asked.ctx, asked.view, models):
+    if _computes_in_parts(asked.view, models):
         return None
     known = {id(module) for each in models for module in each.modules()}
     found = [name for name, each in asked.view.modules.items() if id(each) not in known and mixes(each)]
@@ -74,12 +69,9 @@ def _mixing(asked: PrepareCall) -> RefusedFact | None:
 
 
 def _staged(asked: PrepareCall) -> RefusedFact | None:
-    if asked.ctx.axis("pp").size == 1:
-        return None
     models = [each for _, each in transformers_models(asked.view.modules)]
-    crossing = [each for each in models if out_of_reach(each)]
-    is_one = models == [asked.view.model] or _computes_in_parts(asked.ctx, asked.view, models)
-    return RefusedFact(type(crossing[0]).__name__, "prepare_model") if crossing and not is_one else None
+    is_one = models == [asked.view.model] or _computes_in_parts(asked.view, models)
+    return None if is_one or asked.ctx.axis("pp").size == 1 else RefusedFact(type(models[0]).__name__, "prepare_model")
 
 
 # Rows for models that contain models of transformers which `check_transformers` accepts.
@@ -91,9 +83,9 @@ _REFUSED = (
         fix=f"{LEAVE} Where this module works along another dimension: accel.replace(ctx, mesh=ctx.mesh).",
     ),
     ModelRefusal(
-        "a model of transformers that computes attention scores itself, in stages of a model around it",
+        "a model of transformers that takes full inputs, in stages of a model around it",
         _staged,
-        expected="the model of transformers alone, or a model in which all others compute them too",
+        expected="the model of transformers alone",
         fix="Leave cp or pp out of the mesh.",
     ),
 )
@@ -127,22 +119,20 @@ def _spread(ctx: DistContext, view: ModelView, options: ContextOptions, *, is_em
     plan_method(ctx, options.context)
     note_prepared(view.model, context=options.context)
     models = [each for _, each in transformers_models(view.modules)]
-    computes_in_parts = _computes_in_parts(ctx, view, models)
-    attending = [each for each in models if not out_of_reach(each)]
     for each in models:
-        if each in attending:
-            use_context_attention(ctx, each, options.context)
-        else:
-            _use_parts(ctx, each)
-    if not computes_in_parts and attending == models:
-        hold_plain_rows(view.model)
-    if computes_in_parts and is_pipelined(view.model):
-        use_stage_positions(ctx, view.model, is_cut=True, may_cross=not models)
-    elif computes_in_parts:
-        use_positions(ctx, view.model, inner=attending if models else None)
-    elif models and ctx.is_main_process:
+        if not out_of_reach(each):
+            use_context_attention(ctx, each)
+        _use_parts(ctx, each)
+    if _computes_in_parts(view, models):
+        _begin(ctx, view.model, Traits(may_cross=not models))
+    elif view.model not in models and ctx.is_main_process:
         _log_others(view, models)
     return view.model
+
+
+def _begin(ctx: DistContext, model: nn.Module, traits: Traits, within: Sequence[nn.Module] = ()) -> None:
+    """Let a model, or its stages, compute with parts of positions. Mutates it, by classes and hooks."""
+    (use_stage_positions if is_pipelined(model) else use_positions)(ctx, model, traits, within)
 
 
 def _log_others(view: ModelView, models: Sequence[nn.Module]) -> None:
@@ -159,18 +149,15 @@ def _log_others(view: ModelView, models: Sequence[nn.Module]) -> None:
 
 
 def _use_parts(ctx: DistContext, model: Any) -> None:
-    """Let a model of transformers compute with parts of positions if no attention function reaches its attention.
-    Mutates it, by hooks."""
-    if is_pipelined(model):
-        use_stage_positions(ctx, model, first_blocks(model), is_cut=takes_cut_tokens(model), may_cross=False)
-    else:
-        use_positions(ctx, model, first_blocks(model), is_cut=takes_cut_tokens(model))
-    if takes_cut_tokens(model):
+    """Let a model of transformers compute with parts of positions. Mutates it, by classes and hooks."""
+    is_cut = takes_cut_tokens(model)
+    _begin(ctx, model, Traits(is_cut, samples=SAMPLES, has_own_losses=is_cut), first_blocks(model))
+    if is_cut:
         _ = model.register_forward_pre_hook(_GivenParts(ctx, model), prepend=True, with_kwargs=True)
 
 
 class _GivenParts:
-    """A hook of a model that computes with parts: refuses inputs that cannot follow a cut."""
+    """A hook of a model of transformers: refuses inputs that cannot follow a cut."""
 
     def __init__(self, ctx: DistContext, model: Any) -> None:
         self.ctx = ctx
@@ -179,12 +166,14 @@ class _GivenParts:
         self.padding = kept_for_padding(model)
 
     def __call__(self, _module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        if has_all_positions(self.ctx):
+            return
         known = {**dict(zip(self.names, inputs, strict=False)), **keywords}
         if self.is_pair:  # its labels are of its decoder's tokens; samples have a separate mask
             has_samples = any(known.get(name) is not None for name in SAMPLES)
             others = (*SAMPLES, "labels", *(["attention_mask"] if has_samples else []))
             known = {name: each for name, each in known.items() if name not in others}
-        check_inputs(known, position_axis(self.ctx).size)
+        check_inputs(self.ctx, known, is_pair=self.is_pair)
         check_first(self.ctx, known.get("position_ids"), self.padding)
 
 

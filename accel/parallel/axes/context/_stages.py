@@ -18,7 +18,7 @@ from accel.parallel._micro_batches import MicroBatch
 from accel.parallel._modules import prepared_of, stage_modules
 from accel.parallel._private import called_eagerly
 from accel.parallel.axes.context._attention import whole_positions
-from accel.parallel.axes.context._forward import Inputs, Positions
+from accel.parallel.axes.context._forward import Inputs, Positions, Traits
 from accel.parallel.axes.context._inner import halved, listed
 from accel.parallel.axes.context._positions import PositionRanks
 from accel.parallel.axes.context._proof import DIFFERENT, Calls, evaluated, outputs_of
@@ -47,8 +47,8 @@ class StagePositions(Positions):
         unrecorded: first error of a forward that is recorded for the proof; None for none.
     """
 
-    def __init__(self, ctx: DistContext, roots: Sequence[nn.Module], *, is_cut: bool, may_cross: bool) -> None:
-        super().__init__(ctx, roots, is_cut=is_cut, may_cross=may_cross)
+    def __init__(self, ctx: DistContext, roots: Sequence[nn.Module], traits: Traits) -> None:
+        super().__init__(ctx, roots, traits)
         self.is_proved = True  # by the pipeline, before it calls a stage
         self.is_proving = False
         self.output: Any = None
@@ -88,6 +88,7 @@ class StagePositions(Positions):
         """Return a micro-batch with all positions, for a record. A collective."""
         if self.crosses or has_all_positions(self.ctx):
             return batch
+        self.note_uncut(Inputs(batch.args, batch.kwargs))
 
         def gathered(each: Tensor) -> Tensor:
             at = self.cut_dim(each, self.dim)
@@ -97,6 +98,7 @@ class StagePositions(Positions):
 
     def cuts(self, batch: MicroBatch) -> Sequence[int | None]:
         """Return the dimension of the positions of each input; None for an input without."""
+        self.note_uncut(Inputs(batch.args, batch.kwargs))
         return [] if self.crosses else [self.cut_dim(each, self.dim) for each in listed((batch.args, batch.kwargs))]
 
     # --- the proof
@@ -106,7 +108,7 @@ class StagePositions(Positions):
         all of them. A collective. Return whether the first micro-batch has positions that are cut."""
         batch = trials.batch
         given = Inputs(batch.args, batch.kwargs)
-        if self.is_cut and not self.has_own(given):
+        if self.traits.is_cut and not self.has_own(given):
             return False
         self.unrecorded = None
         try:
@@ -127,7 +129,7 @@ class StagePositions(Positions):
                 stack.enter_context(evaluated(each, self.ctx.device))
                 stack.enter_context(called_eagerly(each))
             stack.enter_context(self._proving())
-            if self.may_cross:
+            if self.traits.may_cross:
                 self.crosses = self._attends(trials)
             if self.crosses:
                 return ""
@@ -214,14 +216,12 @@ class StagePositions(Positions):
         return plain_of(own_rows(whole, part.layout.dim, part.layout.cut, ranks))
 
 
-def use_stage_positions(
-    ctx: DistContext, model: nn.Module, within: Sequence[nn.Module] | None = None, *, is_cut: bool, may_cross: bool
-) -> None:
+def use_stage_positions(ctx: DistContext, model: nn.Module, traits: Traits, within: Sequence[nn.Module] = ()) -> None:
     """Let the stages of a model compute with parts of positions, as `use_positions` lets a model. Mutates them."""
     stages = stage_modules(model)
     runs = [cast(Any, each).module for each in stages]
-    positions = StagePositions(ctx, [model, *stages, *runs], is_cut=is_cut, may_cross=may_cross)
-    positions.begin(model, runs, within or ())
+    positions = StagePositions(ctx, [model, *stages, *runs], traits)
+    positions.begin(model, runs, within)
     positions.guard_all(model)
     cast(Any, prepared_of(model)).get("pipeline").pass_parts(stages, positions, positions.prove_stages)
 

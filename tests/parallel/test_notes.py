@@ -37,6 +37,7 @@ MOST_ON_MODELS = 10  # 44 once, more with those set by a literal name
 OF_OTHERS = {
     "_accel_mixed": "classes that accel makes",
     "accel_style": "classes that accel makes",
+    "accel_context": "an attention function of transformers",
     "accel_entry": "a keyword of a call",
     "accel_given": "a keyword of a call",
     "accel_master": "a key of an optimizer's state",

@@ -908,6 +908,35 @@ def test_a_loss_of_the_own_tokens_is_returned_as_it_is(ranks: Simulator, scores_
     assert max(ranks.run(rank, 2, default_group=True)) < 1e-5
 
 
+class OnPair(nn.Module):
+    """A score of all positions of a decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8, "vocab_size": VOCABULARY}
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.body = transformers.T5Model(transformers.T5Config(**sizes, dropout_rate=0.0)).double()
+            self.head = nn.Linear(16, 3).double()
+
+    def forward(self, ids: Tensor, goal: Tensor) -> Tensor:
+        hidden = self.body(input_ids=ids, decoder_input_ids=goal).last_hidden_state
+        return self.head(hidden[:, -1] + hidden.mean(1))
+
+
+def test_a_head_on_an_encoder_decoder_sees_all_positions(ranks: Simulator) -> None:
+    goal = IDS[1][:, :8]
+    expected = OnPair()(IDS[0], goal).detach()
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, OnPair())
+        own = [accel.parallel.split_sequence(ctx, {"ids": each})["ids"] for each in (IDS[0], goal)]
+        return float((model(*own) - expected).detach().abs().max())
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-10
+
+
 class OnBloom(nn.Module):
     """A head on a model that computes its own scores."""
 

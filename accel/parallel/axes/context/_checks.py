@@ -175,7 +175,7 @@ def _is_pretrained(kind: type) -> bool:
 def first_blocks(model: Any) -> list[nn.Module]:
     """Return the first block of each list of blocks with attention, except lists with hidden states of tokens that are
     cut, in a model of transformers."""
-    decoder = model.get_decoder() if _is_pair(model) else model
+    decoder = model.get_decoder() if _is_pair(model) and _takes_samples(model) else model
     of_tokens = {id(module) for module in decoder.modules()} if takes_cut_tokens(model) else set[int]()
     first = [group.entries[0][1] for group in _attending(model)]
     return [block for block in first if id(block) not in of_tokens]
@@ -198,16 +198,17 @@ def is_attention(module: nn.Module) -> bool:
 
 def takes_cut_tokens(model: Any) -> bool:
     """Return whether a model of transformers takes own tokens and gives own outputs; else all are whole."""
-    names = forward_names(model)
-    if _is_pair(model):
-        return True
-    return not any(name in names for name in SAMPLES) or ("input_ids" in names and bool(model.can_generate()))
+    makes_tokens = "input_ids" in forward_names(model) and bool(model.can_generate())
+    return _is_pair(model) or not _takes_samples(model) or makes_tokens
+
+
+def _takes_samples(model: Any) -> bool:
+    return any(name in forward_names(model) for name in SAMPLES)
 
 
 def text_decoder(model: Any) -> Any:
     """Return the text model of a model that puts images among its own tokens; None for others."""
-    names = forward_names(model)
-    if _is_pair(model) or not takes_cut_tokens(model) or not any(name in names for name in SAMPLES):
+    if _is_pair(model) or not takes_cut_tokens(model) or not _takes_samples(model):
         return None
     decoder = model.get_decoder()
     return decoder if hasattr(decoder, "set_attn_implementation") and decoder is not model else None
@@ -229,7 +230,7 @@ _REASONS: Mapping[str, Callable[[Any], object]] = {
         or _scores_itself(text_decoder(model) or model)
     ),
     "inputs that are not split like the tokens": lambda model: (
-        not takes_cut_tokens(model) or (_is_pair(model) and any(name in forward_names(model) for name in SAMPLES))
+        not takes_cut_tokens(model) or (_is_pair(model) and _takes_samples(model))
     ),
     "a mask that attentions make of values": lambda model: any(  # Doge
         hasattr(each, "prepare_dynamic_mask") for each in model.modules()

@@ -19,6 +19,7 @@ from accel.context import DistContext
 from accel.errors import StepError
 from accel.parallel._micro_batches import MicroBatch, first_rows, first_tensor
 from accel.parallel._modules import is_pipelined, note_prepared, prepared_of, tensor_notes, unwrap_model
+from accel.parallel._private import mixes_dtensors
 from accel.random import isolated_rng
 from accel.tensors import is_view
 from accel.training._backward import check_loss, rooted
@@ -293,7 +294,7 @@ class LossSums:
             trees = (output,) if batch.targets is None else (output, batch.targets)
             given = tuple(first_rows(each, batch.rows, containers) for each in trees)
             halves = self.probe.halves(given, batch.rows.real)
-            found = self.loss_fn(*given)
+            found = self._called(given)
             check_loss(found, "forward_backward", "Return the sum over the real units: loss.sum().")
             if batch.rows.real < batch.rows.size and is_models_own(found, given[0], batch.rows.real, containers):
                 raise StepError(
@@ -308,6 +309,22 @@ class LossSums:
             found = found.float()  # weight times scale does not fit into 16 bits
         self.found.append(found.detach())
         return found
+
+    def _called(self, given: tuple[Any, ...]) -> Any:
+        """The loss that the user's function returns."""
+        try:
+            return self.loss_fn(*given)
+        except RuntimeError as error:
+            if not mixes_dtensors(error):
+                raise
+            raise StepError(
+                "loss_fn computes with a parameter as ranks keep it, a DTensor",
+                expected="outputs of the model or of its modules",
+                got=str(error),
+                where=_WHERE,
+                fix="Call the module that has the parameter, or return its result from the forward. A head's weight may"
+                " go to linear_cross_entropy.",
+            ) from error
 
     def scaled(self, output: Any, batch: MicroBatch) -> torch.Tensor:
         """Return what backward runs from; no view, as schedules detach it in place."""

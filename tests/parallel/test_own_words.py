@@ -10,12 +10,13 @@ from typing import Any, NamedTuple, cast
 import pytest
 import torch
 from catching import assert_raises
+from steps import begin_batch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import accel
 from accel import post_training
-from accel.errors import ConfigError, PrepareError
+from accel.errors import ConfigError, PrepareError, StepError
 from accel.random import Key
 from accel.tensors import full_tensor
 from accel.testing import Simulator
@@ -144,6 +145,39 @@ def test_a_loss_in_the_forward_with_a_context_without_tp_is_an_error(ranks: Simu
         return True
 
     assert ranks.run(rank, 2, default_group=True) == [True, True]
+
+
+class Hidden(Net):
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.embed(ids)
+
+
+def test_a_loss_function_that_reads_the_weight_of_a_head_is_an_error_or_calls_the_head(ranks: Simulator) -> None:
+    def stepped(ctx: accel.DistContext, of_hidden: Callable[[accel.DistContext, Any, Tensor], Tensor]) -> Tensor:
+        torch.manual_seed(0)
+        model: Any = Hidden(nn.Identity()).double()
+        if ctx.world_size > 1:
+            ctx = accel.replace(ctx, mesh="tp=2")
+            model = accel.prepare_model(ctx, model, plan=accel.parallel.Plan(tensor={"head": "colwise"}))
+        loss, _ = accel.forward_backward(
+            ctx, model, begin_batch(ctx), IDS, loss_fn=lambda hidden: of_hidden(ctx, model, hidden), weight=12
+        )
+        return loss
+
+    def by_head(ctx: accel.DistContext, model: Any, hidden: Tensor) -> Tensor:
+        return accel.parallel.vocab_cross_entropy(ctx, model.head(hidden), TARGETS)
+
+    def by_weight(ctx: accel.DistContext, model: Any, hidden: Tensor) -> Tensor:
+        return accel.parallel.vocab_cross_entropy(ctx, functional.linear(hidden, model.head.weight), TARGETS)
+
+    def rank(ctx: accel.DistContext) -> Tensor:
+        with assert_raises(StepError, problem="as ranks keep it", fix="Call the module"):
+            _ = stepped(ctx, by_weight)
+        return stepped(ctx, by_head)
+
+    expected = stepped(accel.single(), by_head)
+    for found in ranks.run(rank, 2, default_group=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_a_loss_in_the_forward_takes_own_words(ranks: Simulator) -> None:

@@ -13,7 +13,14 @@ from torch import nn
 
 from accel.context import DistContext
 from accel.errors import AccelError, ConfigError
-from accel.parallel._modules import forward_names, is_pipelined, note_prepared, prepared_of, written_class
+from accel.parallel._modules import (
+    forward_names,
+    is_pipelined,
+    named_modules,
+    note_prepared,
+    prepared_of,
+    written_class,
+)
 from accel.parallel._refused import ModelRefusal, PrepareCall, RefusedFact, raised, refused
 from accel.parallel._spread import ModelView, Spread, SpreadOptions, compare_models
 from accel.parallel.axes.context._checks import (
@@ -29,7 +36,7 @@ from accel.parallel.axes.context._checks import (
 )
 from accel.parallel.axes.context._forward import Traits, use_positions
 from accel.parallel.axes.context._split import has_all_positions, plan_method, planned_method
-from accel.parallel.axes.context._stages import use_stage_positions
+from accel.parallel.axes.context._stages import ghost_of, use_stage_positions
 from accel.parallel.axes.context._transformers import check_first, kept_for_padding, use_context_attention
 from accel.topology import ContextMethod
 
@@ -119,9 +126,12 @@ def _spread(ctx: DistContext, view: ModelView, options: ContextOptions, *, is_em
     plan_method(ctx, options.context)
     note_prepared(view.model, context=options.context)
     models = [each for _, each in transformers_models(view.modules)]
-    for each in models:
+    # a record of a forward on stages passes the masks that they pass
+    recorded = [each for _, each in transformers_models(dict(named_modules(ghost_of(view.model) or nn.Module())))]
+    for each in (*models, *recorded):
         if not out_of_reach(each):
             use_context_attention(ctx, each)
+    for each in models:
         _use_parts(ctx, each)
     if _computes_in_parts(view, models):
         _begin(ctx, view.model, Traits(may_cross=not models))

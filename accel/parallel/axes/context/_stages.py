@@ -226,5 +226,11 @@ def use_stage_positions(ctx: DistContext, model: nn.Module, traits: Traits, with
     cast(Any, prepared_of(model)).get("pipeline").pass_parts(stages, positions, positions.prove_stages)
 
 
+def ghost_of(model: nn.Module) -> nn.Module | None:
+    """Return the model without memory that the stages of a model record; None without stages."""
+    pipeline = prepared_of(model).get("pipeline")
+    return None if pipeline is None else cast(Any, pipeline).replays.ghost
+
+
 def _batch_of(batch: MicroBatch, given: Inputs) -> MicroBatch:
     return batch._replace(args=given.inputs, kwargs=given.keywords)

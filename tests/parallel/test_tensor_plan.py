@@ -23,6 +23,7 @@ from accel.parallel.axes.tensor._rules import match
 from accel.parallel.axes.tensor._styles import STYLES, row_exchange
 from accel.parallel.parts import RowCut, rows_of
 from accel.tensors import full_tensor
+from accel.testing import Simulator
 
 
 @given(size=st.integers(2, 6), packs=st.integers(1, 4), part=st.integers(1, 3), heads=st.integers(1, 6))
@@ -430,3 +431,53 @@ def test_a_head_that_is_not_known_is_refused(model: nn.Module, got: str) -> None
         accel.parallel.tensor_plan(model, head="colwise")
     with assert_raises(ConfigError, problem="the style of the head is unknown"):
         accel.parallel.tensor_plan(made(), head="rowwise")  # type: ignore[arg-type]
+
+
+class _Latent(nn.Module):
+    """An attention that a declared plan passes over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(torch.tanh(self.down(x)))
+
+
+class _Passed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.first, self.last = _Latent(), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.last(torch.relu(self.first(x + self.attention(x))))
+
+
+class _Declares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Passed() for _ in range(2))
+
+    @property
+    def tp_plan(self) -> dict[str, str]:
+        return {"blocks.*.first": "colwise", "blocks.*.last": "rowwise"}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("width", [4, 5])
+def test_the_line_of_a_declared_plan_says_why_nothing_was_found_beside_it(
+    ranks: Simulator, caplog: pytest.LogCaptureFixture, width: int
+) -> None:
+    """With the error of a forward that failed on the example."""
+
+    def rank(ctx: accel.DistContext) -> None:
+        _ = accel.prepare_model(accel.replace(ctx, mesh="tp=2"), _Declares(), example=[torch.ones(2, 3, width)])
+
+    _ = ranks.run(rank, 2, default_group=True)
+    line = next(each for each in caplog.messages if "of the parameters are divided" in each)
+    assert ("one in addition that is found and proved" in line) == (width == 4)
+    assert ("its forward, run without values, failed" in line) == (width == 5)

@@ -21,6 +21,7 @@ from accel.parallel.axes.tensor._styles import (
     RowExchange,
     Rule,
 )
+from accel.parallel.parts._layout import refuse_transform
 from accel.tensors import is_dtensor
 
 if TYPE_CHECKING:
@@ -108,6 +109,8 @@ class LocalParameters(KeepsParameters):
     def parameters_here(self, stored: Mapping[str, nn.Parameter | None]) -> dict[str, torch.Tensor | None]:
         """Return the tensors that forward uses in place of the parameters."""
         rule = self.accel_layer.rule
+        if rule.dims:
+            refuse_transform(f"a layer of style {rule.style}")
         return {name: None if each is None else local(each, rule) for name, each in stored.items()}
 
 

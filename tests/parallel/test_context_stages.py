@@ -11,7 +11,8 @@ import torch
 from handwritten import Handwritten, named, tensors_of
 from handwritten_runs import called
 from steps import ByState, begin_batch
-from test_context_models import LENGTH, cut
+from test_context_models import LENGTH, SEQUENCES, cut
+from test_context_outputs import WORDS, Loop
 from torch import Tensor, nn
 
 import accel
@@ -23,9 +24,10 @@ from accel.tree import map_tensors
 
 MESH = "pp=2,cp=2"
 ROWS = 5
-QUICK = ("min_gpt", "t5")
+QUICK = ("min_gpt", "t5", "reward", "checkpointed", "hooked_features", "frozen_end")
+# refused with units of fsdp in stages: a part of a unit is called, or a result of a unit is changed in place
+NOT_IN_STAGES = ("called_by_parts", "in_place", "through_views")
 FEW = Plan(micro_batches=2)
-INTERLEAVED = Plan(schedule="Interleaved1F1B", stages_per_rank=2, micro_batches=4)
 
 
 def floats(output: Any) -> list[Tensor]:
@@ -97,9 +99,31 @@ def off(ranks: Simulator, entry: Handwritten, mesh: str, plan: Plan, size: int =
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("entry", named(*QUICK), ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param(each, marks=pytest.mark.slow if each.name in QUICK else pytest.mark.nightly)
+        for each in SEQUENCES
+        if each.name not in NOT_IN_STAGES
+    ],
+    ids=lambda each: each.name,
+)
 def test_attention_as_written_in_stages_is_as_in_one_process(ranks: Simulator, entry: Handwritten) -> None:
     assert off(ranks, entry, MESH, FEW) < 1e-10
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("entry", named("min_gpt", "moe", "checkpointed"), ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    ("mesh", "schedule"),
+    [(MESH, "Interleaved1F1B"), (MESH, "ZBVZeroBubble"), ("pp=2,cp=4", ""), ("pp=2,cp=2,tp=2", "")],
+)
+def test_stages_compute_the_same_on_other_meshes_and_schedules(
+    ranks: Simulator, entry: Handwritten, mesh: str, schedule: str
+) -> None:
+    plan = Plan(schedule=schedule, stages_per_rank=2, micro_batches=4) if schedule else FEW
+    assert off(ranks, entry, mesh, plan, 4 if mesh == MESH else 8) < 1e-10
 
 
 class Crossing(nn.Module):
@@ -160,6 +184,7 @@ class Wrong(nn.Module):
         return 1.02 * h if self.case == "values" else h
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("at", [0, 3])
 @pytest.mark.parametrize("case", ["values", "fails"])
@@ -175,3 +200,39 @@ def test_a_stage_that_computes_something_else_is_refused_on_all_ranks(ranks: Sim
 
     said = {"values": "output 0 is off by", "fails": "ValueError: fails"}
     assert all(each.startswith(said[case]) for each in ranks.run(rank, 4, default_group=True))
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")
+def test_own_positions_of_a_full_output_leave_the_last_stage(ranks: Simulator) -> None:
+    """The forward puts its output together from single positions."""
+    ids = torch.randint(WORDS, (4, LENGTH), generator=torch.Generator().manual_seed(0))
+    expected = Loop(lambda each: torch.stack(each, 1)).double()
+    start = {name: each.clone() for name, each in expected.state_dict().items()}
+    whole = expected(ids)
+    whole.square().sum().backward()
+
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh=MESH)
+        model: Any = Loop(lambda each: torch.stack(each, 1)).double()
+        _ = model.load_state_dict(start)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = accel.prepare(ctx, model, optimizer, plan=FEW, example=[ids])
+        own = accel.parallel.split_sequence(ctx, {"ids": ids, "out": whole.detach()}, shift=())
+        with accel.evaluating(model):
+            torch.testing.assert_close(accel.training.forward(ctx, model, own["ids"]), own["out"])
+        _, state = accel.forward_backward(
+            ctx,
+            model,
+            begin_batch(ctx),
+            own["ids"],
+            targets=own["out"],
+            loss_fn=lambda out, known: (2 * out * known).sum(),
+            weight=len(ids) / 2,
+        )
+        _ = accel.optimizer_step(ctx, optimizer, state)
+        after = accel.get_state_dict(ctx, model, dst=None)
+        for name, each in expected.named_parameters():
+            torch.testing.assert_close(after[name], each.detach() - each.grad / len(ids))
+
+    _ = ranks.run(rank, 4, default_group=True)

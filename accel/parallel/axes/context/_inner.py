@@ -159,6 +159,8 @@ def _has_rows(tensor: Tensor) -> bool:
 def uncompiled_for(model: nn.Module, ranks: PositionRanks, *, is_traced: bool) -> str:
     """Return the reason for which compiled modules of a model run as they are; "" for none. `is_traced`: whether torch
     compiles a call of the model."""
+    if ranks.in_stages and contains_compiled(model):
+        return "stages of a pipeline send the positions of its blocks"
     if is_traced or is_compiled(model):
         return 'compile its blocks alone, accel.compile_model(model, "repeated")'
     divided = any(vars(each).get(RANKS) not in (None, ranks) for each in model.modules())

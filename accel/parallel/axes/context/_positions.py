@@ -75,9 +75,10 @@ class PositionRanks(Ranks):
         has_own_loss: whether a loss of own positions was computed.
         counts_changes: whether torch counts changes in place, in the calls of compiled modules.
         agrees: whether ranks compare the next call before each collective, as in a proof, where a single rank may fail.
+        in_stages: whether stages of a pipeline compute with the parts.
     """
 
-    __slots__ = ("across", "agrees", "callers", "counts_changes", "ctx", "has_own_loss", "plain", "whole")
+    __slots__ = ("across", "agrees", "callers", "counts_changes", "ctx", "has_own_loss", "in_stages", "plain", "whole")
 
     def __init__(self, ctx: DistContext) -> None:
         super().__init__(cast(Any, group_of(ctx, "cp")))
@@ -89,6 +90,7 @@ class PositionRanks(Ranks):
         self.agrees = False
         self.has_own_loss = False
         self.counts_changes = True
+        self.in_stages = False
 
     def __deepcopy__(self, _memo: object) -> PositionRanks:
         """Return the ranks for a copy of the model: process groups are not copied."""

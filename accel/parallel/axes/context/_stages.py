@@ -43,7 +43,7 @@ class StagePositions(Positions):
         kinds: the ranks that hold parts, in one order on all ranks.
         is_proving: whether stages run for the proof.
         output: of the last call for the proof, with its parts.
-        got: tensors that this rank's last compared stage passes on, or the outputs.
+        got: outputs of the last stage in the proof, on its rank.
         unrecorded: first error of a forward that is recorded for the proof; None for none.
     """
 
@@ -55,6 +55,8 @@ class StagePositions(Positions):
         self.got: list[Tensor] = []
         self.unrecorded: StageError | None = None
         self.kinds = (self.ranks, self.within)
+        for each in self.kinds:
+            each.in_stages = True
 
     def left(self, output: Any) -> Any:
         """Return own positions for the parts of an output."""
@@ -139,13 +141,13 @@ class StagePositions(Positions):
             may_be_full = not problem and self.outputs.may_be_full(self.got, whole, own)
             if any(exchange_values(self.ctx.comm, _PROOF, may_be_full, bool)):
 
-                def run_whole(trial: StageTrial) -> list[Tensor]:
-                    return self.comparison.expected(partial(self._run_whole, trial), may_fail=False) or []
+                def run_whole(trial: StageTrial) -> None:
+                    found = self.comparison.expected(partial(self._run_whole, trial), may_fail=False)
+                    if trial.module.is_last:
+                        self.outputs.note_full(self.got, found)
 
-                shorter: list[Tensor] = []
-                halves = [_batch_of(batch, halved(whole, own))] * 2
-                failed = self._compared(trials, halves, lambda trial: shorter.extend(run_whole(trial)))
-                self.outputs.note_full(self.got, None if failed else shorter)
+                failed = self._compared(trials, [_batch_of(batch, halved(whole, own))] * 2, run_whole)
+                problem = failed and f"an output that may have all positions, and for half of them {failed}"
         names = exchange_values(self.ctx.comm, _PROOF, list(self.ranks.whole), list[str])
         self.ranks.whole |= dict.fromkeys(name for each in names for name in each)
         return problem
@@ -201,7 +203,9 @@ class StagePositions(Positions):
             found = [each if part is None else self.received(each, part) for each, part in passed]
             return [each for each in found if each.is_floating_point()]
 
-        self.got = self.comparison.differ(trial.module, Calls(partial(self._run_whole, trial), run_own))
+        found = self.comparison.differ(trial.module, Calls(partial(self._run_whole, trial), run_own))
+        if trial.module.is_last:
+            self.got = found
 
     def _run_whole(self, trial: StageTrial) -> list[Tensor]:
         """Run a stage with all positions; return the floating-point tensors that it passes on, or the outputs."""

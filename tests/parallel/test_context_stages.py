@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -236,3 +236,40 @@ def test_own_positions_of_a_full_output_leave_the_last_stage(ranks: Simulator) -
             torch.testing.assert_close(after[name], each.detach() - each.grad / len(ids))
 
     _ = ranks.run(rank, 4, default_group=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_a_model_of_transformers_with_padding_and_its_cache_is_as_in_one_process(
+    ranks: Simulator, method: Literal["gather", "ring"]
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs accel-torch[transformers]")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=32, num_key_value_heads=2, **sizes)
+    ids = torch.randint(32, (4, LENGTH), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[::2, 5:] = 0
+
+    def rank(ctx: accel.DistContext, mesh: str) -> Tensor:
+        torch.manual_seed(0)
+        ctx = accel.replace(ctx, mesh=mesh, plan=Plan(context=method) if mesh else None)
+        batch = {"input_ids": ids, "attention_mask": mask}
+        model = transformers.LlamaForCausalLM(config).double()
+        model = accel.prepare_model(ctx, model, example=batch)
+        part = accel.parallel.split_sequence(ctx, batch, shift=())
+        targets = part["attention_mask"]
+        del part["position_ids"]
+        loss, _ = accel.forward_backward(
+            ctx,
+            model,
+            begin_batch(ctx),
+            part,
+            targets=targets,
+            loss_fn=lambda output, kept: (output.logits.logsumexp(-1) * kept).sum(),
+            weight=targets.sum(),
+        )
+        return accel.reduce(ctx, loss * targets.sum()) / accel.reduce(ctx, targets.sum())
+
+    want = rank(accel.single(), "")
+    for got in ranks.run(lambda ctx: rank(ctx, MESH), 4, default_group=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)

@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ PRIVATE = {
     "torch._C._distributed_c10d.Reducer": ("_rebuild_buckets", "_set_mixed_precision_param_dtype"),
     "torch.Tensor": ("_backward_hooks", "_post_accumulate_grad_hooks", "_make_wrapper_subclass"),
     "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod",),
-    "torch": ("_weight_norm",),
+    "torch": ("_weight_norm", "_dynamo"),
     "torch.nn.Module": (
         "_parameters",
         "_modules",
@@ -140,15 +140,46 @@ def contains_compiled(module: nn.Module) -> bool:
     return False
 
 
-def call_in_one_graph(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> tuple[R | None, str]:
-    """Call what torch compiles; return its result, or None and the reason if it is not one graph."""
+class GraphBreak(NamedTuple):
+    """Why and where torch.compile ends a graph.
+
+    Attributes:
+        problem: a line.
+        functions: file and name of the traced functions around it, from the outside.
+    """
+
+    problem: str
+    functions: tuple[tuple[str, str], ...]
+
+
+def one_graph() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which torch.compile raises an error at a graph break."""
+    return cast(Any, torch)._dynamo.error_on_graph_break(True)
+
+
+def call_in_one_graph(
+    call: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+) -> tuple[R, None] | tuple[None, GraphBreak]:
+    """Call what torch compiles; return its result, or None and the graph break if it is not one graph."""
     dynamo: Any = importlib.import_module("torch._dynamo")
-    graph_break: type[Exception] = dynamo.exc.Unsupported
+    with one_graph():
+        return _call_to_error(dynamo.exc.Unsupported, call, *args, **kwargs)
+
+
+def call_compiled(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> tuple[R, None] | tuple[None, GraphBreak]:
+    """Call what torch compiles; return its result, or None and what it cannot compile, where that is an error."""
+    dynamo: Any = importlib.import_module("torch._dynamo")
+    return _call_to_error(dynamo.exc.TorchDynamoException, call, *args, **kwargs)
+
+
+def _call_to_error(
+    kind: type[Exception], call: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+) -> tuple[R, None] | tuple[None, GraphBreak]:
     try:
-        with dynamo.error_on_graph_break(True):
-            return call(*args, **kwargs), ""
-    except graph_break as error:
-        return None, str(error).partition("\n")[0] or type(error).__name__
+        return call(*args, **kwargs), None
+    except kind as error:
+        functions = tuple((each.filename, each.name) for each in cast(Any, error).real_stack or ())
+        return None, GraphBreak(str(error).partition("\n")[0] or type(error).__name__, functions)
 
 
 @contextlib.contextmanager

@@ -29,6 +29,12 @@ from accel.parallel.parts._part import Args, Named, PartTensor, Ranks, plain_of,
 _UNCOMPILED = "%s: a module that computes with parts of tensors stays uncompiled: %s"
 
 
+def leave_uncompiled(module: nn.Module, problem: str) -> None:
+    """Let a module that torch compiles run as it is from now on, and log why. Mutates it."""
+    logging.getLogger("accel.parallel").warning(_UNCOMPILED, written_class(module).__name__, problem)
+    run_eagerly(module)
+
+
 class PartsInGraph(TorchFunctionMode):
     """Calls the rules of all functions of parts, in a trace of torch.compile, which would leave subclasses off in the
     `__torch_function__` of one: functions of parts that gather others call further ones."""
@@ -75,15 +81,14 @@ class PartRegion(Mixin):
                 given, named = self._rows_of(args, kwargs)
                 if region is None or region.fullgraph:
                     return self._parts_in(own.__call__(*given, **named))
-                found, problem = call_in_one_graph(own.__call__, *given, **named)
+                found, end = call_in_one_graph(own.__call__, *given, **named)
             finally:
                 ranks.given = None
                 ranks.end(outer)
-            if not problem:
+            if end is None:
                 return self._parts_in(found)
-        module = cast(nn.Module, self)
-        logging.getLogger("accel.parallel").warning(_UNCOMPILED, written_class(module).__name__, problem)
-        run_eagerly(module)
+            problem = end.problem
+        leave_uncompiled(cast(nn.Module, self), problem)
         return own.__call__(*args, **kwargs)
 
     def _problem_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -14,20 +14,29 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from accel.errors import TreeError
+from accel.errors import ConfigError, TreeError
 from accel.mixins import Mixin
 from accel.parallel._local import local_of
-from accel.parallel._modules import note_tensor, notes_of
-from accel.parallel._private import contains_compiled, runs_in_backward
+from accel.parallel._modules import note_tensor, notes_of, written_class
+from accel.parallel._private import (
+    REGION,
+    call_compiled,
+    call_in_one_graph,
+    contains_compiled,
+    is_compiled,
+    one_graph,
+    runs_in_backward,
+)
 from accel.parallel.axes.tensor._layers import Layer, LocalParameters, is_computed_again, needed_rows
 from accel.parallel.axes.tensor._overlap import copied_product, summed_product
 from accel.parallel.axes.tensor._styles import RowExchange, Rule, row_exchange
 from accel.parallel.axes.tensor._trace import outputs_in
 from accel.parallel.logits._logits import DeferredLogits
-from accel.parallel.parts import PartsInGraph, PartTensor, Ranks, RowLayout, leave, make, plain_of
+from accel.parallel.parts import PartRegion, PartsInGraph, PartTensor, Ranks, RowLayout, leave, make, plain_of
 from accel.parallel.parts._layout import even, no_rule, shortest
 from accel.parallel.parts._nested import NestedPart, entered_rows, nested, rows_in
 from accel.parallel.parts._part import Args, Named, entered, name_of, outside
+from accel.parallel.parts._region import leave_uncompiled
 from accel.tree import map_tensors
 
 _OF_WHOLE = ("reshape", "scaled_dot_product_attention")
@@ -182,6 +191,44 @@ def exchanges_of(layouts: Mapping[str, RowLayout], rank: int, size: int) -> dict
     return {name: row_exchange(cut, rank, size) for name, cut in cuts.items() if cut != even(cut.total, size)}
 
 
+class GraphedCall(PartRegion):
+    """A module around divided layers. If torch compiles it, its graphs do not break between these: parts do not pass
+    from one graph to the next."""
+
+    accel_ranks: LayerRanks  # pyright: ignore[reportIncompatibleVariableOverride]
+    accel_is_cut = False  # whether graphs break around regions, where tensors are full
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module; as it is from now on, if its graph breaks between divided layers."""
+        module = cast(nn.Module, self)
+        if is_dynamo_compiling() or not is_compiled(module) or self.accel_ranks.depth:
+            return super().__call__(*args, **kwargs)
+        own: Any = super(PartRegion, self)
+        region = vars(module).get(REGION)
+        if region is not None and region.fullgraph:
+            return own.__call__(*args, **kwargs)
+        if not self.accel_is_cut:  # a graph break is found before anything is computed and sent
+            found, end = call_in_one_graph(own.__call__, *args, **kwargs)
+            if end is None:
+                return found
+            ends = [name for file, name in end.functions if file == __file__ and name.startswith("forward")]
+            if len(ends) > 1:  # of `RegionEnd`: in a block, and not around blocks
+                leave_uncompiled(module, end.problem)
+                return own.__call__(*args, **kwargs)
+            self.accel_is_cut = True
+        found, end = call_compiled(own.__call__, *args, **kwargs)
+        if end is None:
+            return found
+        raise ConfigError(
+            "torch has compiled a first part of the module, and cannot compile its divided layers in one graph",
+            expected="no graph break between layers that ranks divide",
+            got=end.problem,
+            where=f"forward of {written_class(module).__name__}, compiled",
+            fix='Compile blocks alone: accel.compile_model(model, "repeated"). One with such a graph break runs '
+            "uncompiled.",
+        )
+
+
 class RegionEnd(Mixin):
     """A module around others that compute with parts, or one of these that is called by itself; what it returns is
     whole."""
@@ -202,7 +249,8 @@ class RegionEnd(Mixin):
             ranks.sees_tuples = not ranks.nests and (is_dynamo_compiling() or contains_compiled(cast(Any, self)))
         try:
             if ranks.sees_tuples:
-                with PartsInGraph():
+                is_block = is_dynamo_compiling() and ranks.depth > 1
+                with PartsInGraph(), one_graph() if is_block else contextlib.nullcontext():
                     output = super().forward(*args, **kwargs)
             else:
                 output = super().forward(*args, **kwargs)

@@ -17,7 +17,7 @@ from accel.parallel._blocks import block_groups, outermost_groups
 from accel.parallel._modules import RANKS, matching, named_modules, note_module
 from accel.parallel.axes.tensor._dependence import pattern_of
 from accel.parallel.axes.tensor._layers import Layer, ReadList, Recurrent, mixin_for
-from accel.parallel.axes.tensor._part_layers import LayerRanks, PartParameters, RegionEnd, exchanges_of
+from accel.parallel.axes.tensor._part_layers import GraphedCall, LayerRanks, PartParameters, RegionEnd, exchanges_of
 from accel.parallel.axes.tensor._styles import (
     ADAPTER,
     COLWISE,
@@ -384,7 +384,8 @@ def install(
         note_module(module, exchanges=exchanges_of(layer.rule.layouts, layer.rank, layer.size))
     for mixin, own in modules.items():
         add_mixin(own, mixin)
-    add_mixin([model.get_submodule(path) for path, rule in rules.items() if rule.ends or rule.layouts], RegionEnd)
+    ends = {path for path, rule in rules.items() if rule.ends or rule.layouts}
+    add_mixin(list(map(model.get_submodule, ends)), RegionEnd)
     if isinstance(ranks, SequenceRanks):
         of_tokens = {path for path, rule in rules.items() if rule.tokens}
         # torch may compile any of them alone, as the head of a stage
@@ -392,4 +393,9 @@ def install(
         for module in regions:
             setattr(module, RANKS, ranks)
         add_mixin(regions, PartRegion)
+    elif ranks is not None:
+        around = [model.get_submodule(path) for path in modules_around(ends)]
+        for module in around:
+            setattr(module, RANKS, ranks)
+        add_mixin(around, GraphedCall)
     return ranks

@@ -142,10 +142,11 @@ class Positions:
     def guard_all(self, model: nn.Module) -> None:
         """Refuse separate calls of all modules that can have an attention, until the first call is proved. A model
         inside that computes with parts itself may be called alone."""
-        for each in model.modules():
+        modules = list(model.modules())
+        for each in modules:
             if (inner := notes_of(each).get("positions")) is not None:
                 inner.guard([])
-        self.guard(each for each in model.modules() if any(each.children()) or isinstance(each, nn.MultiheadAttention))
+        self.guard(each for each in modules if any(each.children()) or isinstance(each, nn.MultiheadAttention))
 
     @untraced
     def call(self, module: nn.Module, forward: _Forward, given: Inputs, *, is_traced: bool) -> Any:

@@ -233,7 +233,7 @@ def use_stage_positions(ctx: DistContext, model: nn.Module, traits: Traits, with
 def ghost_of(model: nn.Module) -> nn.Module | None:
     """Return the model without memory that the stages of a model record; None without stages."""
     pipeline = prepared_of(model).get("pipeline")
-    return None if pipeline is None else cast(Any, pipeline).replays.ghost
+    return None if pipeline is None else pipeline.replays.ghost
 
 
 def _batch_of(batch: MicroBatch, given: Inputs) -> MicroBatch:

@@ -15,6 +15,7 @@ import torch
 
 _CACHE = type(functools.lru_cache(lambda: None))
 _EMPTY = CellType()
+_CONTAINERS = (dict, list, tuple)
 _WITHOUT_VALUES = ("FakeTensor", "FunctionalTensor")
 _NO_MODELS = frozenset({"torch", "sympy", "numpy", "hypothesis", *sys.stdlib_module_names})
 
@@ -58,7 +59,8 @@ def _caches() -> list[Any]:
             caches, _ = _caches_of_package(name, len(names), id(names.get("__spec__")))
         else:
             caches = _caches_of(name, names)
-        found |= {id(each): each for each in caches}
+        for each in caches:
+            found[id(each)] = each
     return list(found.values())
 
 
@@ -90,11 +92,15 @@ def _caches_of_package(name: str, names: int, spec: int) -> tuple[list[Any], obj
 
 
 def _holds_fakes(cache: object) -> bool:
-    """Whether a cache has a tensor without values, also in containers."""
+    """Whether a cache has a tensor without values, also in containers.
+
+    Caches of files that are parsed, for example, hold many thousands of objects, so their types are looked at.
+    """
     held: list[Any] = [cache]
     for _ in range(4):
         held = gc.get_referents(*held)
-        if any(type(each).__name__ in _WITHOUT_VALUES and isinstance(each, torch.Tensor) for each in held):
+        kinds: dict[int, type] = {id(kind): kind for kind in map(type, held)}  # a class may have no hash
+        if any(kind.__name__ in _WITHOUT_VALUES and issubclass(kind, torch.Tensor) for kind in kinds.values()):
             return True
-        held = [each for each in held if isinstance(each, dict | list | tuple)]
+        held = [each for each in held if isinstance(each, _CONTAINERS)]
     return False

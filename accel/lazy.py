@@ -82,7 +82,7 @@ def _place(package: str, name: str, modules: Sequence[str]) -> str:
             source = file.read_text(encoding="utf-8")
         except OSError:  # installed without sources, or in an archive
             return ""
-        if name in _listed(source):
+        if name in source and name in _listed(source):  # most sources need no parse
             return f"Use {package}.{module}.{name}."
     return ""
 

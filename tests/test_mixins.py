@@ -22,8 +22,8 @@ import accel
 from accel.mixins import INSERTED, Mixin, add_mixin, place_of, remove_mixin
 from accel.parallel._offload import Offloaded
 from accel.parallel.axes.context._forward import _ByPositions
-from accel.parallel.axes.tensor._layers import GatheredLayer
 from accel.parallel.axes.tensor._part_layers import RegionEnd
+from accel.parallel.parts import PartRegion
 
 
 class Plus(Mixin, nn.Module):
@@ -138,7 +138,7 @@ def test_each_inserted_class_stands_in_the_table_once_with_its_file():
     assert set(found) == covered
 
 
-KNOWN = [Recomputed, Offloaded, _ByPositions, RegionEnd, GatheredLayer]
+KNOWN = [Recomputed, Offloaded, _ByPositions, RegionEnd, PartRegion]
 
 
 @given(order=st.permutations(KNOWN), removed=st.sampled_from(KNOWN), foreign=st.integers(0, len(KNOWN)))

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, cast
@@ -64,23 +66,26 @@ def walk(node: cst.CSTNode, closed: tuple[type[cst.CSTNode], ...] = ()) -> Itera
         each = waiting.pop()
         yield each
         if not isinstance(each, closed):
-            waiting += list(children(each))[::-1]
+            waiting += children(each)[::-1]
 
 
-def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """Yield the nodes right below a node, without whitespace and comments; libcst's `children` copies each node."""
+def children(node: cst.CSTNode) -> list[cst.CSTNode]:
+    """Return the nodes right below a node, without whitespace and comments; libcst's `children` copies each node."""
+    found: list[cst.CSTNode] = []
     for name in _parts(type(node)):
-        value: object = getattr(node, name)
+        value: Any = getattr(node, name)
         if type(value) in _NODES:
-            yield cast(cst.CSTNode, value)
+            found.append(value)
         elif type(value) is tuple or type(value) is list:
-            yield from (cast(cst.CSTNode, each) for each in cast("Sequence[object]", value) if type(each) in _NODES)
+            found += [each for each in cast("Sequence[Any]", value) if type(each) in _NODES]
+    return found
 
 
 @functools.lru_cache(maxsize=512)
 def _parts(kind: type[cst.CSTNode]) -> tuple[str, ...]:
-    """Return the fields of a kind of node that hold code."""
-    return tuple(name for name in kind.__dataclass_fields__ if name not in _LAYOUT)
+    """Return the fields of a kind of node that hold nodes of code."""
+    fields = dataclasses.fields(kind)
+    return tuple(each.name for each in fields if each.name not in _LAYOUT and each.type not in (str, bool))
 
 
 class Change:
@@ -144,28 +149,30 @@ def _changed(node: cst.CSTNode, change: Change) -> object:
 def _with_changed_parts(node: cst.CSTNode, change: Change) -> cst.CSTNode:
     found: dict[str, object] = {}
     for name in _parts(type(node)):
-        value: object = getattr(node, name)
+        value: Any = getattr(node, name)
         if type(value) in _NODES:
-            made = _changed(cast(cst.CSTNode, value), change)
+            made = _changed(value, change)
             if made is not value:
                 found[name] = None if isinstance(made, cst.RemovalSentinel) else made
         elif value and (type(value) is tuple or type(value) is list):
-            old = cast("Sequence[object]", value)
-            new = list(_each_changed(old, change))
-            if len(old) != len(new) or any(one is not other for one, other in zip(old, new, strict=True)):
+            new = _each_changed(cast("Sequence[Any]", value), change)
+            if new is not value:
                 found[name] = new
     return node.with_changes(**found) if found else node
 
 
-def _each_changed(values: Sequence[object], change: Change) -> Iterator[object]:
-    for value in values:
-        made = _changed(cast(cst.CSTNode, value), change) if type(value) in _NODES else value
-        if made is value:
-            yield value
-        elif isinstance(made, cst.FlattenSentinel):
-            yield from cast("cst.FlattenSentinel[cst.CSTNode]", made)
-        elif not isinstance(made, cst.RemovalSentinel):
-            yield made
+def _each_changed(values: Sequence[Any], change: Change) -> Sequence[Any]:
+    """Return the changed values; the same sequence if none has changed."""
+    made = [_changed(each, change) if type(each) in _NODES else each for each in values]
+    if all(map(operator.is_, made, values)):
+        return values
+    kept: list[Any] = []
+    for each in made:
+        if isinstance(each, cst.FlattenSentinel):
+            kept += cast("cst.FlattenSentinel[cst.CSTNode]", each)
+        elif not isinstance(each, cst.RemovalSentinel):
+            kept.append(each)
+    return kept
 
 
 def _walk_all(node: cst.CSTNode) -> Iterator[cst.CSTNode]:

@@ -68,6 +68,7 @@ PRIVATE = {
         "DisableTorchFunctionSubclass",
         "_EnableTorchFunction",
     ),
+    "torch._C._functorch": ("get_unwrapped", "is_functorch_wrapped_tensor"),
     "torch._functorch.vmap": ("_validate_and_get_batch_size",),  # which asks tensors for the size to map over
     "torch.autograd": ("_get_sequence_nr", "_unsafe_preserve_version_counter"),
     "torch.autograd.graph.Node": ("_sequence_nr",),
@@ -322,9 +323,17 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if find is None else find()
 
 
-def in_function_transform() -> bool:
-    """Return whether a transform of `torch.func`, such as `vjp`, runs the function around."""
-    return cast(Any, torch)._C._are_functorch_transforms_active()
+# Whether a transform of `torch.func`, such as `vjp`, runs the function around. Each function of a part asks, without a
+# frame of Python more.
+in_function_transform: Callable[[], bool] = cast(Any, torch)._C._are_functorch_transforms_active
+
+
+def given_to_transform(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that transforms of `torch.func` wrap; others as they are."""
+    functorch: Any = importlib.import_module("torch._C._functorch")
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def is_asked_by_vmap() -> bool:

@@ -23,8 +23,10 @@ from accel.parallel._modules import (
     tensor_notes,
     unwrap_model,
 )
-from accel.parallel._private import GET_DATA, SET_DATA, is_compiled, mixes_dtensors
+from accel.parallel._private import GET_DATA, SET_DATA, given_to_transform, is_compiled, mixes_dtensors
 from accel.parallel._spread import ModelView
+from accel.parallel.parts import PartTensor
+from accel.parallel.parts._layout import refuse_transform
 from accel.tensors import is_dtensor, local_part
 from accel.terminal import show_names
 from accel.topology import dimension_of
@@ -34,7 +36,8 @@ _HARMLESS = ("requires_grad_", "share_memory_", "detach_", "retain_grad_")
 
 
 class _ParameterChanges(TorchFunctionMode):
-    """Notes parameters that are changed, without effect on what ranks keep of them.
+    """Notes parameters that are changed, without effect on what ranks keep of them. Refuses transforms of torch.func
+    that are given a part, which asks no rule for them.
 
     Attributes:
         found: ways by the name of a parameter.
@@ -51,6 +54,8 @@ class _ParameterChanges(TorchFunctionMode):
         """Run a function of torch."""
         name = str(getattr(func, "__name__", "")).partition(".")[0]
         first: Any = args[0] if args else None
+        if name == "requires_grad_" and isinstance(given_to_transform(first), PartTensor):
+            refuse_transform("a function that may reduce features")
         if name in ("embedding", "embedding_bag"):  # writes the rows that it bounds, within this one function
             given: dict[str, Any] = {**dict(zip(_LOOKUP, args, strict=False)), **(kwargs or {})}
             if given.get("max_norm") is not None:

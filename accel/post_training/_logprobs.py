@@ -15,7 +15,7 @@ from accel.comm import adopt
 from accel.context import DistContext, context_first, group_of
 from accel.errors import ConfigError
 from accel.parallel._modules import unwrap_model
-from accel.parallel.logits import check_logits, own_words, row_scores
+from accel.parallel.logits import check_logits, check_split, own_words, row_scores
 from accel.parallel.logits._logits import DeferredLogits
 from accel.tensors import is_half
 from accel.training._evaluating import evaluating
@@ -76,8 +76,9 @@ def token_logprobs(
         entropies.
 
     Raises:
-        ConfigError: shapes that do not fit each other, a DTensor, a temperature of 0 or less, or deferred logits of a
-            head that `vocab_parallel` does not describe.
+        ConfigError: shapes that do not fit each other; a DTensor; a temperature of 0 or less; deferred logits of a head
+            that `vocab_parallel` does not describe; with `vocab_parallel` equal logits on all ranks, as for
+            `vocab_cross_entropy`.
 
     Examples:
         >>> logits, targets = torch.zeros(1, 2, 4), torch.tensor([[1, -100]])
@@ -91,16 +92,9 @@ def token_logprobs(
             "temperature is out of its range", expected="above 0", got=repr(temperature), where="token_logprobs"
         )
     group = group_of(ctx, "tp") if vocab_parallel else None
-    logits = own_words(logits, -1) if vocab_parallel else logits
     if isinstance(logits, DeferredLogits):
-        if logits.is_split != (group is not None):
-            raise ConfigError(
-                "the model's head and the call mean different classes",
-                expected=f"vocab_parallel={logits.is_split}",
-                got=f"vocab_parallel={vocab_parallel}",
-                where="token_logprobs",
-                fix=f"Pass vocab_parallel={logits.is_split}.",
-            )
+        fix = f"Pass vocab_parallel={logits.is_split}."
+        check_split(logits, is_split=group is not None, where="token_logprobs", fix=fix)
         noted: Tensor = (logits if torch.is_grad_enabled() else logits.detach()) / temperature
         found = None
         if isinstance(noted, DeferredLogits):
@@ -108,6 +102,7 @@ def token_logprobs(
         if found is not None:
             return (-found[0], found[1]) if entropy else -found
         logits = logits.made()
+    logits = own_words(logits, -1) if vocab_parallel else logits
     wide = (logits.float() if is_half(logits) else logits) / temperature
     losses, entropies = row_scores(wide, targets, None if group is None else adopt(group, ctx.device), entropy=entropy)
     return (-losses, entropies) if entropy else -losses

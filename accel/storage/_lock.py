@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from accel.errors import CheckpointError
+from accel.errors import AccelError, CheckpointError
 from accel.errors._checks import disk_errors
 from accel.storage._files import try_flock, unlock
 from accel.storage._objects import RemotePath, get_object, list_objects, put_object, remove_objects
@@ -247,7 +247,7 @@ class RemoteLock:
         if self._beat is None:
             return
         # the thread ends last: without it, a writer of this process takes the lock, and that one would be removed
-        with contextlib.suppress(CheckpointError), self._writing:
+        with contextlib.suppress(AccelError), self._writing:  # MissingExtraError too: no store was reached
             if self._is_mine():
                 remove_objects(self._path.parent, [self._path.name])
         self._beat.stop()

@@ -15,14 +15,16 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from accel.comm import adopt, all_reduce_flat, broadcast_flat, gathered
+from accel.comm import adopt, all_gather_flat, all_reduce_flat, broadcast_flat, gathered
 from accel.context import DistContext, group_of
 from accel.errors import ConfigError, DataError
 from accel.parallel._micro_batches import ByStage, MicroBatch, first_rows, first_tensor
 from accel.parallel._modules import stage_modules, unwrap_model
 from accel.parallel.axes.pipeline import ReplayedModule, Work, pipeline_of
+from accel.parallel.logits import divided_words
 from accel.precision._amp import autocast
 from accel.random import Key
+from accel.tensors import integers
 from accel.training._forward_backward import run_forward, split_for
 
 _CACHE = "past_key_values"
@@ -269,10 +271,17 @@ def log_chances(logits: Tensor, sampling: Sampling) -> Tensor:
     return wide.log_softmax(-1)
 
 
-def whole_rows(ctx: DistContext, logits: Tensor) -> Tensor:
-    """Gather the classes of the ranks along tp."""
+def whole_rows(ctx: DistContext, logits: Tensor, counts: Sequence[int] = ()) -> tuple[Tensor, Sequence[int]]:
+    """Gather the classes of the ranks along tp; return them with the number of each rank's classes. Without these
+    numbers, which are alike in all calls, it waits for the device."""
     group = group_of(ctx, "tp")
-    return logits if group is None else gathered(logits.contiguous(), -1, group)
+    if group is None:
+        return logits, (logits.shape[-1],)
+    if not counts:
+        own = torch.tensor([logits.shape[-1]], device=logits.device)
+        counts = integers(all_gather_flat(adopt(group, ctx.device), own).flatten())
+    padded = nn.functional.pad(logits, (0, max(counts) - logits.shape[-1]))  # messages are of one length
+    return gathered(padded.contiguous(), -1, group)[..., : sum(counts)], counts
 
 
 def share_tokens(ctx: DistContext, model: nn.Module, tokens: Tensor) -> None:
@@ -339,16 +348,18 @@ def decode(
     found[0] = stop[0] if stop else 0
     ends = torch.tensor(stop, dtype=ids.dtype, device=ids.device)
     live: Tensor | slice = slice(None)  # numbers of the rows that are still run
+    classes: Sequence[int] = ()  # their numbers on each rank along tp
     step = 0
     for step in range(count):
         logits = _logits_behind(decoder, ids, longest, count, where)
         if logits is None:  # ranks without the last stage receive the tokens in it
             drawn = torch.zeros(1 + scores, len(ids), dtype=wide, device=ids.device)
         else:
-            whole = whole_rows(ctx, logits) if vocab_parallel else logits
-            drawn = next_tokens(whole, sampling, None if numbers is None else numbers[live, step], scores=scores)
+            if vocab_parallel:
+                logits, classes = whole_rows(ctx, logits, classes)
+            drawn = next_tokens(logits, sampling, None if numbers is None else numbers[live, step], scores=scores)
             if step == 0:
-                _mark_classes(ctx, model, drawn, whole.shape[-1], vocab_parallel)
+                _mark_classes(ctx, model, drawn, logits, classes)
         share_tokens(ctx, model, drawn)
         if step == 0:
             _check_classes(ctx, model, drawn, vocab_parallel, where)
@@ -374,15 +385,24 @@ def decode(
     return DecodedTokens(tokens, counts, found[1, :, : step + 1] if scores else None)
 
 
-def _mark_classes(ctx: DistContext, model: nn.Module, drawn: Tensor, count: int, vocab_parallel: bool) -> None:
-    """Put minus the number of classes into drawn tokens if logits of a model of transformers have a part of its
-    classes, or each class twice. Ranks of other stages see it by the tokens that they receive."""
+def _mark_classes(ctx: DistContext, model: nn.Module, drawn: Tensor, logits: Tensor, classes: Sequence[int]) -> None:
+    """Put minus the number of classes into drawn tokens if logits have a part of the model's classes, or each class
+    twice. Ranks of other stages see it by the tokens that they receive.
+
+    `classes`: their numbers on each rank along tp, if these were joined; else none.
+    """
     size = ctx.axis("tp").size
-    words = None if size == 1 else _count_words(model)
-    if words is None:
+    count = logits.shape[-1]
+    if size == 1:
         return
-    if count == words * size if vocab_parallel else words // size <= count <= -(-words // size):
+    words = _count_words(model)
+    if words is not None and (count == words * size if classes else words // size <= count <= -(-words // size)):
         _ = drawn.fill_(-count)
+    elif len(set(classes)) == 1:
+        by_rank = logits.view(*logits.shape[:-1], size, -1)
+        are_alike = (by_rank == by_rank[..., :1, :]).all()
+        is_flat = (logits == logits[..., :1]).all()  # as of a head of zeros
+        _ = drawn.masked_fill_(are_alike & ~is_flat, -count)
 
 
 def _check_classes(ctx: DistContext, model: nn.Module, drawn: Tensor, vocab_parallel: bool, where: str) -> None:
@@ -401,10 +421,11 @@ def _check_classes(ctx: DistContext, model: nn.Module, drawn: Tensor, vocab_para
 
 
 def _count_words(model: nn.Module) -> int | None:
-    """Return the classes by the configuration of a model of transformers; None if it does not state one number."""
+    """Return the classes by the configuration of a model of transformers, or of the heads that ranks along tp divide;
+    None if they do not state one number."""
     config: Any = getattr(_first_forward(model), "config", None)
     if not hasattr(config, "get_text_config"):
-        return None
+        return divided_words(unwrap_model(model))
     try:
         words = getattr(config.get_text_config(), "vocab_size", None)
     except ValueError:  # of a configuration with several texts

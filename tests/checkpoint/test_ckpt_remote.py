@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -522,5 +523,7 @@ def test_what_cannot_be_reached_is_told(url: str, error: type[Exception], words:
 @pytest.mark.parametrize(("url", "extra"), [("memory://x/y", "remote"), ("s3://x/y", "s3")])
 def test_a_missing_package_is_told_with_its_extra(url: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    threads = set(threading.enumerate())
     with assert_raises(MissingExtraError, fix=rf"pip install 'accel-torch\[{extra}\]'"):
         accel.save_state(CPU, url, {"x": 0}, step=0)
+    assert set(threading.enumerate()) <= threads  # such as the one that renews a lock

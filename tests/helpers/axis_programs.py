@@ -90,6 +90,21 @@ NORMED = (
 )
 AXIS_PROGRAMS: tuple[Program, ...] = (
     Program(
+        "parallel/logits/_vocabulary.py",
+        "ranks along tp have the same logits",
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.words, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)\n"
+        "        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)\n"
+        "    def forward(self, ids): return self.head(self.down(self.up(self.words(ids)).relu()))\n"
+        "ids = torch.arange(4)\n"
+        "loss = lambda model: accel.parallel.vocab_cross_entropy(ctx, model(ids), ids)\n",
+        "loss(accel.prepare_model(ctx, Net(), plan=accel.parallel.Plan(tensor={'head': 'colwise_gather_output'})))",
+        'plan=accel.parallel.Plan(head="colwise")',
+        "assert loss(accel.prepare_model(ctx, Net(), {line}, example=ids)).isfinite().all()",
+        ranks=2,
+        mesh="tp=2",
+    ),
+    Program(
         "parallel/logits/_deferred.py",
         "the layer that gives the logits is not known",
         "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"

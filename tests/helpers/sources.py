@@ -7,6 +7,7 @@ import ast
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from uncollected import no_collections
@@ -21,6 +22,6 @@ def walked(text: str) -> list[Any]:
 
 @functools.cache
 def source_nodes() -> Mapping[Path, Sequence[Any]]:
-    """The nodes of each file, by its path."""
+    """The nodes of each file, by its path: no dict, in which `accel.fakes` would look for tensors at each trace."""
     with no_collections():
-        return {path: walked(path.read_text()) for path in sorted(ACCEL.rglob("*.py"))}
+        return MappingProxyType({path: walked(path.read_text()) for path in sorted(ACCEL.rglob("*.py"))})

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,48 +15,34 @@ from accel.testing import Simulator
 WIDTH, HEADS, WORDS, LENGTH = 16, 4, 12, 16
 
 
-def _stated(scores: Tensor, mask: Tensor) -> Tensor:
-    scores.add_(mask)  # the result has another name
-    return scores
-
-
-def _scaled(scores: Tensor, mask: Tensor) -> Tensor:
+def _changed(scores: Tensor, mask: Tensor) -> Tensor:
+    """Change a tensor in place by a call of no other name, by an operator, and where a mask says so."""
+    scores.add_(mask)
     scores.mul_(0.5)
     scores += mask
-    return scores
-
-
-def _filled(scores: Tensor, mask: Tensor) -> Tensor:
     scores.masked_fill_(mask < 0, -1e9)
     return scores
 
 
-CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "add": _stated,
-    "scale": _scaled,
-    "fill": _filled,
-}
-
-
 class Block(nn.Module):
-    def __init__(self, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.change, self.qkv, self.out = change, nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         rows, tokens, _ = x.shape
         q, k, v = (each.view(rows, tokens, HEADS, -1).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
         mask = torch.full((tokens, tokens), -1e9, dtype=x.dtype).triu(1)
-        scores = self.change(q @ k.transpose(-1, -2), mask).softmax(-1)
+        scores = _changed(q @ k.transpose(-1, -2), mask).softmax(-1)
         grouped = scores.view(rows, 2, 2, tokens, tokens).flatten(1, 2)  # of the full shape
         return x + self.out((grouped @ v).transpose(1, 2).reshape(rows, tokens, -1))
 
 
 class Model(nn.Module):
-    def __init__(self, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.blocks = nn.ModuleList(Block(change) for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -67,14 +52,13 @@ class Model(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile
-@pytest.mark.parametrize("axis", ["tp", "cp"])
-@pytest.mark.parametrize("name", CHANGES)
-def test_compiled_blocks_change_parts_in_place(ranks: Simulator, name: str, axis: str) -> None:
+@pytest.mark.parametrize("axis", ["tp", pytest.param("cp", marks=pytest.mark.slow)])
+def test_compiled_blocks_change_parts_in_place(ranks: Simulator, axis: str) -> None:
     ids = torch.randint(WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(0))
 
     def gradients(ctx: accel.DistContext, mesh: str) -> dict[str, Tensor]:
         torch.manual_seed(1)
-        model: Any = Model(CHANGES[name]).double()
+        model: Any = Model().double()
         part = ids
         if mesh:
             ctx = accel.replace(ctx, mesh=mesh)

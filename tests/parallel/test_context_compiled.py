@@ -115,9 +115,16 @@ def graphs() -> int:
 X = torch.randn(2, LENGTH, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("mix", [masked, by_torch, over_positions], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    ("mix", "again"),
+    [
+        (masked, False),
+        pytest.param(by_torch, False, marks=pytest.mark.slow),
+        pytest.param(over_positions, False, marks=pytest.mark.slow),
+        pytest.param(masked, True, marks=pytest.mark.slow),
+    ],
+    ids=lambda each: each.__name__ if callable(each) else "recomputed" if each else "",
+)
 def test_a_compiled_block_has_one_graph(ranks: Simulator, mix: Callable[[Tensor], Tensor], again: bool) -> None:
     check(ranks, Stack(Mixing(mix), Mixing(mix), again=again), {"x": X})
     assert graphs() == 2  # of each rank
@@ -127,7 +134,7 @@ def test_a_compiled_block_has_one_graph(ranks: Simulator, mix: Callable[[Tensor]
 @pytest.mark.parametrize(
     ("entry", "again"),
     [
-        pytest.param(*named("nano_gpt"), False, id="nano_gpt"),
+        pytest.param(*named("nano_gpt"), False, id="nano_gpt", marks=pytest.mark.slow),
         pytest.param(*named("nano_gpt"), True, id="nano_gpt, recomputed", marks=pytest.mark.slow),
         pytest.param(*named("llama"), False, id="llama", marks=pytest.mark.slow),
         pytest.param(*named("grouped_gpt"), False, id="grouped_gpt", marks=pytest.mark.slow),

@@ -376,7 +376,7 @@ def test_outputs_of_a_large_model_are_compared_in_a_wide_dtype(
     ranks: Simulator, monkeypatch: pytest.MonkeyPatch, by: float
 ) -> None:
     """Its gradients are compared in its dtypes: here those of the biases, as frozen weights are many."""
-    monkeypatch.setattr("accel.parallel.axes.context._forward._LARGEST", 8)
+    monkeypatch.setattr("accel.parallel.axes.context._proof._LARGEST", 8)
 
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="cp=2")

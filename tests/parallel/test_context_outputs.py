@@ -49,8 +49,7 @@ FULL: dict[str, tuple[int, Callable[[list[Tensor]], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in FULL), ("stack", 4)])
 def test_own_positions_of_a_full_output_leave_the_forward(ranks: Simulator, name: str, size: int) -> None:
     """They meet own labels in the loss, and gradients of ranks sum up to the full ones."""
     dim, join = FULL[name]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -111,6 +112,7 @@ def _made(name: str) -> nn.Module:
     return CASES[name][0]().double()
 
 
+@functools.cache
 def _alone(name: str) -> dict[str, Tensor]:
     model = _made(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -149,19 +151,17 @@ def _train(ctx: accel.DistContext, name: str, accumulation: int, between: str) -
     return accel.get_state_dict(ctx, model, dst=None)
 
 
-BETWEEN = ("", "a graph that nobody uses", "a forward before the backward", "evaluation with forces")
-WAYS = [("", 2, None), *((each, 1, True) for each in BETWEEN)]
+BETWEEN = ("", "a graph that nobody uses", "a forward before the backward")
+WAYS = [
+    *((name, *way) for name in ON_SHARDS for way in [("", 2, None), *((each, 1, True) for each in BETWEEN)]),
+    *((name, "evaluation with forces", 1, True) for name in ON_SHARDS if name.startswith("forces")),
+]
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(
-    ("between", "accumulation", "reshard"), [("", 2, None), *((each, 1, True) for each in BETWEEN)]
-)
+@pytest.mark.parametrize(("name", "between", "accumulation", "reshard"), WAYS)
 def test_training_with_gradients_of_gradients_equals_one_process(
     ranks: Simulator, name: str, between: str, accumulation: int, reshard: bool | None
 ) -> None:
-    if between == "evaluation with forces" and not name.startswith("forces"):
-        between = ""
     plan = Plan(reshard_after_forward=reshard)
 
     def rank(ctx: accel.DistContext) -> dict[str, Tensor]:

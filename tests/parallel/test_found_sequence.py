@@ -82,8 +82,9 @@ class Model(nn.Module):
         return self.head(self.body(ids))
 
 
-@pytest.mark.parametrize("wrong", ["", "mean", "position", "between", "read"])
-@pytest.mark.parametrize("tokens", [6, 7])
+@pytest.mark.parametrize(
+    ("wrong", "tokens"), [("", 6), ("", 7), ("mean", 7), ("position", 7), ("between", 7), ("read", 7)]
+)
 def test_found_styles_train_with_shared_tokens_as_in_one_process(ranks: Any, wrong: str, tokens: int) -> None:
     """Also in a model that mixes tokens between its layers, and with tokens that ranks do not divide."""
     ids = torch.randint(0, WORDS, (3, tokens), generator=torch.Generator().manual_seed(1))

@@ -116,7 +116,13 @@ def by_operator(x: Tensor, y: Tensor) -> Tensor:
     return torch.ops.accel_tests.doubled(x) * cast(Any, doubled)(y)
 
 
+def energy(x: Tensor, y: Tensor) -> Tensor:
+    """A gradient by torch.func of each element alone."""
+    return local_map(lambda a, b: torch.func.grad(lambda given: (given.sin() * b).sum())(a), "elements")(x, y)
+
+
 RUNNING = {
+    "transform of torch.func": energy,
     "elements": local_map(gated, "elements"),
     "heads": heads_of,
     "reentrant checkpoint": recomputed,
@@ -176,6 +182,51 @@ def test_what_is_not_declared_or_declared_falsely_is_an_error(ranks: Simulator, 
         assert "tensor_plan" in error.fix
 
 
+def _with_part(model: Any, x: Tensor) -> Tensor:
+    hidden = model.up(x)
+    return model.down(hidden * torch.func.grad(lambda given: (given * hidden.mean(-1)).sum())(x[..., 0])[..., None])
+
+
+def _mapped_with_part(model: Any, x: Tensor) -> Tensor:
+    hidden = model.up(x)
+    return model.down(torch.vmap(lambda given: given * hidden)(x[0, :, :1]))
+
+
+TRANSFORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a value of a gradient": lambda m, x: m.down(torch.func.grad_and_value(lambda a: a.mean())(m.up(x))[1] * m.up(x)),
+    "a mean of features": lambda m, x: m.down(torch.func.vjp(lambda a: a.mean(-1, keepdim=True), m.up(x))[0] + m.up(x)),
+    "a gradient": lambda m, x: m.down(torch.func.grad(lambda a: a.exp().mean())(m.up(x))),
+    "rows of a gradient": lambda m, x: m.down(torch.func.jacrev(lambda a: a.sum() ** 2)(m.up(x))),
+    "a part from outside": _with_part,
+    "a mapped part from outside": _mapped_with_part,
+    "layers": lambda m, x: torch.func.vjp(lambda a: m.down(m.up(a)), x)[1](x)[0],
+    "mapped layers": lambda m, x: torch.vmap(lambda a: m.down(m.up(a)))(x),
+    "a layer that gathers": lambda m, x: m.down(m.gate(x) + torch.func.grad(lambda a: m.gate(a).mean())(x).mean()),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transform_of_torch_func_with_a_part_is_an_error(ranks: Simulator, name: str) -> None:
+    """It would compute with this rank's features, and gives no error where it reduces them."""
+
+    class Transformed(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return TRANSFORMS[name](self, x)
+
+    def rank(ctx: accel.DistContext) -> PrepareError:
+        ctx = accel.replace(ctx, mesh="tp=2")
+        plan = Plan(tensor=STYLES | {"gate": "colwise_gather_output"})
+        model = accel.prepare_model(ctx, Transformed(torch.mul).double(), plan=plan)
+        with pytest.raises(PrepareError) as caught:
+            model(X)
+        return caught.value
+
+    assert Transformed(torch.mul).double()(X).isfinite().all()
+    for error in ranks.run(rank, 2, default_group=True):
+        assert error.got.endswith("in a transform of torch.func")
+        assert "accel.parallel.local_map" in error.fix
+
+
 @pytest.mark.parametrize("over", ["each", "element", True, None, (), (None,), 1.0, ("1",)])
 def test_a_declaration_that_is_none_is_an_error(over: Any) -> None:
     with assert_raises(PrepareError, where="local_map"):
@@ -184,6 +235,18 @@ def test_a_declaration_that_is_none_is_an_error(over: Any) -> None:
 
 class Marked(Tensor):
     """A class of tensors of the user's."""
+
+
+def test_one_head_a_rank_next_to_a_tensor_of_one_row_needs_none_in_over(ranks: Simulator) -> None:
+    """A result of one row may be of either; the error's line says which word makes it known."""
+
+    def of_heads(over: Any) -> Callable[[Tensor, Tensor], Tensor]:
+        mapped = local_map(torch.mul, over)
+        return lambda x, _: mapped(x.view(2, 6, 2, 8), torch.full((1, 1, 1, 8), 3.0, dtype=torch.float64)).flatten(2)
+
+    with assert_raises(PrepareError, got="a part and a full tensor", fix="None in over= .* that has one row"):
+        _ = compared(ranks, of_heads(2))
+    assert compared(ranks, of_heads((2, None)))
 
 
 def test_a_call_with_other_tensors_is_a_call() -> None:

@@ -28,7 +28,7 @@ from accel.parallel.axes.tensor._part_layers import LayerRanks
 from accel.parallel.axes.tensor._styles import Rule
 from accel.parallel.parts import NoRuleError, PartTensor, RowCut, RowLayout, make, rows_of
 from accel.parallel.parts._nested import NestedPart
-from accel.tensors import is_dtensor
+from accel.tensors import full_tensor, is_dtensor
 from accel.testing import Simulator
 
 MESH = "tp=2,cp=2"
@@ -344,7 +344,7 @@ class Direct(nn.Module):
         self.sizes = {"heads": 4, "keys": 4 if terms == "documents" else 2, "width": 16}
         self.kv = nn.Linear(16, 2 * 4 * self.sizes["keys"])
         self.q, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.sinks = nn.Parameter(torch.randn(4)) if terms == "sinks" else None
+        self.sinks = nn.Parameter(torch.randn(4)) if terms == "mask and sinks" else None
 
     def forward(self, x: Tensor) -> Tensor:
         rows, tokens, width = x.shape
@@ -355,11 +355,11 @@ class Direct(nn.Module):
         )
         given: dict[str, Any] = {}
         size = 1 if tokens == TOKENS else self.ctx.axis("cp").size
-        if self.terms == "mask":
+        if self.terms == "mask and sinks":
             given["attn_mask"] = torch.arange(4.0, dtype=x.dtype).view(1, 4, 1, 1) * torch.arange(tokens * size)
         if self.terms == "documents":
             given["documents"] = torch.zeros(rows, tokens, dtype=torch.long)
-        if self.terms == "sinks":
+        if self.sinks is not None:
             given["sinks"] = self.sinks
         mixed = accel.parallel.context_attention(self.ctx, query, key, value, method=self.method, **given)
         found: Tensor = self.out(mixed.transpose(1, 2).reshape(rows, tokens, width))
@@ -388,7 +388,7 @@ def run_direct(
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("method", "terms"),
-    [("gather", "mask"), ("ring", "documents"), ("gather", "sinks"), ("heads", "none")],
+    [("gather", "mask and sinks"), ("ring", "documents"), ("heads", "none")],
 )
 def test_attention_across_ranks_takes_own_heads(ranks: Simulator, method: str, terms: str) -> None:
     expected = run_direct(accel.single(), "", method, terms)[0]
@@ -429,7 +429,7 @@ def test_copies_of_a_model_hold_plain_rows_as_it_does(ranks: Simulator) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "nano_gpt",
+        pytest.param("nano_gpt", marks=pytest.mark.slow),
         pytest.param("perceiver", marks=pytest.mark.slow),  # torch's attention, of two sequences
         pytest.param("cached_values", marks=pytest.mark.slow),  # tensors that pass units by a mapping
     ],
@@ -481,14 +481,22 @@ class Reads(nn.Module):
         return functional.linear(self.down(self.up(x).relu()), self.out.weight)
 
 
-def test_a_weight_that_is_read_keeps_its_error_with_the_line(ranks: Simulator) -> None:
-    def rank(ctx: accel.DistContext) -> None:
-        ctx = accel.replace(ctx, mesh=MESH, plan=accel.parallel.Plan(tensor={"out": "colwise_gather_output"}))
-        model = accel.prepare_model(ctx, Reads())
-        with assert_raises(PrepareError, got=r"self\.out\.weight"):
-            _ = model(accel.parallel.split_sequence(ctx, {"x": torch.randn(2, TOKENS, 8)})["x"])
+def test_a_weight_that_is_read_is_a_part(ranks: Simulator) -> None:
+    inputs = torch.randn(2, TOKENS, 8, dtype=torch.double)
 
-    _ = ranks.run(rank, 4, default_group=True)
+    def rank(ctx: accel.DistContext, mesh: str) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        ctx = accel.replace(ctx, mesh=mesh, plan=accel.parallel.Plan(tensor={"out": "colwise_gather_output"}))
+        model: Any = accel.prepare_model(ctx, Reads().double())
+        out = model(accel.parallel.split_sequence(ctx, {"x": inputs})["x"])
+        out.square().sum().backward()
+        grad = full_tensor(model.out.weight.grad)
+        times = 2 if mesh else 1  # ranks along tp have the same
+        return accel.reduce(ctx, out.detach().square().sum()) / times, accel.reduce(ctx, grad) / times
+
+    want = rank(accel.single(), "")
+    for got in ranks.run(lambda ctx: rank(ctx, MESH), 4, default_group=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
 def gated(x: Tensor) -> Tensor:
@@ -524,10 +532,15 @@ class Ending(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("has_units", [False, True])
-@pytest.mark.parametrize("end", [scripted, vmapped, with_gradient])
+@pytest.mark.parametrize(
+    ("ends", "blocks"),
+    [
+        pytest.param([scripted], 1, id="a model"),
+        pytest.param([scripted, vmapped, with_gradient], 2, id="units", marks=pytest.mark.slow),
+    ],
+)
 def test_functions_that_lose_positions_are_refused_by_the_first_call(
-    ranks: Simulator, end: Callable[[Tensor], Tensor], has_units: bool
+    ranks: Simulator, ends: list[Callable[[Tensor], Tensor]], blocks: int
 ) -> None:
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh=MESH)
@@ -535,13 +548,14 @@ def test_functions_that_lose_positions_are_refused_by_the_first_call(
         own = accel.parallel.split_sequence(ctx, {"x": x})["x"]
 
         def prepared(function: Callable[[Tensor], Tensor]) -> nn.Module:
-            model = nn.Sequential(*(Ending(function) for _ in range(1 + has_units))).double()
+            model = nn.Sequential(*(Ending(function) for _ in range(blocks))).double()
             return accel.prepare_model(ctx, model, example=[x])
 
         right = prepared(nn.Identity())
         assert right(own).shape == own.shape
         assert share_of(right) > 0.9
-        with assert_raises(PrepareError, fix="Call accel.parallel.context_attention in the model"):
-            _ = prepared(end)(own)
+        for end in ends:
+            with assert_raises(PrepareError, fix="Call accel.parallel.context_attention in the model"):
+                _ = prepared(end)(own)
 
     _ = ranks.run(rank, 4, default_group=True)

@@ -162,7 +162,7 @@ def test_each_function_of_a_block_runs_one_rule_in_few_calls() -> None:
     for _ in range(2):  # the first pass fills the caches of layouts
         rules_run, calls = _calls(lambda: attention(x).sum().backward())
     assert sorted(rules_run) == sorted([*views, "linear", "linear", "matmul", "matmul", "softmax"])
-    assert calls <= 23 * len(rules_run)
+    assert calls <= 24 * len(rules_run)
     assert _calls(lambda: pair(x).sum().backward())[0] == ["linear", "gelu", "linear"]
 
 

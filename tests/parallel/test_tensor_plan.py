@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,23 +16,39 @@ from tensor_models import made, plans
 from torch import nn
 
 import accel
+from accel.comm import ThreadGroup, run_in_threads
 from accel.errors import ConfigError, PrepareError
+from accel.parallel.axes.tensor._layers import needed_rows
 from accel.parallel.axes.tensor._rules import match
 from accel.parallel.axes.tensor._styles import STYLES, row_exchange
 from accel.parallel.parts import RowCut, rows_of
+from accel.tensors import full_tensor
+from accel.testing import Simulator
 
 
-@given(size=st.integers(1, 6), packs=st.integers(1, 4), part=st.integers(1, 3), heads=st.integers(1, 6))
-def test_ranks_exchange_the_rows_that_they_need(size: int, packs: int, part: int, heads: int) -> None:
+@given(size=st.integers(2, 6), packs=st.integers(1, 4), part=st.integers(1, 3), heads=st.integers(1, 6))
+def test_ranks_exchange_the_rows_that_they_need_in_one_message(size: int, packs: int, part: int, heads: int) -> None:
     ways = heads if size % heads == 0 else size  # fewer heads than ranks are shared by neighbours
     cut = RowCut(packs, ((size * part, ways),))
-    stored = torch.arange(cut.total).chunk(size)
-    exchanges = [row_exchange(cut, rank, size) for rank in range(size)]
-    sent = [torch.cat(each.sent.of(own)).split(list(each.to)) for own, each in zip(stored, exchanges, strict=True)]
-    for rank, each in enumerate(exchanges):
-        received = [pieces[rank] for pieces in sent]
-        assert [len(rows) for rows in received] == list(each.back)
-        assert torch.cat(received).tolist() == list(rows_of(cut, rank, size))
+    weight = torch.arange(2.0 * cut.total).view(2, -1)  # rows along its second dimension
+    bias = torch.arange(1.0 * cut.total)
+
+    def work(group: ThreadGroup) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        rank = group.rank()
+        own = [each.chunk(size, dim)[rank].clone().requires_grad_() for each, dim in ((weight, 1), (bias, 0))]
+        layer: Any = SimpleNamespace(rank=rank, size=size, group=group)
+        needed = needed_rows(own, [1, 0], [row_exchange(cut, rank, size)] * 2, layer)
+        torch.autograd.backward(needed, [each.detach() for each in needed])
+        return [each.detach() for each in needed], [cast(torch.Tensor, each.grad) for each in own]
+
+    held = [rows_of(cut, rank, size) for rank in range(size)]
+    times = torch.bincount(torch.tensor([row for rows in held for row in rows]), minlength=cut.total)
+    for rank, (needed, gradients) in enumerate(run_in_threads(size, work)):
+        rows = torch.tensor(held[rank])
+        assert torch.equal(needed[0], weight[:, rows])
+        assert torch.equal(needed[1], bias[rows])
+        assert torch.equal(gradients[0], (weight * times).chunk(size, 1)[rank])
+        assert torch.equal(gradients[1], (bias * times).chunk(size)[rank])
 
 
 _LAYER = nn.Linear(4, 4)
@@ -235,6 +252,38 @@ class _Mixers(Declared):
 _MIXED = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "colwise_gather_output"}
 
 
+class _ReadTable(nn.Module):
+    """Computes logits with the table of its embedding, without a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8, padding_idx=3)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        return (hidden + self.down(self.up(hidden).relu())) @ self.embed.weight.T
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_head_may_read_the_table_of_an_embedding_by_rows(ranks: Any, size: int) -> None:
+    ids = torch.tensor([[0, 3, 10, 5], [1, 2, 3, 4]])
+    styles: Any = {"embed": "embedding_rowwise", "up": "colwise", "down": "rowwise"}
+
+    def rank(ctx: accel.DistContext, mesh: str) -> Any:
+        torch.manual_seed(0)
+        plan = accel.parallel.Plan(tensor=styles) if mesh else None
+        ctx = accel.replace(ctx, mesh=mesh, plan=plan)
+        model: Any = accel.prepare_model(ctx, _ReadTable().double())
+        output = model(ids)
+        output.square().sum().backward()
+        return output.detach(), [full_tensor(each.grad) for each in model.parameters()]
+
+    want = rank(accel.single(), "")
+    for got in ranks.run(lambda ctx: rank(ctx, f"tp={size}"), size, default_group=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
+
+
 def test_embeddings_tied_to_the_head_complete_a_declared_plan_and_layers_may_be_read(ranks: Any) -> None:
     styles = accel.parallel.tensor_plan(_Mixers(_MIXED))
     assert styles == {**_MIXED, "inner": "embedding_rowwise"}
@@ -382,3 +431,53 @@ def test_a_head_that_is_not_known_is_refused(model: nn.Module, got: str) -> None
         accel.parallel.tensor_plan(model, head="colwise")
     with assert_raises(ConfigError, problem="the style of the head is unknown"):
         accel.parallel.tensor_plan(made(), head="rowwise")  # type: ignore[arg-type]
+
+
+class _Latent(nn.Module):
+    """An attention that a declared plan passes over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(torch.tanh(self.down(x)))
+
+
+class _Passed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.first, self.last = _Latent(), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.last(torch.relu(self.first(x + self.attention(x))))
+
+
+class _Declares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Passed() for _ in range(2))
+
+    @property
+    def tp_plan(self) -> dict[str, str]:
+        return {"blocks.*.first": "colwise", "blocks.*.last": "rowwise"}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("width", [4, 5])
+def test_the_line_of_a_declared_plan_says_why_nothing_was_found_beside_it(
+    ranks: Simulator, caplog: pytest.LogCaptureFixture, width: int
+) -> None:
+    """With the error of a forward that failed on the example."""
+
+    def rank(ctx: accel.DistContext) -> None:
+        _ = accel.prepare_model(accel.replace(ctx, mesh="tp=2"), _Declares(), example=[torch.ones(2, 3, width)])
+
+    _ = ranks.run(rank, 2, default_group=True)
+    line = next(each for each in caplog.messages if "of the parameters are divided" in each)
+    assert ("one in addition that is found and proved" in line) == (width == 4)
+    assert ("its forward, run without values, failed" in line) == (width == 5)

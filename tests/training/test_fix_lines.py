@@ -1083,6 +1083,10 @@ ELSEWHERE = {
     Site("training/_decoding.py", "the logits do not have the classes of the model"): (
         "post_training/test_sample.py", "test_logits_of_a_part_of_the_classes_are_refused_with_the_right_flag"
     ),
+    Site(
+        "parallel/logits/_vocabulary.py",
+        "ranks along tp have the same logits, and each would take them for its own classes",
+    ): ("parallel/test_own_words.py", "test_the_error_has_the_line_to_write"),
     Site("training/_closure.py", "a step with a closure is for one optimizer"): (
         "training/test_closures.py", "test_shards_and_loss_scales_are_refused"
     ),

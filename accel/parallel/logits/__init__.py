@@ -9,6 +9,8 @@ call (`_head_calls.py`) until a loss asks for it. `_vocabulary.py` has scores an
 from accel.parallel.logits._head_loss import linear_cross_entropy as linear_cross_entropy
 from accel.parallel.logits._vocabulary import (
     check_logits as check_logits,
+    check_split as check_split,
+    divided_words as divided_words,
     own_words as own_words,
     row_scores as row_scores,
     vocab_cross_entropy as vocab_cross_entropy,

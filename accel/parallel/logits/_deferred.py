@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from accel.errors import PrepareError
 from accel.mixins import Mixin, add_mixin, remove_mixin
 from accel.parallel._modules import (
+    RANKS,
     forget,
     is_elsewhere,
     is_unit,
@@ -35,6 +36,7 @@ from accel.tensors import word_layers
 
 if TYPE_CHECKING:
     from accel.parallel.axes.tensor._layers import Layer
+    from accel.parallel.axes.tensor._part_layers import LayerRanks
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -65,7 +67,9 @@ class DefersLogits(Mixin):
             forget(head, "compute")
 
     def _deferred(self, hidden: Tensor) -> DeferredLogits:
-        return DeferredLogits(HeadCall(cast(nn.Module, self), hidden, super().forward))
+        head = cast(nn.Module, self)
+        call = HeadCall(head, hidden, super().forward)
+        return cast(Any, DeferredLogits)(call, is_part=_gives_part(head))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run what the head is called for, its own forward by default."""
@@ -78,9 +82,15 @@ def _is_plain(head: nn.Module) -> bool:
     layer: Layer | None = getattr(head, "accel_layer", None)
     if layer is None:
         return True
-    if layer.rule.layouts and not layer.rule.words:
-        return False
-    return layer.rule.style in ("replicated", "colwise", "colwise_gather_output")
+    rule = layer.rule
+    is_by_classes = bool(rule.words) or rule.style == "colwise_gather_output"
+    return is_by_classes or (not rule.layouts and rule.style in ("replicated", "colwise"))
+
+
+def _gives_part(head: nn.Module) -> bool:
+    """Whether a head is called in the forward of a divided model, and ranks have different classes."""
+    ranks: LayerRanks | None = getattr(head, RANKS, None)
+    return ranks is not None and ranks.runs and cast(Any, head).accel_layer.rule.style == "colwise"
 
 
 def defer_logits(model: M, head: str | None = None, *, recompute: bool | None = None) -> M:

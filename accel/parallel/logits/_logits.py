@@ -16,11 +16,12 @@ from torch.utils import _pytree as pytree
 from accel.comm import adopt, copied
 from accel.comm._units import users_line
 from accel.errors import PrepareError
-from accel.parallel._modules import note_module, notes_of
+from accel.parallel._modules import RANKS, note_module, notes_of
 from accel.parallel._private import is_library_hook, without_subclasses, wrapper_of
 from accel.parallel.logits._head_calls import WHERE, HeadCall, parameters_of
 from accel.parallel.logits._head_chunks import Words, loss_of_rows
-from accel.parallel.parts import plain_of
+from accel.parallel.parts import RowLayout, make, plain_of
+from accel.parallel.parts._part import outside
 
 if TYPE_CHECKING:
     from accel.parallel.axes.tensor._layers import Layer
@@ -52,6 +53,8 @@ class DeferredLogits(Tensor):
         scale, cap: see `LogitParts`.
         added: bias that the model adds, with one element a class; None without.
         is_moved: whether the classes are in dimension 1 of three.
+        is_part: whether the logits are a part, in the forward of a divided model, so that it reports the classes of
+            all ranks.
     """
 
     call: HeadCall
@@ -60,6 +63,7 @@ class DeferredLogits(Tensor):
     cap: float | None
     added: Tensor | None
     is_moved: bool
+    is_part: bool
     _step: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None
     _made: Tensor | None
 
@@ -75,11 +79,12 @@ class DeferredLogits(Tensor):
         added: Tensor | None = None,
         dtype: torch.dtype | None = None,
         is_moved: bool = False,
+        is_part: bool = False,
         step: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None = None,
     ) -> DeferredLogits:
         """Make a placeholder of a call, or of a `step` from another placeholder; the rest are attributes."""
         hidden = call.hidden if hidden is None else hidden
-        classes = _classes(call.head) if classes is None else classes
+        classes = _classes(call.head, is_part=is_part) if classes is None else classes
         rows = hidden.shape[:-1]
         shape = (*rows[:-1], classes, rows[-1]) if is_moved else (*rows, classes)
         weight = cast(Tensor, call.head.weight)
@@ -93,6 +98,7 @@ class DeferredLogits(Tensor):
         made.cap = cap
         made.added = added
         made.is_moved = is_moved
+        made.is_part = is_part
         made._step = step
         made._made = None
         if needs:
@@ -104,7 +110,7 @@ class DeferredLogits(Tensor):
 
     @property
     def classes(self) -> int:
-        """Number of classes of this rank."""
+        """Number of classes that it reports."""
         return self.shape[-2 if self.is_moved else -1]
 
     @property
@@ -117,14 +123,27 @@ class DeferredLogits(Tensor):
         if self._made is None:
             with torch.set_grad_enabled(self.call.grad):
                 if self.numel() == 0:  # as in a micro-batch without rows; its gradients are zeros
-                    self._made = self.call.hooked(plain_of(self.call.run(lambda _: self.call.forward(self.hidden))))
+                    self._made = self._outputs(lambda _: self.call.forward(self.hidden))
                 elif self._step is None:
                     _report(self.call.head)
-                    self._made = self.call.hooked(plain_of(self.call.run()))
+                    self._made = self._outputs()
                 else:
                     parent, step = self._step
                     self._made = step(parent.made())
         return self._made
+
+    def _outputs(self, function: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """The outputs of the head, or of a function in place of its forward: a part in the forward of a divided
+        model."""
+        rows = self.call.hooked(plain_of(self.call.run(function)))
+        if not self.is_part:
+            return rows
+        cut = self.call.head.accel_layer.rule.layouts["weight"].cut
+        return make(rows, RowLayout(rows.dim() - (2 if self.is_moved else 1), cut), getattr(self.call.head, RANKS))
+
+    def own_words(self) -> DeferredLogits:
+        """Return the placeholder of this rank's classes, for a part that leaves the model."""
+        return self._changed(lambda part: outside(plain_of(part)), classes=_classes(self.call.head), is_part=False)
 
     def compute(self, function: Callable[[LogitParts], T]) -> T:
         """Call a function of what the logits are made of, where the head's parameters are gathered."""
@@ -150,9 +169,9 @@ class DeferredLogits(Tensor):
             hidden = copied(hidden, layer.group)
         if self.added is not None:
             added = self.added.flatten()
-            if words.comm is not None and added.shape[0] != weight.shape[0]:
+            if layer is not None and words.comm is not None and added.shape[0] != weight.shape[0]:
                 first = cast(int, words.first)
-                added = added[first : first + weight.shape[0]]
+                added = copied(added, layer.group)[first : first + weight.shape[0]]
             bias = added if bias is None else bias + added
         return LogitParts(hidden, weight, bias, self.scale, self.cap, words)
 
@@ -226,16 +245,22 @@ class DeferredLogits(Tensor):
         def step(real: Tensor) -> Tensor:
             return func(real, *args, **kwargs)
 
+        return self._changed(step, **changes)
+
+    def _changed(self, step: Callable[[Tensor], Tensor], **changes: Any) -> DeferredLogits:
+        """Return the placeholder of what a step makes of these logits."""
         own: dict[str, Any] = {
+            "call": self.call,
             "hidden": self.hidden,
+            "classes": self.classes,
             "scale": self.scale,
             "cap": self.cap,
             "added": self.added,
             "dtype": self.dtype,
             "is_moved": self.is_moved,
+            "is_part": self.is_part,
         }
-        made = {"call": self.call, "classes": self.classes, "step": (self, step), **own, **changes}
-        return cast(Any, DeferredLogits)(**made)
+        return cast(Any, DeferredLogits)(**{**own, **changes}, step=(self, step))
 
     def _cross_entropy(
         self,
@@ -273,11 +298,11 @@ def _real(each: Any) -> Any:
     return each.made() if isinstance(each, DeferredLogits) else each
 
 
-def _classes(head: Any) -> int:
-    """Number of logits that a head gives each row on this rank."""
+def _classes(head: Any, *, is_part: bool = False) -> int:
+    """Number of logits that a head gives each row on this rank, or that a part of them reports."""
     layer: Layer | None = getattr(head, "accel_layer", None)
     total: int = head.out_features
-    if layer is None or layer.rule.style != "colwise":
+    if layer is None or layer.rule.style != "colwise" or is_part:
         return total
     each = -(-total // layer.size)
     return max(min(each, total - each * layer.rank), 0)

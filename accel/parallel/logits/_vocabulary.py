@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
@@ -18,6 +18,10 @@ from accel.parallel.parts import PartTensor, RowLayout, plain_of
 from accel.parallel.parts._layout import even
 from accel.tensors import is_dtensor, is_half
 
+if TYPE_CHECKING:
+    from accel.parallel.axes.tensor._layers import Layer
+
+_MARKED = 16  # logits of a row that ranks compare
 _MANY = 32_000  # words from which a gathered head is worth a line
 
 
@@ -34,14 +38,17 @@ def vocab_cross_entropy(
         ctx: the context.
         logits: this rank's classes in the order of ranks, shape [..., classes / tp rounded up, less on the last rank],
             as a head of the style "colwise" gives them; fp16 and bf16 are computed in fp32.
-        targets: classes, int64 of shape [...], alike on all ranks along tp. One that is no class makes the loss NaN.
+        targets: classes, int64 of shape [...], alike on all ranks along tp. One that is no class makes the loss and
+            the gradients NaN.
         ignore_index: the target of rows that do not count.
 
     Returns:
         The sum over rows, shape []; alike on all ranks along tp. Divide by the number of rows that count for a mean.
 
     Raises:
-        ConfigError: shapes that do not fit each other, or a DTensor.
+        ConfigError: shapes that do not fit each other; a DTensor; equal logits on all ranks, as a head that gathers
+            them gives. On an accelerator, where this error would wait for the device, the loss and the gradients of
+            such logits are NaN. Logits of one value in each row are not compared.
 
     Reference:
         Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3.
@@ -52,19 +59,34 @@ def vocab_cross_entropy(
         4.0
     """
     check_logits(logits, targets, where="vocab_cross_entropy", split="")
-    logits = own_words(logits, -1)
     group = group_of(ctx, "tp")
     if isinstance(logits, DeferredLogits):
+        fix = 'Prepare with plan=accel.parallel.Plan(head="colwise"), or call torch.nn.functional.cross_entropy.'
+        check_split(logits, is_split=group is not None, where="vocab_cross_entropy", fix=fix)
         total = logits.loss(targets, is_split=group is not None, ignore_index=ignore_index, reduction="sum")
         if total is not None:
             return total
         logits = logits.made()
+    logits = own_words(logits, -1)
     wide = logits.float() if is_half(logits) else logits
     if group is None:
         flat = targets.flatten()
         return functional.cross_entropy(wide.flatten(0, -2), flat, ignore_index=ignore_index, reduction="sum")
     losses, _ = row_scores(wide, targets, adopt(group, ctx.device), entropy=False, ignore_index=ignore_index)
     return losses.sum()
+
+
+def check_split(logits: DeferredLogits, *, is_split: bool, where: str, fix: str) -> None:
+    """Raise `ConfigError` if a call means logits of this rank's classes and the head gives all, or the reverse."""
+    if logits.is_split != is_split:
+        kinds = {True: "this rank's classes along tp", False: "all classes"}
+        raise ConfigError(
+            "the model's head and the call mean different classes",
+            expected=f"logits of {kinds[is_split]}",
+            got=f"deferred logits of {kinds[logits.is_split]}",
+            where=where,
+            fix=fix,
+        )
 
 
 def check_logits(logits: torch.Tensor, targets: torch.Tensor, *, where: str, split: str) -> None:
@@ -115,6 +137,14 @@ def own_words(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     return plain_of(tensor)
 
 
+def divided_words(model: nn.Module) -> int | None:
+    """Return the number of words of heads with logits that ranks along tp divide; None for no such head, and for heads
+    of several numbers of words."""
+    layers: list[Layer] = [vars(each)["accel_layer"] for each in model.modules() if "accel_layer" in vars(each)]
+    totals = {words for layer in layers for words in layer.rule.words}
+    return totals.pop() if len(totals) == 1 else None
+
+
 def row_scores(
     logits: torch.Tensor, targets: torch.Tensor, comm: Comm | None, *, entropy: bool, ignore_index: int = -100
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,11 +175,16 @@ class _RowScores(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor, comm: Comm | None, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        classes = logits.shape[1]
+        rows, classes = logits.shape
         # the last rank may have fewer classes than others and gets their number with the maxima, at no message more
-        widest = logits.new_full((1,), classes)
-        maxima = _reduced(comm, torch.cat([logits.amax(1), widest]), "max")
-        largest, width = maxima[:-1], maxima[-1].long()
+        numbers = [logits.amax(1), logits.new_full((1,), classes)]
+        if comm is not None:
+            marks = _marks(logits, comm.rank)
+            numbers += [marks, -marks]
+        maxima = _reduced(comm, torch.cat(numbers), "max")
+        largest = maxima[:rows]
+        width = maxima[rows].long()
+        marks = maxima[rows + 1 :]
         powers = (logits - largest[:, None]).exp_()
         at = targets if comm is None else targets - comm.rank * width
         here = (at >= 0) & (at < classes)
@@ -158,10 +193,17 @@ class _RowScores(torch.autograd.Function):
         # of x * exp(x), where exp(x) may be 0 and x infinite
         numbers = [powers.sum(1), own, *([torch.xlogy(powers, powers).sum(1)] if entropy else [])]
         sums = _reduced(comm, functional.pad(torch.stack(numbers), (0, 1), value=classes), "sum")
-        is_class = (targets >= 0) & (targets < sums[0, -1])
         total, target, *mean = sums[:, :-1]
+        count = sums[0, -1]
+        is_class = (targets >= 0) & (targets < count)
+        if comm is not None:
+            highest, opposite = marks.chunk(2)
+            are_alike = (highest == -opposite).all() & (count == classes * comm.size)
+            if not _waits(are_alike) and are_alike:
+                raise _gathered_error()
+            total = total.masked_fill(are_alike, torch.nan)
         entropies = total.log() - mean[0] / total if entropy else torch.zeros_like(total)
-        ctx.save_for_backward(powers.div_(total[:, None]), at, here, entropies)
+        ctx.save_for_backward(powers.div_(total[:, None]), at, here, is_class, entropies)
         ctx.entropy = entropy
         return torch.where(is_class, total.log() - target, torch.nan), entropies
 
@@ -169,13 +211,40 @@ class _RowScores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - decorated
         grad, of_entropy = grad_outputs
-        probabilities, at, here, entropies = ctx.saved_tensors
+        probabilities, at, here, is_class, entropies = ctx.saved_tensors
+        grad = grad.masked_fill(~is_class & (grad != 0), torch.nan)  # 0 of a row that a mask leaves out
         slope = probabilities * grad[:, None]
         slope.scatter_add_(1, at[:, None], (-grad * here)[:, None])
         if ctx.entropy:
             terms = torch.xlogy(probabilities, probabilities).addcmul_(probabilities, entropies[:, None])
             slope.addcmul_(terms, of_entropy[:, None], value=-1)
         return slope, None, None, None
+
+
+def _waits(tensor: torch.Tensor) -> bool:
+    """Whether reading a tensor would wait for its device."""
+    return tensor.device.type != "cpu"
+
+
+def _marks(logits: torch.Tensor, rank: int) -> torch.Tensor:
+    """Two numbers of logits that ranks share if all have the same logits, and hardly ever by chance: the rank's number
+    for rows of a single value, as of a head of zeros, which may be alike."""
+    some = logits[:, :: max(1, logits.shape[1] // _MARKED)].nan_to_num(posinf=0.0, neginf=0.0)
+    at = torch.arange(some.numel(), dtype=some.dtype, device=some.device).view_as(some)
+    marks = torch.stack([(some * at.cos()).sum(), (some * at.sin()).sum()])
+    is_flat = (some == some[:, :1]).all()
+    return marks.masked_fill(is_flat, rank)
+
+
+def _gathered_error() -> ConfigError:
+    return ConfigError(
+        "ranks along tp have the same logits, and each would take them for its own classes",
+        expected='logits of other classes on each rank, as a head of the style "colwise" gives them',
+        got="equal logits on all ranks, as a head that gathers its outputs gives them",
+        where="vocab_cross_entropy, token_logprobs",
+        fix='Prepare with plan=accel.parallel.Plan(head="colwise"); or take all classes on each rank: '
+        "torch.nn.functional.cross_entropy, or token_logprobs without vocab_parallel.",
+    )
 
 
 def _reduced(comm: Comm | None, numbers: torch.Tensor, op: Literal["max", "sum"]) -> torch.Tensor:

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of torch's attention: each rank computes some heads. `multi_head_attention_forward` is written out."""
+"""Rules of torch's attention: each rank computes some heads. `multi_head_attention_forward` is written out. Attention
+functions of transformers, such as flex and flash attention, compute with plain tensors of some heads."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
@@ -35,6 +37,8 @@ from accel.parallel.parts._part import (
 )
 from accel.parallel.parts._shapes import repeat_interleave
 from accel.random import Key, torch_rng_scope
+
+_BY_RULES = ("eager", "sdpa")  # implementations that call functions of torch, which have rules for parts
 
 
 def scaled_dot_product(func: Any, args: Args, kwargs: Named) -> Any:
@@ -284,3 +288,32 @@ RULES = {
     "context_attention": across_positions,
     "multi_head_attention_forward": multi_head,
 }
+
+
+class ByHeads:
+    """An attention function as transformers calls it, which gives the function this rank's heads of parts."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(
+        self, module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, *args: Any, **keywords: Any
+    ) -> Any:
+        """Return the outputs and weights of the attention."""
+        keywords = {**dict(zip(("scaling", "dropout"), args, strict=False)), **keywords}
+        return attention_of_heads(self.function, module, query, key, value, attention_mask, **keywords)
+
+
+def use_own_heads(model: nn.Module) -> None:
+    """Let the attention functions that a model of transformers names take parts. Mutates transformers' list of these
+    functions; others call them as before."""
+    configs = (getattr(each, "config", None) for each in model.modules())
+    names = {getattr(each, "_attn_implementation", None) for each in configs}
+    names = {name for name in names if isinstance(name, str) and name not in _BY_RULES}
+    if not names:
+        return
+    interface: Any = getattr(import_module("transformers"), "AttentionInterface", dict)
+    known: Mapping[str, Any] = interface()
+    for name in names & {*known}:
+        if not isinstance(known[name], ByHeads):
+            interface.register(name, ByHeads(known[name]))

@@ -221,8 +221,14 @@ def terms_of(equation: str, dims: Sequence[int]) -> tuple[list[str], str]:
 
 
 def embedding(func: Any, args: Args, kwargs: Named) -> Any:
-    """functional.embedding, of a table that ranks divide by features, or of parts of ids."""
-    given = named("input weight padding_idx max_norm", args, kwargs)
+    """functional.embedding, of a table that ranks divide or of parts of ids; torch.embedding, of the table first."""
+    if func is torch.embedding:
+        given = named("weight input padding_idx scale_grad_by_freq sparse", args, kwargs)
+        given["input"] = given.pop("indices", given.get("input"))
+        if given.get("padding_idx") == -1:
+            del given["padding_idx"]  # of no row
+    else:
+        given = named("input weight padding_idx max_norm", args, kwargs)
     ids, table = given["input"], given["weight"]
     ranks = ranks_of(ids, table)
     layout = layout_of(table)
@@ -305,13 +311,19 @@ def embedding_bag(func: Any, args: Args, kwargs: Named) -> Any:
         raise no_rule("the largest of rows that ranks divide")
     if mode == "mean" and weights is not None:
         raise no_rule("the mean with per_sample_weights")
-    if weights is None:
-        weights = torch.ones_like(ids, dtype=table.dtype)
     _check_one_piece(layout.cut, ranks)
     own = own_ids(ids, layout.cut, ranks.rank)
     own_padding = own_place(padding, layout.cut, ranks.rank)
-    own_weights = weights.masked_fill(own.others, 0)
-    total = ranks.total(_sums(own.places, table, own_padding, per_sample_weights=own_weights, **inside))
+    left_out = own_padding or 0
+    places = own.places.masked_fill(own.others, left_out)
+    summand = _sums(places, table, left_out, per_sample_weights=weights, **inside)
+    if own_padding is None:  # the first row was left out with the rows of others
+        is_first = ((own.places == 0) & ~own.others).to(ids.dtype)
+        ones = table.new_ones(2, 1)
+        counts = _sums(is_first, ones, 0, **inside)
+        factors = counts if weights is None else _sums(is_first, ones, 0, per_sample_weights=weights, **inside)
+        summand = summand + torch.where(counts > 0, factors * table[:1], 0.0)  # 0 times the row may be NaN
+    total = ranks.total(summand)
     if mode == "sum":
         return total
     is_padding = torch.zeros_like(ids) if padding is None else (ids == padding % layout.cut.total).to(ids.dtype)

@@ -284,7 +284,8 @@ FACTS = _names("""
     stride storage_offset is_same_size is_inference result_type can_cast __hash__ untyped_storage new_zeros
     new_ones new_empty new_full new_tensor ndim dtype device is_cuda requires_grad layout is_meta is_leaf grad_fn
     is_sparse is_quantized is_nested is_cpu is_mps is_xpu is_mkldnn itemsize is_xla is_mtia is_vulkan output_nr
-    retains_grad is_pinned _base _version _is_view register_hook is_sparse_csr is_maia is_ipu
+    retains_grad is_pinned _base _version _is_view register_hook is_sparse_csr is_maia is_ipu _backward_hooks
+    _backward_hooks.__set__
 """)
 
 RULES = {

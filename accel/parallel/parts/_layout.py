@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from torch.compiler import is_dynamo_compiling
 
 from accel.errors import PrepareError
+from accel.parallel._private import in_function_transform
 
 _KEPT = 4096  # results that each function of layouts keeps
 _MOST_RUNS = 16  # pieces of a layout that are taken as slices
@@ -60,6 +61,13 @@ def no_rule(problem: str, *, may_be_kernel: bool = False) -> Exception:
         where="forward, in a module that ranks along tp divide",
         fix=(_DECLARED if "local_map " in problem else _LOCAL if may_be_kernel else "") + _WHOLE,
     )
+
+
+def refuse_transform(what: str) -> None:
+    """Raise the error of a transform of torch.func, such as `vjp`, `grad` or `vmap`, if one runs the function around:
+    it would compute with a rank's rows."""
+    if not is_dynamo_compiling() and in_function_transform():
+        raise no_rule(f"{what}, in a transform of torch.func", may_be_kernel=True)
 
 
 class RowCut(NamedTuple):

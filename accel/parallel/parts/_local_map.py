@@ -213,7 +213,8 @@ def _over_dim(declared: Independence, tensors: list[Tensor], ranks: Ranks) -> tu
             and plain_of(each).shape[length_dim] == result.shape[dim]
         }
         if len(known) != 1:
-            reason = "which several arguments have" if known else "which no argument has"
+            several = "which a part and a full tensor have" if None in known else "which several arguments have"
+            reason = several if known else "which no argument has"
             raise no_rule(f"local_map with a result of {result.shape[dim]} rows along dimension {dim}, {reason}")
         return at(dim, known.pop())
 

@@ -20,7 +20,14 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from accel.comm import ThreadGroup, copied, gathered, summed
-from accel.parallel._private import Operator, alias, runs_in_backward, subclasses_are_on, without_subclasses
+from accel.parallel._private import (
+    Operator,
+    alias,
+    in_function_transform,
+    runs_in_backward,
+    subclasses_are_on,
+    without_subclasses,
+)
 from accel.parallel.parts._layout import (
     NoRuleError,
     Pieces,
@@ -32,6 +39,7 @@ from accel.parallel.parts._layout import (
     kept,
     no_rule,
     places_of,
+    refuse_transform,
     rows_of,
     runs_of,
 )
@@ -160,8 +168,9 @@ class Ranks:
 
     def without_rule(self, func: Any, args: Args, kwargs: Named, problem: str) -> Any:
         """Compute a function that has no rule for its arguments; raise `NoRuleError` where these ranks cannot."""
-        may_be_kernel = problem == name_of(func) or name_of(func) in _OF_KERNELS
-        raise no_rule(_named_problem(func, problem), may_be_kernel=may_be_kernel)
+        name = name_of(func)
+        may_be_kernel = problem == name or name in _OF_KERNELS
+        raise no_rule(name if problem == name else f"{name}, {problem}", may_be_kernel=may_be_kernel)
 
     def begin(self) -> Any:
         """Begin a region, in which nothing has entered; return what `end` needs of the one around it."""
@@ -184,12 +193,6 @@ def _method(name: str) -> Any:
         return self.__torch_function__(getattr(Tensor, name), (), (self, *args), kwargs)
 
     return method
-
-
-def _named_problem(func: Any, problem: str) -> str:
-    """Return a problem of a function's arguments behind its name, which is all of it where it has no rule."""
-    name = name_of(func)
-    return name if problem == name else f"{name}, {problem}"
 
 
 class PartTensor(Tensor):
@@ -228,6 +231,8 @@ class PartTensor(Tensor):
     ) -> Any:
         from accel.parallel.parts._rules import rule_of  # which imports this file
 
+        if not is_dynamo_compiling() and in_function_transform():
+            refuse_transform(name_of(func))
         given = {_NAMES.get(name, name): value for name, value in kwargs.items()} if kwargs else {}
         try:
             rule = rule_of(func)

@@ -4,7 +4,8 @@
 Begin with `_split.py`: each rank takes its positions of a batch; `_attention.py` computes attention over all of them,
 by the kernels of `_kernels.py`. `_spread.py` is the answer for models: `_transformers.py` connects the attention of
 transformers models, and `_forward.py` lets other models compute with the parts of `_positions.py`, and the code around
-models of transformers, which `_inner.py` connects with it. `_checks.py` refuses what cannot be cut.
+models of transformers, which `_inner.py` connects with it. `_proof.py` compares the first call with all positions, and
+`_stages.py` has parts in stages of a pipeline. `_checks.py` refuses what cannot be cut.
 """
 
 from accel.parallel.axes.context._attention import context_attention as context_attention

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's forward on parts of positions, and the proof of its first call against all positions."""
+"""A model's forward on parts of positions, which its first call proves."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -19,20 +18,14 @@ from accel.context import DistContext
 from accel.devices import wide_dtype
 from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin, add_mixin
-from accel.parallel._copies import WideMode, gradients_of
-from accel.parallel._modules import note_module, notes_of, sharded_roots, written_class
-from accel.parallel._private import (
-    called_eagerly,
-    is_of_inputs,
-    runs_in_backward,
-    untraced,
-)
+from accel.parallel._modules import note_module, notes_of, written_class
+from accel.parallel._private import called_eagerly, runs_in_backward, untraced
 from accel.parallel.axes.context._attention import whole_positions
 from accel.parallel.axes.context._checks import refuse_reentrant
-from accel.parallel.axes.context._inner import InnerModels, Outputs, compile_inside, listed, noted, uncompiled_for
-from accel.parallel.axes.context._positions import DifferentRankError, PositionRanks, SelectedTensor, whole_of
+from accel.parallel.axes.context._inner import InnerModels, Outputs, compile_inside, halved, listed, uncompiled_for
+from accel.parallel.axes.context._positions import PositionRanks, whole_of
+from accel.parallel.axes.context._proof import DIFFERENT, PROVED, Calls, Comparison, evaluated, outputs_of
 from accel.parallel.axes.context._split import (
-    all_positions,
     attends,
     has_all_positions,
     is_cut,
@@ -40,18 +33,12 @@ from accel.parallel.axes.context._split import (
     note_cut,
     own_positions,
 )
-from accel.parallel.parts import NoRuleError, PartTensor, plain_of, rows_of
+from accel.parallel.parts import PartTensor
 from accel.parallel.parts._nested import hold_plain_rows
-from accel.random import isolated_rng
-from accel.tensors import is_dtensor
 from accel.tree import map_tensors
 
 _LOG = logging.getLogger("accel.parallel")
 _PROOF = Call("positions", "proof", ordered=False)
-_DIFFERENT = "ranks along cp did not compute the same"
-_PROVED = 8  # positions of a rank in the proof
-_LARGEST = 2**28  # most parameter elements for comparing all gradients; larger models: vectors
-_WIDEST = 2**29  # elements of the largest parameter that the proof copies in a wide dtype: 4 GiB
 
 
 def use_positions(
@@ -68,18 +55,10 @@ def use_positions(
     for a model that may call `context_attention` itself. `is_cut`: whether the model's inputs are cut. `inner`: models
     inside of it that attend across ranks with own positions; others there take parts. None for no model inside.
     """
-    positions = _Positions(ctx, is_cut=is_cut, may_cross=within is None and inner is None, inner=inner or ())
-    for block in within or ():
-        _ = block.register_forward_pre_hook(positions.divide, with_kwargs=True)
-    for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False  # its tokens without padding have other positions
-    note_module(model, positions=positions)
-    add_mixin([model], _ByPositions)
-    # until the first call is proved, of all that can have an attention
+    positions = Positions(ctx, [model], is_cut=is_cut, may_cross=within is None and inner is None, inner=inner or ())
+    positions.begin(model, [model], within or ())
     if inner is None:
-        others = [each for each in model.modules() if each is not model]
-        positions.guard(each for each in others if any(each.children()) or isinstance(each, nn.MultiheadAttention))
+        positions.guard_all(model)
 
 
 class _ByPositions(Mixin, nn.Module):
@@ -87,13 +66,13 @@ class _ByPositions(Mixin, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward, with parts of the inputs that are cut."""
-        positions = cast(_Positions, notes_of(self).get("positions"))
+        positions = cast(Positions, notes_of(self).get("positions"))
         if positions.crosses:
             return super().forward(*args, **kwargs)
-        return positions.call(self, super().forward, _Inputs(args, kwargs), is_traced=torch.compiler.is_compiling())
+        return positions.call(self, super().forward, Inputs(args, kwargs), is_traced=torch.compiler.is_compiling())
 
 
-class _Inputs(NamedTuple):
+class Inputs(NamedTuple):
     """Arguments of a call."""
 
     inputs: tuple[Any, ...]
@@ -104,7 +83,7 @@ _Forward = Callable[..., Any]
 _Way = tuple[int | None, int | None]
 
 
-class _Positions:
+class Positions:
     """Calls of one model, and hooks of its modules.
 
     Attributes:
@@ -119,10 +98,21 @@ class _Positions:
         in_region: whether a `PositionRegion` runs.
         guards: hooks that refuse separate calls of parts of the model.
         outputs: of the forward.
+        comparison: of calls, for the proof.
+        roots: modules that run the whole forward, or a stage of it.
     """
 
-    def __init__(self, ctx: DistContext, *, is_cut: bool, may_cross: bool, inner: Sequence[nn.Module]) -> None:
+    def __init__(
+        self,
+        ctx: DistContext,
+        roots: Sequence[nn.Module],
+        *,
+        is_cut: bool,
+        may_cross: bool,
+        inner: Sequence[nn.Module] = (),
+    ) -> None:
         self.ctx = ctx
+        self.roots = tuple(roots)
         self.ranks = PositionRanks(ctx)
         self.inner = InnerModels(self.ranks, inner)
         self.within = PositionRanks(ctx)
@@ -135,26 +125,53 @@ class _Positions:
         self.in_region = False
         self.guards: list[RemovableHandle] = []
         self.outputs = Outputs(self.ranks)
+        self.comparison = Comparison(ctx, self.ranks, self.inner)
+
+    def begin(self, model: nn.Module, runs: Sequence[nn.Module], within: Sequence[nn.Module]) -> None:
+        """Compute with parts from now on. Mutates modules, by classes and hooks.
+
+        Args:
+            model: the model.
+            runs: modules with its forward: the model, or its stages.
+            within: first blocks of stacks.
+        """
+        for block in within:
+            _ = block.register_forward_pre_hook(self.divide, with_kwargs=True)
+        for module in model.modules():
+            if isinstance(module, nn.TransformerEncoder):
+                module.use_nested_tensor = False  # its tokens without padding have other positions
+        for each in runs:
+            note_module(each, positions=self)
+        add_mixin(runs, _ByPositions)
+
+    def guard_all(self, model: nn.Module) -> None:
+        """Refuse separate calls of all modules that can have an attention, until the first call is proved."""
+        others = [each for each in model.modules() if each is not model]
+        self.guard(each for each in others if any(each.children()) or isinstance(each, nn.MultiheadAttention))
 
     @untraced
-    def call(self, module: nn.Module, forward: _Forward, given: _Inputs, *, is_traced: bool) -> Any:
+    def call(self, module: nn.Module, forward: _Forward, given: Inputs, *, is_traced: bool) -> Any:
         """Call a forward with parts of the inputs that are cut, and return own positions. A collective of the first
         call, which is proved. `is_traced`: whether torch compiles the call."""
-        if has_all_positions(self.ctx) or (self.is_cut and not self._has_own(given)):
+        if has_all_positions(self.ctx) or (self.is_cut and not self.has_own(given)):
             return forward(*given.inputs, **given.keywords)
         if not self.is_cut:
             note_cut(self.ctx, 0)  # by a first block
         self.is_running = True
         try:
             if not self.is_proved:
-                self._prove(module, forward, given, is_traced=is_traced)
+                self.prove(module, given, partial(self._problem, module, forward, given), is_traced=is_traced)
             if self.crosses:
                 return forward(*given.inputs, **given.keywords)
-            inputs, keywords = self._parts_of(given, self.dim)
+            inputs, keywords = self.parts_of(given, self.dim)
             compile_inside(module, self.ranks, self)
             output = forward(*inputs, **keywords)
         finally:
             self.is_running = False
+        return self.left(output)
+
+    def left(self, output: Any) -> Any:
+        """Return own positions for the parts of an output."""
         return self.outputs.leave(output)
 
     @untraced
@@ -180,7 +197,7 @@ class _Positions:
         runs = self.is_running and not in_backward
         if runs and not has_all_positions(self.ctx):
             refuse_reentrant(module)
-        if runs or has_all_positions(self.ctx) or not self._has_own(_Inputs(inputs, keywords)):
+        if runs or has_all_positions(self.ctx) or not self.has_own(Inputs(inputs, keywords)):
             return
         if not in_backward:
             raise ConfigError(
@@ -199,30 +216,38 @@ class _Positions:
                 fix="Pass tensors to the inner checkpoint by keyword: checkpoint(block, x=x, use_reentrant=False).",
             )
 
-    def _has_own(self, given: _Inputs) -> bool:
+    def has_own(self, given: Inputs) -> bool:
+        """Return whether inputs are cut, and no parts yet."""
         tensors = listed(tuple(given))
         is_within = any(isinstance(each, PartTensor) for each in tensors)  # a forward that computes with parts
-        return not is_within and any(self._cut_dim(each, 1) is not None for each in tensors)
+        return not is_within and any(self.cut_dim(each, 1) is not None for each in tensors)
 
-    def _cut_dim(self, each: Tensor, dim: int | None) -> int | None:
-        """The dimension of a tensor's positions; None where it has none. `dim`: where several could be; None if the
-        first one is of samples, or of documents in a row, however long it is."""
+    def cut_dim(self, each: Tensor, dim: int | None) -> int | None:
+        """Return the dimension of a tensor's positions; None where it has none. `dim`: where several could be; None if
+        the first one is of samples, or of documents in a row, however long it is."""
         last = 2 if each.dim() < 4 else 3  # a mask of queries and keys
         dims = [at for at, length in enumerate(each.shape[:last]) if self.is_cut and is_cut(self.ctx, length)]
         if dim is None:
             dims = [at for at in dims if at > 0]
         return (dim if dim in dims else dims[-1]) if dims else None
 
-    def _parts_of(self, given: _Inputs, dim: int | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def parts_of(self, given: Inputs, dim: int | None) -> Inputs:
+        """Return parts for the inputs that are cut."""
+
         def part(each: Tensor) -> Tensor:
-            at = self._cut_dim(each, dim)
+            at = self.cut_dim(each, dim)
             return each if at is None else self.ranks.part(each, at)
 
-        return map_tensors(part, (tuple(given.inputs), dict(given.keywords)))
+        return map_tensors(part, Inputs(tuple(given.inputs), dict(given.keywords)))
 
-    def _prove(self, module: nn.Module, forward: _Forward, given: _Inputs, *, is_traced: bool) -> None:
+    def prove(
+        self, module: nn.Module, given: Inputs, problem_of: Callable[[int | None, int | None], str], *, is_traced: bool
+    ) -> None:
         """Raise `PrepareError` on every rank where parts of positions give something else than all of them. A
-        collective."""
+        collective.
+
+        `problem_of`: returns the difference for a dimension of the positions, and a number of them; "" for none.
+        """
         if not self.is_cut:
             self._compare(given)
         problems: list[str] = []
@@ -230,15 +255,15 @@ class _Positions:
         for at, (dim, most) in enumerate([*guesses, *ways]):
             with shared_failure(self.ctx.comm, _PROOF):
                 try:
-                    problem = self._problem(module, forward, given, dim, most)
+                    problem = problem_of(dim, most)
                 except Exception as error:
                     if at >= len(guesses):
                         raise
                     problem = type(error).__name__
             texts = exchange_values(self.ctx.comm, _PROOF, problem, str)
-            problems.append(max(texts, key=lambda each: (bool(each), each != _DIFFERENT)))
+            problems.append(max(texts, key=lambda each: (bool(each), each != DIFFERENT)))
             if not problems[-1]:
-                self.guard([] if self.crosses else [each for each in self.ranks.across if each is not module])
+                self.guard([] if self.crosses else [each for each in self.ranks.across if each not in self.roots])
                 if self.crosses:
                     hold_plain_rows(module)
                 else:
@@ -256,15 +281,15 @@ class _Positions:
             fix="Call accel.parallel.context_attention in the model, or leave cp out of the mesh.",
         )
 
-    def _ways(self, given: _Inputs) -> tuple[list[_Way], list[_Way]]:
+    def _ways(self, given: Inputs) -> tuple[list[_Way], list[_Way]]:
         """Return dimensions and numbers of positions to try: guesses, which may fail in any way, and all others.
 
         A first dimension that is as long as the own positions may be of them, or of samples and documents by chance.
         With values of those, all positions show it: their number differs from the own.
         """
         tensors = listed(tuple(given))
-        found = {dim: [self._cut_dim(each, dim) for each in tensors] for dim in (None, 1)}
-        most = _PROVED * self.ranks.size
+        found = {dim: [self.cut_dim(each, dim) for each in tensors] for dim in (None, 1)}
+        most = PROVED * self.ranks.size
         first = None if found[None] == found[1] else 1
         ways: list[_Way] = [(first, most), (0, most), (first, None), (0, None)]  # models of one length need all of it
         has_rows = any(at is not None for at in found[None])
@@ -284,7 +309,7 @@ class _Positions:
             hook.remove()
         self.guards = [each.register_forward_pre_hook(self.refuse_alone, with_kwargs=True) for each in modules]
 
-    def _compare(self, given: _Inputs) -> None:
+    def _compare(self, given: Inputs) -> None:
         """Raise `ConfigError` on every rank where those along cp have other inputs, of a model that cuts them itself. A
         collective."""
         wide = wide_dtype(self.ctx.device)
@@ -300,82 +325,40 @@ class _Positions:
                 fix="Leave split_sequence out for this model.",
             )
 
-    def _problem(self, module: nn.Module, forward: _Forward, given: _Inputs, dim: int | None, most: int | None) -> str:
+    def _problem(self, module: nn.Module, forward: _Forward, given: Inputs, dim: int | None, most: int | None) -> str:
         """Return the difference of a call with parts from one with all positions; "" for none. A collective."""
-        pairs = self._pairs(given, dim, most)
-        whole, own = (map_tensors(lambda each, at=at: pairs[id(each)][at], given) for at in (0, 1))
-        with _evaluated(module, self.ctx.device), called_eagerly(module), self.ranks.agreeing():
-            try:
-                own_call = partial(forward, *own.inputs, **own.keywords)
-                if self.may_cross:
-                    self.crosses = attends(self.ctx, own_call)
-                elif self.inner.models:
-                    whole_call = partial(self._expected, forward, whole, may_fail=True)
-                    self.crosses = self.inner.is_alike(own_call, whole_call, self._difference)
-                self.ranks.meet(self.crosses)
-                if not self.crosses:
-                    self._differ(module, forward, whole, own, dim)
-                self.ranks.meet(_PROVED)
-            except DifferentRankError:
-                return _DIFFERENT
-            except Exception as error:
-                with contextlib.suppress(DifferentRankError):  # which the other ranks raise
-                    self.ranks.meet(-1)
-                return _problem_of(error)
-        return ""
+        whole, own = self.paired(given, dim, most)
 
-    def _differ(self, module: nn.Module, forward: _Forward, whole: _Inputs, own: _Inputs, dim: int | None) -> None:
-        """Raise `PrepareError` where a call with parts differs from one with all positions. A collective.
+        def run(inputs: Inputs) -> list[Tensor]:
+            return outputs_of(forward(*inputs.inputs, **inputs.keywords))
 
-        Both compute in a wide dtype, as rounding would hide an error in a narrow one. A forward that does not run in
-        it, has a very large parameter or gathers units of `fully_shard`, and the gradients of a large model, are
-        compared in its dtypes.
-        """
-        everything = list(module.parameters())
-        parameters = _proved(everything)
-        sizes = [each.numel() for each in everything]
-        is_small = bool(parameters) and sum(sizes) <= _LARGEST  # frozen ones count: a graph keeps wide copies
-        mode = WideMode(wide_dtype(self.ctx.device), everything if is_small else [])
-        copies = [mode.copies[id(each)] for each in parameters] if is_small else []
-        runs = [(mode, copies), (contextlib.nullcontext(), parameters)]
-        has_units = any(sharded_roots(child) for child in module.children())  # messages fill buffers of their dtype
-        for run, compared in runs[1:] if has_units or max(sizes, default=0) > _WIDEST else runs:
-            # if ranks share parameters, a graph is made alone: functions that lose positions fail in it
-            follows = not parameters and (run is not mode or sum(sizes) <= _LARGEST)
-            is_followed = bool(compared) or (follows and any(each.requires_grad for each in everything))
-            with run, torch.set_grad_enabled(is_followed):
-                expected = self._expected(forward, whole, may_fail=run is mode)
-                if expected is None:
-                    continue
-                inputs, keywords = self._parts_of(own, dim)
-                with noted(module, self.ranks):
-                    got = _outputs_of(forward(*inputs, **keywords))
-                if difference := self._difference(expected, got, compared):
-                    raise PrepareError("", got=difference)
-                self.outputs.note_full(got, whole, own, partial(self._expected, forward, may_fail=True))
-            if compared or not parameters:
+        def run_whole(inputs: Inputs) -> list[Tensor] | None:
+            return self.comparison.expected(partial(run, inputs), may_fail=True)
+
+        def attempt() -> None:
+            own_call = partial(forward, *own.inputs, **own.keywords)
+            if self.may_cross:
+                self.crosses = attends(self.ctx, own_call)
+            elif self.inner.models:
+                self.crosses = self.inner.is_alike(own_call, partial(run_whole, whole), self.comparison.difference)
+            self.ranks.meet(self.crosses)
+            if self.crosses:
                 return
+            calls = Calls(partial(run, whole), lambda: run(self.parts_of(own, dim)))
+            got = self.comparison.differ(module, calls)
+            if self.outputs.may_be_full(got, whole, own):
+                self.outputs.note_full(got, run_whole(halved(whole, own)))
 
-    def _expected(self, forward: _Forward, whole: _Inputs, *, may_fail: bool) -> list[Tensor] | None:
-        """Return the outputs of a call with all positions; None if it failed and may. A collective."""
-        with all_positions(self.ctx):
-            try:
-                found = _outputs_of(forward(*whole.inputs, **whole.keywords))
-            except Exception:
-                if not may_fail:
-                    raise
-                found = None
-        self.ranks.meet(found is None)
-        return found
+        with evaluated(module, self.ctx.device), called_eagerly(module), self.ranks.agreeing():
+            return self.comparison.attempted(attempt)
 
-    def _pairs(self, given: _Inputs, dim: int | None, most: int | None) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return the tensors of a call by `id`: of all positions, of `most` at most, and of the own among them. A
-        collective."""
+    def paired(self, given: Inputs, dim: int | None, most: int | None) -> tuple[Inputs, Inputs]:
+        """Return the inputs of a call with all positions, `most` at most, and with the own among them. A collective."""
         tensors = listed(tuple(given))
         lengths: dict[int, int] = {}
         pairs: dict[int, tuple[Tensor, Tensor]] = {}
         for each in tensors:
-            at = self._cut_dim(each, dim)
+            at = self.cut_dim(each, dim)
             if at is not None and id(each) not in pairs:
                 whole = whole_positions(self.ctx, each.detach(), at)
                 length = min(whole.shape[at], most or whole.shape[at])
@@ -389,100 +372,5 @@ class _Positions:
                 if id(each) not in pairs and length in lengths:
                     whole = whole.narrow(at, 0, lengths[length])
             _ = pairs.setdefault(id(each), (whole, whole))
-        return pairs
-
-    def _difference(self, expected: Sequence[Tensor], got: Sequence[Tensor], parameters: Sequence[Tensor]) -> str:
-        """Return a line on the first output or gradient that differs from the one of all positions; "" for none. A
-        collective."""
-        if len(expected) != len(got):
-            return f"{len(got)} outputs of {len(expected)}"
-        objectives: list[tuple[Tensor, Tensor]] = []
-        for number, (want, have) in enumerate(zip(expected, got, strict=True)):
-            if self.inner.has_loss and not want.dim():
-                continue  # a loss of this rank's tokens
-            if want.shape != have.shape:
-                return f"output {number} of shape {list(have.shape)}, expected {list(want.shape)}"
-            draw = torch.arange(want.numel(), device=want.device).sin().view(want.shape).to(want.dtype)
-            layout = have.division if isinstance(have, PartTensor) else None
-            if layout is not None and layout.cut.is_shared(self.ranks.size):
-                draw = draw * 0  # several ranks would count a row
-            share = draw / self.ranks.size
-            own = plain_of(have)
-            wanted = want
-            if layout is not None:
-                rows = torch.tensor(rows_of(layout.cut, self.ranks.rank, self.ranks.size), device=want.device)
-                wanted, share = (each.index_select(layout.dim, rows) for each in (want, draw))
-            off = _norm((wanted - own).detach()) / max(_norm(wanted.detach()), 1e-30)
-            if not off <= _tolerance(want):
-                return f"output {number} is off by {off:.0e} of its norm"
-            objectives.append(((want * draw).sum(), (own * share).sum()))
-        return self._gradients(objectives, parameters) if objectives else ""
-
-    def _gradients(self, objectives: Sequence[tuple[Tensor, Tensor]], parameters: Sequence[Tensor]) -> str:
-        """Return a line on the first gradient that the ranks' do not sum up to; "" for none. A collective."""
-        want, have = (torch.stack([each[at].real for each in objectives]).sum() for at in (0, 1))
-        if not parameters or not want.requires_grad:
-            return ""
-        with all_positions(self.ctx):  # where blocks are recomputed
-            expected = gradients_of(want, parameters)
-        own = gradients_of(have, parameters)
-        with torch.no_grad():
-            largest = max(_norm(each) for each in expected)
-            for parameter, wanted, mine in zip(parameters, expected, own, strict=True):
-                off = _norm(self.ranks.total(mine.contiguous()) - wanted)
-                size = max(_norm(wanted), largest / 100, 1e-30)
-                if not off <= _tolerance(parameter) * size:
-                    return f"a gradient of a parameter of shape {list(parameter.shape)} is off"
-        return ""
-
-
-def _proved(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters to compare gradients of: none if ranks share some, only vectors if there are many."""
-    found = [each for each in parameters if each.requires_grad]
-    if any(is_dtensor(each) for each in found):
-        return []
-    is_large = sum(each.numel() for each in found) > _LARGEST
-    return [each for each in found if each.dim() < 2] if is_large else found
-
-
-def _tolerance(tensor: Tensor) -> float:
-    """Return the largest difference that rounding makes, as a share of a norm; some functions round in float32."""
-    return max(torch.finfo(tensor.dtype).eps ** 0.4, 1e-5)
-
-
-@contextlib.contextmanager
-def _evaluated(module: nn.Module, device: torch.device) -> Generator[None]:
-    """Compute without gradients and without dropout; streams of random numbers stay as they are.
-
-    Modules and names of modes that a model replaces by the length of its inputs are put back.
-    """
-    before = [(each, each.training, dict(each.named_children()), dict(vars(each))) for each in module.modules()]
-    try:
-        _ = module.eval()
-        with isolated_rng(device), torch.no_grad():
-            yield
-    finally:
-        for each, training, children, own in before:
-            for name in [name for name, child in children.items() if getattr(each, name) is not child]:
-                setattr(each, name, children[name])
-            vars(each).update({name: value for name, value in own.items() if isinstance(value, str)})
-            each.training = training
-
-
-def _problem_of(error: Exception) -> str:
-    """Return a line on an error of a call with parts; raise those that are not of parts."""
-    if isinstance(error, PrepareError) and (isinstance(error, NoRuleError) or not error.problem):
-        return str(error.got)
-    if is_of_inputs(error):
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    raise error
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(tensor.abs().to(wide_dtype(tensor.device)).square().sum().sqrt())
-
-
-def _outputs_of(output: Any) -> list[Tensor]:
-    """Return the floating-point tensors of a forward's output."""
-    found = [whole_of(each) if isinstance(each, SelectedTensor) else each for each in listed(output)]
-    return [each for each in found if each.is_floating_point()]
+        whole, own = (map_tensors(lambda each, at=at: pairs[id(each)][at], given) for at in (0, 1))
+        return whole, own

@@ -114,8 +114,9 @@ def noted(model: nn.Module, ranks: PositionRanks) -> Generator[None]:
         if not any(isinstance(each, PartTensor) for each in tensors_of((inputs, keywords))):
             ranks.plain.add(module)
 
-    def end(*_module: Any) -> None:
-        _ = ranks.callers.pop()
+    def end(module: nn.Module, *_given: Any) -> None:
+        if ranks.callers[-1:] == [module]:  # a pipeline calls hooks for modules of other stages
+            _ = ranks.callers.pop()
 
     hooks = [each.register_forward_pre_hook(begin, with_kwargs=True) for each in model.modules()]
     hooks += [each.register_forward_hook(end, always_call=True) for each in model.modules()]
@@ -156,11 +157,13 @@ class Outputs:
     Attributes:
         ranks: of the parts.
         full: dimensions of positions, by number, of outputs that each rank computes in full.
+        lengths: of the sequences in the inputs of the proof.
     """
 
     def __init__(self, ranks: PositionRanks) -> None:
         self.ranks = ranks
         self.full: dict[int, int] = {}
+        self.lengths: set[int] = set()
 
     def leave(self, output: Any) -> Any:
         """Return own positions for the tensors of an output."""
@@ -175,39 +178,52 @@ class Outputs:
 
         return map_tensors(own, output)
 
-    def note_full(
-        self, outputs: Sequence[Tensor], whole: Any, own: Any, call: Callable[[Any], Sequence[Tensor] | None]
-    ) -> None:
-        """Note the outputs that each rank computes in full: the model puts them together from single positions.
-
-        A dimension is one of positions if it is as long as the sequence, and half as long for half of the sequence.
+    def may_be_full(self, outputs: Sequence[Tensor], whole: Any, own: Any) -> bool:
+        """Return whether an output may be one that each rank computes in full, as the model puts it together from
+        single positions.
 
         Args:
             outputs: floating-point outputs of a call with this rank's positions.
             whole, own: the inputs with all positions and with this rank's.
-            call: returns the outputs for inputs like `whole`; None if the model fails for them. Called if an output may
-                be a full one.
         """
-        inputs = list(zip(listed(whole), listed(own), strict=True))
-        dims = [[at for at, size in enumerate(each.shape) if size != mine.shape[at]] for each, mine in inputs]
-        lengths = {each.shape[at] for (each, _), found in zip(inputs, dims, strict=True) for at in found}
         self.full = {}
-        if not any(lengths.intersection(each.shape) for each in outputs if not _has_rows(each)):
-            return
-        halves: dict[int, Tensor] = {}
-        for (each, _), found in zip(inputs, dims, strict=True):
-            half = each
-            for at in found or [at for at, size in enumerate(each.shape) if size in lengths]:  # masks of all positions
-                half = half.narrow(at, 0, each.shape[at] // 2)
-            halves[id(each)] = half
-        shorter = call(map_tensors(lambda each: halves[id(each)], whole))
+        self.lengths = {each.shape[at] for each, dims in _cut_dims(whole, own) for at in dims}
+        return any(self.lengths.intersection(each.shape) for each in outputs if not _has_rows(each))
+
+    def note_full(self, outputs: Sequence[Tensor], shorter: Sequence[Tensor] | None) -> None:
+        """Note the outputs that each rank computes in full: a dimension is one of positions if it is as long as the
+        sequence, and half as long for half of the sequence.
+
+        Args:
+            outputs: floating-point outputs of a call with this rank's positions.
+            shorter: for the inputs that `halved` returns; None if the model fails for them.
+        """
         if shorter is None or [each.dim() for each in shorter] != [each.dim() for each in outputs]:
             return
         for number, (each, half) in enumerate(zip(outputs, shorter, strict=True)):
             sizes = zip(each.shape, half.shape, strict=True)
-            found = [at for at, (size, less) in enumerate(sizes) if size in lengths and less == size // 2]
+            found = [at for at, (size, less) in enumerate(sizes) if size in self.lengths and less == size // 2]
             if found and not _has_rows(each):
                 self.full[number] = 1 if 1 in found else found[0]
+
+
+def _cut_dims(whole: Any, own: Any) -> list[tuple[Tensor, list[int]]]:
+    """The inputs with all positions, each with the dimensions that are shorter in the inputs with this rank's."""
+    pairs = zip(listed(whole), listed(own), strict=True)
+    return [(each, [at for at, size in enumerate(each.shape) if size != mine.shape[at]]) for each, mine in pairs]
+
+
+def halved(whole: Any, own: Any) -> Any:
+    """Return inputs with half of the positions, from the inputs with all positions and with this rank's."""
+    inputs = _cut_dims(whole, own)
+    lengths = {each.shape[at] for each, dims in inputs for at in dims}
+    halves: dict[int, Tensor] = {}
+    for each, dims in inputs:
+        half = each
+        for at in dims or [at for at, size in enumerate(each.shape) if size in lengths]:  # masks of all positions
+            half = half.narrow(at, 0, each.shape[at] // 2)
+        halves[id(each)] = half
+    return map_tensors(lambda each: halves[id(each)], whole)
 
 
 def _has_rows(tensor: Tensor) -> bool:

@@ -189,9 +189,8 @@ def check_context_used(ctx: DistContext) -> None:
         expected=f"attention across {shared}",
         got="none",
         where="optimizer_step, ctx.mesh",
-        fix="Call accel.parallel.context_attention in the model, or torch's scaled_dot_product_attention in a class of "
-        "its own, or prepare a model of transformers. Leave pp out of the mesh for a model as it is written. "
-        "For context parallelism of your own: accel.replace(ctx, mesh=ctx.mesh).",
+        fix="Call the prepared model, or accel.parallel.context_attention. For context parallelism of your own: "
+        "accel.replace(ctx, mesh=ctx.mesh).",
     )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from accel.context import DistContext
 from accel.errors import AccelError, ConfigError
-from accel.parallel._modules import forward_names, note_prepared, prepared_of, written_class
+from accel.parallel._modules import forward_names, is_pipelined, note_prepared, prepared_of, written_class
 from accel.parallel._refused import ModelRefusal, PrepareCall, RefusedFact, raised, refused
 from accel.parallel._spread import ModelView, Spread, SpreadOptions, compare_models
 from accel.parallel.axes.context._checks import (
@@ -28,7 +28,8 @@ from accel.parallel.axes.context._checks import (
     transformers_models,
 )
 from accel.parallel.axes.context._forward import use_positions
-from accel.parallel.axes.context._split import plan_method, planned_method
+from accel.parallel.axes.context._split import plan_method, planned_method, position_axis
+from accel.parallel.axes.context._stages import use_stage_positions
 from accel.parallel.axes.context._transformers import check_first, kept_for_padding, use_context_attention
 from accel.parallel.parts._nested import hold_plain_rows
 from accel.topology import ContextMethod
@@ -55,7 +56,8 @@ def _computes_in_parts(ctx: DistContext, view: ModelView, models: Sequence[nn.Mo
     crossing = [each for each in models if out_of_reach(each)]
     takes_parts = all(takes_cut_tokens(each) and not first_blocks(each) for each in crossing)
     are_alike = not crossing or (takes_parts and len(crossing) == len(models))
-    return ctx.axis("pp").size == 1 and view.model not in models and are_alike
+    in_stages = ctx.axis("pp").size > 1
+    return view.model not in models and are_alike and not (in_stages and len(crossing) < len(models))
 
 
 def _mixing(asked: PrepareCall) -> RefusedFact | None:
@@ -72,24 +74,26 @@ def _mixing(asked: PrepareCall) -> RefusedFact | None:
 
 
 def _staged(asked: PrepareCall) -> RefusedFact | None:
-    crossing = [each for _, each in transformers_models(asked.view.modules) if out_of_reach(each)]
-    is_cut = bool(crossing) and asked.ctx.axis("pp").size > 1
-    return RefusedFact(type(crossing[0]).__name__, "prepare_model") if is_cut else None
+    if asked.ctx.axis("pp").size == 1:
+        return None
+    models = [each for _, each in transformers_models(asked.view.modules)]
+    crossing = [each for each in models if out_of_reach(each)]
+    is_one = models == [asked.view.model] or _computes_in_parts(asked.ctx, asked.view, models)
+    return RefusedFact(type(crossing[0]).__name__, "prepare_model") if crossing and not is_one else None
 
 
 # Rows for models that contain models of transformers which `check_transformers` accepts.
 _REFUSED = (
     ModelRefusal(
-        "a module that mixes positions outside of a model of transformers, or in a stage of a pipeline: it only sees "
-        "this rank's positions",
+        "a module that mixes positions outside of a model of transformers: it only sees this rank's positions",
         _mixing,
         expected="modules that work on positions one by one, and accel.parallel.context_attention",
         fix=f"{LEAVE} Where this module works along another dimension: accel.replace(ctx, mesh=ctx.mesh).",
     ),
     ModelRefusal(
-        "a model that computes with parts of positions, in stages of a pipeline",
+        "a model of transformers that computes attention scores itself, in stages of a model around it",
         _staged,
-        expected="a mesh without cp or without pp",
+        expected="the model of transformers alone, or a model in which all others compute them too",
         fix="Leave cp or pp out of the mesh.",
     ),
 )
@@ -132,7 +136,9 @@ def _spread(ctx: DistContext, view: ModelView, options: ContextOptions, *, is_em
             _use_parts(ctx, each)
     if not computes_in_parts and attending == models:
         hold_plain_rows(view.model)
-    if computes_in_parts:
+    if computes_in_parts and is_pipelined(view.model):
+        use_stage_positions(ctx, view.model, is_cut=True, may_cross=not models)
+    elif computes_in_parts:
         use_positions(ctx, view.model, inner=attending if models else None)
     elif models and ctx.is_main_process:
         _log_others(view, models)
@@ -155,7 +161,10 @@ def _log_others(view: ModelView, models: Sequence[nn.Module]) -> None:
 def _use_parts(ctx: DistContext, model: Any) -> None:
     """Let a model of transformers compute with parts of positions if no attention function reaches its attention.
     Mutates it, by hooks."""
-    use_positions(ctx, model, first_blocks(model), is_cut=takes_cut_tokens(model))
+    if is_pipelined(model):
+        use_stage_positions(ctx, model, first_blocks(model), is_cut=takes_cut_tokens(model), may_cross=False)
+    else:
+        use_positions(ctx, model, first_blocks(model), is_cut=takes_cut_tokens(model))
     if takes_cut_tokens(model):
         _ = model.register_forward_pre_hook(_GivenParts(ctx, model), prepend=True, with_kwargs=True)
 
@@ -175,7 +184,7 @@ class _GivenParts:
             has_samples = any(known.get(name) is not None for name in SAMPLES)
             others = (*SAMPLES, "labels", *(["attention_mask"] if has_samples else []))
             known = {name: each for name, each in known.items() if name not in others}
-        check_inputs(known, self.ctx.axis("cp").size)
+        check_inputs(known, position_axis(self.ctx).size)
         check_first(self.ctx, known.get("position_ids"), self.padding)
 
 

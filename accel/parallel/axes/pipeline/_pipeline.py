@@ -18,8 +18,8 @@ from accel.parallel._modules import note_prepared, note_tensor, prepared_of, sta
 from accel.parallel._same_batches import SameBatches
 from accel.parallel.axes.pipeline._layout import Layout, Norms, batch_norms, check_norms
 from accel.parallel.axes.pipeline._replayed import ReplayedModule, running
-from accel.parallel.axes.pipeline._replays import Replays, agreed_replay, looked
-from accel.parallel.axes.pipeline._work import Boundary, Work
+from accel.parallel.axes.pipeline._replays import Replays, StageTrials, agreed_replay, looked
+from accel.parallel.axes.pipeline._work import Boundary, StageParts, Work
 from accel.tensors import has_wide_gradient, local_part
 from accel.topology import rank_rows
 
@@ -117,7 +117,11 @@ class Pipeline:
         may_be_unused: whether parameters may stay out of a loss.
         holding: whether gradients wait for the window's end.
         replays: records of the model's forward, and their cuts.
+        prove: compares what stages compute before a batch, and returns whether it is done with; None then, and for no
+            comparison.
     """
+
+    prove: Callable[[StageTrials], bool] | None = None
 
     def __init__(
         self,
@@ -149,6 +153,13 @@ class Pipeline:
         """Rank along the pipeline of the last stage."""
         return self.layout.owners[self.layout.stages - 1]
 
+    def pass_parts(self, stages: Sequence[nn.Module], parts: StageParts, prove: Callable[[StageTrials], bool]) -> None:
+        """Let stages pass on parts of tensors, after a comparison before the first batch. Mutates the stages."""
+        for each in stages:
+            cast(ReplayedModule, each).parts = parts
+        self.replays.parts = parts
+        self.prove = prove
+
     def run(self, ctx: DistContext, model: nn.Module, work: Work, *, trains: bool) -> list[torch.Tensor]:
         """Run the micro-batches of a batch; return the last stage's results, only on its rank. A collective along the
         pipeline, and of the stages' axes."""
@@ -161,6 +172,8 @@ class Pipeline:
         check_norms(self._norms, self.layout, StageError, f"rank {ctx.rank}", filled=filled)
         replays = self.replays
         stages = cast("Sequence[ReplayedModule]", stage_modules(model))
+        if self.prove and self.prove(StageTrials(ctx, self.comm, self.layout, stages, replays, model, work)):
+            self.prove = None
         key = replays.key(model, work, trains=trains)
         replay = next(iter(replays.known.get(key, ())), None)
         if _missing_somewhere(ctx, self.comm, replay is None):

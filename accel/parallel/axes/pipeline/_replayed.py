@@ -22,18 +22,25 @@ from accel.parallel._calls import Growing, Plain, add_to, added_to, grow_cache, 
 from accel.parallel._fakes import placeholder
 from accel.parallel._micro_batches import MicroBatch, of_stage
 from accel.parallel._private import (
-    forward_hooks,
     hook_count,
-    hooks_with_keywords,
     sequence_number,
     unchanged_version,
 )
 from accel.parallel._record import ForwardRecord, Label, Leaf, UnitCall, place_of
 from accel.parallel.axes.pipeline._cut import Cut, StageCut
-from accel.parallel.axes.pipeline._work import Boundary, Work, boundary_of, check_shape, detachable, explained
-from accel.parallel.parts import leave
+from accel.parallel.axes.pipeline._work import (
+    Boundary,
+    StageParts,
+    WholeParts,
+    Work,
+    boundary_of,
+    call_hooks,
+    check_shape,
+    detachable,
+    explained,
+    write_into,
+)
 from accel.random import Key, rng_scope, torch_rng_scope
-from accel.tensors import is_view
 from accel.tree._walk import Containers
 
 _LAST = Boundary("float32", ())  # of a loss
@@ -64,7 +71,7 @@ class Replay(NamedTuple):
         leaf = self.record.leaf(label)
         recorded = Boundary(str(leaf.dtype).removeprefix("torch."), leaf.shape, leaf.differentiable)
         known = self.facts.get(label, recorded)
-        return Boundary(known.dtype, known.shape, leaf.differentiable)
+        return Boundary(known.dtype, known.shape, leaf.differentiable, known.part)
 
 
 class Calls:
@@ -113,10 +120,11 @@ class StageRun:
     Args:
         replay: of the batch.
         stage: the part of the cut.
-        received: tensors that earlier stages sent.
+        received: tensors that earlier stages sent, rows of parts among them.
         device: of the stage.
         key: of the random streams of this micro-batch; None for a forward without.
         containers: kinds of containers besides those that `accel.tree` knows.
+        parts: of the model.
 
     Attributes:
         given: tensors that later stages need, filled by the forward.
@@ -132,12 +140,14 @@ class StageRun:
         key: Key | None,
         containers: Containers,
         *,
+        parts: StageParts | None = None,
         looks: bool = False,
     ) -> None:
         self._replay = replay
         self._calls = replay.record.calls
         self._stage = stage
-        self._received = received
+        self._parts = parts or WholeParts()
+        self._received = received = {label: self._entered(label, rows) for label, rows in received.items()}
         self._device = device
         self._key = key
         self._containers = containers
@@ -188,7 +198,7 @@ class StageRun:
         for label, value in self._written.get(at, ()):
             argument = take_apart((args, kwargs), self._containers).leaves[label.leaf]
             with torch.set_grad_enabled(self._trains), unchanged_version(argument):
-                _write(argument, value)
+                write_into(argument, value)
 
     def unit_of(self, node: Node | None) -> str:
         """Return the path of the unit with the call that made a node of the graph. Another node or None: all paths."""
@@ -223,13 +233,16 @@ class StageRun:
         raise StageEnd
 
     def _give(self, label: Label, tensor: torch.Tensor) -> None:
+        is_given = label in self._gives
+        if self.seen is None and not is_given:
+            return
+        rows, part = self._parts.sent(tensor)
         if self.seen is not None:
-            self.seen[label] = boundary_of(tensor)
-        if label in self._gives:
-            tensor = leave(tensor)  # of a part, which ranks along tp share
+            self.seen[label] = boundary_of(rows, part)
+        if is_given:
             # code behind may change it in place, before it is sent
             is_changed = label.kind == "output" and self._replay.record.leaf(label).changed
-            self.given[label] = tensor.clone() if is_changed else tensor
+            self.given[label] = rows.clone() if is_changed else rows
             if label.kind == "output":
                 self._crossing.append((label, tensor, hook_count(tensor)))
 
@@ -296,7 +309,7 @@ class StageRun:
             for number, each in enumerate(known.leaves)
         ]
         for write in known.writes:
-            _write(given[write.argument], leaves[write.leaf])
+            write_into(given[write.argument], leaves[write.leaf])
         for stash in known.stashes:
             setattr(module.get_submodule(stash.path), stash.name, stash.rebuild([leaves[i] for i in stash.leaves]))
         for each in known.cached:
@@ -324,8 +337,14 @@ class StageRun:
         fact = self._replay.fact(label)
         found = placeholder(fact.torch_dtype, fact.shape, self._device, dense=needs_memory or is_first)
         if label in self._received:
-            return found.copy_(self._received[label].detach())
-        return found.requires_grad_().clone() if carries and needs_memory else found.requires_grad_(carries)
+            return self._entered(label, found).copy_(self._received[label].detach())
+        found = found.requires_grad_().clone() if carries and needs_memory else found.requires_grad_(carries)
+        return self._entered(label, found)
+
+    def _entered(self, label: Label, rows: torch.Tensor) -> torch.Tensor:
+        """Return what another stage made, a part where that stage has one."""
+        part = self._replay.fact(label).part
+        return rows if part is None else self._parts.received(rows, part)
 
     def _call_again(
         self, path: str, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -355,22 +374,6 @@ class StageRun:
         return scope(self._key.fold_in(number), self._device)
 
 
-def call_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-    """Call the forward hooks of a module for their effects; what they return is ignored, as what was sent has passed
-    them."""
-    with_keywords = hooks_with_keywords(module)
-    for number, hook in list(forward_hooks(module).items()):
-        inputs = (args, kwargs) if number in with_keywords else (args,)
-        cast(Any, hook)(module, *inputs, output)
-
-
-def _write(argument: Any, value: torch.Tensor) -> None:
-    """Write a received argument into the tensor with which the forward continues, with its gradient."""
-    if argument.requires_grad and not is_view(argument):
-        _ = argument.detach_()
-    _ = argument.copy_(value)
-
-
 class ReplayedModule(nn.Module):
     """One stage of a model, as torch's schedules call it.
 
@@ -383,6 +386,7 @@ class ReplayedModule(nn.Module):
         replays: replays of its micro-batches; none between calls.
         key: of the random streams of its batch; None for a batch without.
         before_batch: run once before the micro-batches of a batch; None for nothing.
+        parts: of the model; None where stages pass on whole tensors.
         looks: whether the stage notes what its calls return.
         seen: dtypes and shapes of the results in its latest run.
         runs: runs that await their backward, by number of the micro-batch.
@@ -392,6 +396,7 @@ class ReplayedModule(nn.Module):
     replays: Sequence[Replay] = ()
     key: Key | None = None
     before_batch: Callable[[], None] | None = None
+    parts: StageParts | None = None
     looks = False
 
     def __init__(self, module: nn.Module, calls: Calls, index: int, rank: int, count: int, own: Sequence[str]) -> None:
@@ -438,7 +443,7 @@ class ReplayedModule(nn.Module):
         tensors = received if self.index else self.module.parameters()
         device = next((each.device for each in tensors), torch.device("cpu"))
         key = None if self.key is None or not replay.record.is_random else self.key.fold_in(at)
-        run = StageRun(replay, stage, needed, device, key, work.containers, looks=self.looks)
+        run = StageRun(replay, stage, needed, device, key, work.containers, parts=self.parts, looks=self.looks)
         if run.seen is not None:
             self.seen = run.seen  # filled while the stage runs
         if torch.is_grad_enabled():

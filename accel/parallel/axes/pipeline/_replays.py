@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The replays of a pipelined model: a record for each kind of batch, its cut, and the shapes that stages compute."""
+"""The replays of a pipelined model: a record for each kind of batch, its cut, and the shapes that stages compute; runs
+of the stages in two ways that are compared before the first batch."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from accel.comm import Call, Comm, agreed_values
+from accel.comm import Call, Comm, agreed_values, broadcast_flat, exchange_values, shared_failure
+from accel.context import DistContext
 from accel.devices import autocast_dtype
 from accel.errors import StageError
 from accel.fakes import emptied_caches
@@ -25,12 +27,15 @@ from accel.parallel.axes.pipeline._cut import Cut, StageCut, cut_record
 from accel.parallel.axes.pipeline._layout import Layout
 from accel.parallel.axes.pipeline._planned import FIX, Planned, begins_by_holdings, recorded, starts_of
 from accel.parallel.axes.pipeline._replayed import Calls, Replay, ReplayedModule, StageRun, running
-from accel.parallel.axes.pipeline._work import Boundary, Work, noise
+from accel.parallel.axes.pipeline._work import Boundary, PassedPart, StageParts, WholeParts, Work, noise
 from accel.random import Key, isolated_rng
 from accel.terminal import show_names
 
 _MOST_REPLAYS = 16
 _SEEDS = 2**62  # number of different seeds
+_TRIAL = Call("forward_backward", "comparison of stages", ordered=False)
+_WAYS = (0, 1)
+_Seen = list[tuple[Label, Boundary]]
 
 
 def _form(leaf: Any) -> object:
@@ -50,11 +55,13 @@ class Replays:
 
     Attributes:
         ghost: the whole model without memory.
+        parts: of the model. Records are of all positions.
         known: replays by the kind of batch, the first one of each with the order of its example.
     """
 
     def __init__(self, ghost: nn.Module, planned: Planned, device: torch.device, *, several: bool = False) -> None:
         self.ghost = ghost
+        self.parts: StageParts = WholeParts()
         self._units = planned.units
         self._starts = planned.starts
         self._holds = planned.holds
@@ -67,14 +74,14 @@ class Replays:
             let_answer(ghost.get_submodule(path), self._calls.of(path))
 
     def key(self, model: nn.Module, work: Work, *, trains: bool) -> object:
-        """Return what a record depends on: shapes and other arguments, the mode, gradients and autocast."""
+        """Return what a record depends on: shapes, cuts and other arguments, the mode, gradients and autocast."""
         first = work.micro_batches[0]
         tree = (first.args, dict(first.kwargs)) if work.shapes is None else work.shapes
         spec = pytree.tree_structure(tree)
         facts = tuple(map(_form, take_apart(tree, work.containers).leaves))
         with work.around():
             cast_to = tuple(map(autocast_dtype, dict.fromkeys(("cpu", self._device.type))))
-        return spec, facts, model.training, trains, cast_to
+        return spec, facts, tuple(self.parts.cuts(first)), model.training, trains, cast_to
 
     def of_micro_batches(self, comm: Comm, key: object, model: nn.Module, work: Work) -> list[Replay]:
         """Return the replay of each micro-batch. Where the forward reads values of its inputs, they may differ, and an
@@ -85,7 +92,8 @@ class Replays:
             return [known[0]] * len(work.micro_batches)
 
         def fitting(batch: MicroBatch) -> int:
-            fits = (at for at, old in enumerate(known) if is_followed(old, self.ghost, self._calls, batch, work))
+            whole = self.parts.whole(batch)
+            fits = (at for at, old in enumerate(known) if is_followed(old, self.ghost, self._calls, whole, work))
             return next(fits, -1)
 
         orders = agreed_values(
@@ -121,7 +129,7 @@ class Replays:
 
     def record(self, model: nn.Module, work: Work) -> Replay:
         """Record and cut the forward of a micro-batch; `StageError` where the stages lack what it needs."""
-        batch = of_stage((work.probe or work.micro_batches)[0], -1)
+        batch = self.parts.whole(of_stage((work.probe or work.micro_batches)[0], -1))
         modes = {path: each.training for path, each in named_modules(model, every_path=True)}
         for path, each in named_modules(self.ghost):
             each.training = modes.get(path, model.training)
@@ -201,6 +209,8 @@ def is_followed(replay: Replay, model: nn.Module, calls: Calls, batch: MicroBatc
     """Return whether a micro-batch follows a record, by a forward in which placeholders answer all calls: Python
     reads the same values, and calls the same modules in the same order. No communication."""
     end = len(replay.record.calls)
+    if any(each.part is not None for each in replay.facts.values()):
+        replay = replay._replace(facts={})  # of rows, and the batch is of all positions
     nothing = StageCut(begin=end, end=end, needs=(), gives=(), passes=(), holds=frozenset())
     run = StageRun(replay, nothing, {}, first_device(batch), None, work.containers)
     try:
@@ -271,3 +281,136 @@ def _look(stage: ReplayedModule, work: Work, replay: Replay, device: torch.devic
     with torch.no_grad(), isolated_rng(device), called_eagerly(stage), runs, unchanged(stage.module), differs:
         _ = stage(*received, micro=torch.zeros(1, dtype=torch.int64))
     return list(stage.seen.items())
+
+
+class StageTrial:
+    """One stage in two ways: with all positions, as one process has them, and with the positions of this rank.
+
+    Attributes:
+        module: the stage.
+        received: tensors that the stage before passes on, with all positions.
+        parts: for each of these, the facts of the part that this rank has of it; None for a tensor without positions.
+        seen: dtypes and shapes of what the stage has computed, for each way.
+        values: tensors that it passes on, with all positions.
+        output: of the model, for the last run of the last stage.
+    """
+
+    def __init__(
+        self, stage: ReplayedModule, work: Work, replays: Sequence[Replay], received: Sequence[Tensor]
+    ) -> None:
+        passed = replays[0].cut.stages[stage.index - 1].passes if stage.index else ()
+        self.module = stage
+        self.received = list(received)
+        self.parts = [replays[1].fact(each).part for each in passed]
+        self.seen: list[Mapping[Label, Boundary]] = [{}, {}]
+        self.values: list[Tensor] = []
+        self.output: Any = None
+        self.work = work._replace(finish=self._keep)
+        self._replays = replays
+        self._dtypes = [replays[0].record.leaf(each).dtype for each in passed]
+
+    def run(self, way: int, received: Sequence[Tensor]) -> list[tuple[Tensor, PassedPart | None]]:
+        """Run the stage in one of the ways; return what it passes on, and the facts of parts. The last stage passes on
+        nothing."""
+        given = [each.to(dtype) for each, dtype in zip(received, self._dtypes, strict=True)]
+        passed = self.module(*(given or [torch.zeros(())]), micro=torch.tensor([way]))
+        self.seen[way] = dict(self.module.seen)
+        if self.module.is_last:
+            return []
+        replay = self._replays[way]
+        known = replay._replace(facts={**replay.facts, **self.seen[way]})
+        if way == 0:
+            self.values = [each.detach() for each in passed]
+        labels = replay.cut.stages[self.module.index].passes
+        return [(each, known.fact(label).part) for each, label in zip(passed, labels, strict=True)]
+
+    def _keep(self, output: Any, _batch: MicroBatch) -> Any:
+        self.output = output
+        return output
+
+
+class StageTrials:
+    """Runs of the stages of a model for its first batch. All ranks take part in each."""
+
+    def __init__(
+        self,
+        ctx: DistContext,
+        comm: Comm,
+        layout: Layout,
+        stages: Sequence[ReplayedModule],
+        replays: Replays,
+        model: nn.Module,
+        work: Work,
+    ) -> None:
+        self.model = model
+        self.stages = stages
+        self._ctx = ctx
+        self._comm = comm
+        self._layout = layout
+        self._replays = replays
+        self._work = work
+
+    @property
+    def batch(self) -> MicroBatch:
+        """The first micro-batch."""
+        return of_stage((self._work.probe or self._work.micro_batches)[0], -1)
+
+    def look(self) -> None:
+        """Run the stages on the first micro-batch, without gradients and values. A collective."""
+        replay = agreed_replay(self._comm, lambda: self._replays.record(self.model, self._work))
+        _ = looked(self._comm, self._layout, self.stages, self._work, replay, self._ctx.device)
+
+    def replay(self, batch: MicroBatch) -> Replay:
+        """Record and cut the forward of a micro-batch. A collective along the pipeline."""
+        work = self._work._replace(micro_batches=[batch], probe=None)
+        return agreed_replay(self._comm, lambda: self._replays.record(self.model, work))
+
+    def compare(
+        self, replay: Replay, batches: Sequence[MicroBatch], problem_of: Callable[[StageTrial], str]
+    ) -> list[str]:
+        """Run each stage in two ways, up to one with a problem; return the problems that ranks find. A collective.
+
+        Args:
+            replay: of the micro-batch with all positions.
+            batches: a micro-batch for each way.
+            problem_of: runs one stage, on its ranks; returns the difference of its ways, "" for none.
+        """
+        own = {stage.index: stage for stage in self.stages}
+        known = [replay, replay]
+        values: list[Tensor] = []
+        for at in range(self._layout.stages):
+            trial: StageTrial | None = None
+            problem = ""
+            if at in own:
+                trial = StageTrial(own[at], self._work._replace(micro_batches=batches, probe=None), known, values)
+                with shared_failure(self._ctx.comm, _TRIAL), running([own[at]], trial.work, known, None, looks=True):
+                    problem = problem_of(trial)
+            found = [each for each in exchange_values(self._ctx.comm, _TRIAL, problem, str) if each]
+            if found:
+                return found
+            seen = [self._of_owner(at, trial and trial.seen[way]) for way in _WAYS]
+            known = [each._replace(facts={**each.facts, **new}) for each, new in zip(known, seen, strict=True)]
+            if at + 1 < self._layout.stages:
+                values = self._passed_on(at, known[0], trial, values)
+        return []
+
+    def _of_owner(self, at: int, seen: Mapping[Label, Boundary] | None) -> dict[Label, Boundary]:
+        """The facts that the rank with a stage has seen. A collective along the pipeline."""
+        listed = agreed_values(self._comm, _TRIAL, lambda: list((seen or {}).items()), _Seen)
+        return dict(listed[self._layout.owners[at]])
+
+    def _passed_on(self, at: int, replay: Replay, trial: StageTrial | None, before: Sequence[Tensor]) -> list[Tensor]:
+        """Return what a stage passes on, on all ranks. A collective along the pipeline."""
+        labels = replay.cut.stages[at].passes
+        passed = dict(zip(replay.cut.stages[at - 1].passes if at else (), before, strict=True))
+        sent: list[Tensor] = []
+        for number, label in enumerate(labels):
+            if label not in passed:
+                fact = replay.fact(label)
+                made = torch.empty(fact.shape, dtype=fact.torch_dtype, device=self._ctx.device)
+                if trial is not None:
+                    _ = made.copy_(trial.values[number])
+                broadcast_flat(self._comm, made, source=self._layout.owners[at])
+                passed[label] = made
+            sent.append(passed[label])
+        return sent

@@ -6,26 +6,38 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 import msgspec
 import torch
+from torch import nn
 
 from accel.comm import peer_error
 from accel.errors import AccelError, PeerError, StageError
 from accel.parallel._micro_batches import MicroBatch
+from accel.parallel._private import forward_hooks, hooks_with_keywords
+from accel.parallel.parts import RowLayout, leave
 from accel.tensors import is_view, same_memory
 from accel.tree._walk import Containers
 
 _FORWARD_LINE = "Call torch.autograd.set_detect_anomaly(True) first: torch then prints the line of the forward."
 
 
+class PassedPart(NamedTuple):
+    """Facts by which the rows of a part that a stage sends become a part again."""
+
+    ranks: int  # number of the ranks that hold it, among all ranks of the model's parts
+    layout: RowLayout  # of the rows
+
+
 class Boundary(msgspec.Struct, frozen=True):
-    """Dtype and shape of a tensor that a stage passes on, and whether a gradient is sent back."""
+    """Dtype and shape of a tensor that a stage passes on, and whether a gradient is sent back; of the rows of a part,
+    with its facts."""
 
     dtype: str
     shape: tuple[int, ...]
     differentiable: bool = True
+    part: PassedPart | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -41,9 +53,51 @@ class Boundary(msgspec.Struct, frozen=True):
         )
 
 
-def boundary_of(tensor: torch.Tensor) -> Boundary:
+def boundary_of(tensor: torch.Tensor, part: PassedPart | None = None) -> Boundary:
     """Return a tensor's dtype and shape."""
-    return Boundary(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    return Boundary(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), part=part)
+
+
+class StageParts(Protocol):
+    """Parts of tensors that ranks along another axis share and that stages pass on."""
+
+    def sent(self, tensor: torch.Tensor) -> tuple[torch.Tensor, PassedPart | None]:
+        """Return what a stage sends of a tensor: of a part this rank's rows, with the facts of the part."""
+        ...
+
+    def received(self, rows: torch.Tensor, part: PassedPart) -> torch.Tensor:
+        """Return received rows as a part."""
+        ...
+
+    def whole(self, batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch with the inputs of all ranks that share them, for a record. A collective of these."""
+        ...
+
+    def cuts(self, batch: MicroBatch) -> Sequence[int | None]:
+        """Return the dimension along which ranks share each input; None for an input that all of them have."""
+        ...
+
+
+class WholeParts:
+    """The parts of a model with stages that pass on whole tensors."""
+
+    def sent(self, tensor: torch.Tensor) -> tuple[torch.Tensor, PassedPart | None]:
+        """Return a tensor; all of a part."""
+        return leave(tensor), None
+
+    def received(self, rows: torch.Tensor, part: PassedPart) -> torch.Tensor:
+        """Return received rows as they are."""
+        _ = part
+        return rows
+
+    def whole(self, batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch as it is."""
+        return batch
+
+    def cuts(self, batch: MicroBatch) -> Sequence[int | None]:
+        """Return nothing: ranks share no input."""
+        _ = batch
+        return ()
 
 
 def check_shape(found: torch.Tensor, expected: Boundary, what: str) -> None:
@@ -93,6 +147,22 @@ def detachable(output: torch.Tensor) -> torch.Tensor:
     if is_view(output):
         return output.clone()
     return same_memory(output) if output.requires_grad else output
+
+
+def call_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+    """Call the forward hooks of a module for their effects; what they return is ignored, as what was sent has passed
+    them."""
+    with_keywords = hooks_with_keywords(module)
+    for number, hook in list(forward_hooks(module).items()):
+        inputs = (args, kwargs) if number in with_keywords else (args,)
+        cast(Any, hook)(module, *inputs, output)
+
+
+def write_into(argument: Any, value: torch.Tensor) -> None:
+    """Write a received argument into the tensor with which the forward continues, with its gradient."""
+    if argument.requires_grad and not is_view(argument):
+        _ = argument.detach_()
+    _ = argument.copy_(value)
 
 
 def noise(like: Boundary, device: torch.device, seed: int) -> torch.Tensor:

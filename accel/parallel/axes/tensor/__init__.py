@@ -5,7 +5,7 @@ Begin with `_spread.py`. `_tensor_plan.py` has the styles of a model: declared, 
 plans are found: `_trace.py` records a forward, `_dependence.py` reads a rank's rows in gradients, and `_found.py` has
 layouts proved on simulated ranks by `_prove.py`. `_styles.py` and `_rules.py` make layouts of styles. Modules compute
 with parts (`_part_layers.py`, with shared tokens `_tokens.py`); heads and embeddings with plain tensors (`_layers.py`).
-`_attention.py` gives attention functions of transformers this rank's heads, and `_overlap.py` overlaps messages.
+`_overlap.py` overlaps messages.
 """
 
 from accel.parallel.axes.tensor._spread import TENSOR as TENSOR

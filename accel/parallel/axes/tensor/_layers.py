@@ -3,38 +3,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from accel.comm import (
     ThreadGroup,
-    copied,
     exchanged,
-    gathered,
-    summed,
 )
 from accel.parallel._local import local_of
 from accel.parallel._modules import RANKS, KeepsParameters, note_tensor
 from accel.parallel._private import runs_in_backward
-from accel.parallel.axes.tensor._overlap import (
-    copied_product,
-    gathered_product,
-    is_beside,
-)
 from accel.parallel.axes.tensor._styles import (
     RowExchange,
     Rule,
-    is_transposed,
-    part_length,
 )
-from accel.parallel.parts import RowCut
-from accel.parallel.parts._contractions import own_ids, own_place
-from accel.parallel.parts._layout import even
+from accel.parallel.parts._layout import refuse_transform
 from accel.tensors import is_dtensor
 
 if TYPE_CHECKING:
@@ -42,7 +29,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from accel.parallel.axes.tensor._part_layers import LayerRanks
-    from accel.parallel.axes.tensor._tokens import SequenceRanks
 
 
 class Layer:
@@ -123,6 +109,8 @@ class LocalParameters(KeepsParameters):
     def parameters_here(self, stored: Mapping[str, nn.Parameter | None]) -> dict[str, torch.Tensor | None]:
         """Return the tensors that forward uses in place of the parameters."""
         rule = self.accel_layer.rule
+        if rule.dims:
+            refuse_transform(f"a layer of style {rule.style}")
         return {name: None if each is None else local(each, rule) for name, each in stored.items()}
 
 
@@ -145,50 +133,6 @@ class ReadList(ReadParameters):
         return own.__getitem__(index)
 
 
-class GatheredLayer(LocalParameters):
-    """A column-parallel linear layer that gives plain tensors of all outputs."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the outputs."""
-        layer = self.accel_layer
-        if is_beside(layer.rule):
-            here = self.parameters_here(cast(Any, self)._parameters)
-            weight = cast(torch.Tensor, here["weight"])
-            weight = weight.t() if is_transposed(cast(nn.Module, self)) else weight
-            output = entered_product(self, _input_of(args, kwargs), weight, here.get("bias"))[0]
-        else:
-            args, kwargs = _with_input(args, kwargs, partial(entered, self))
-            output = super().forward(*args, **kwargs)
-        if not layer.rule.uneven:
-            return gathered(output, -1, layer.group).contiguous()  # as models expect of their layers
-        missing = part_length(layer.rule.uneven, layer.size) - output.shape[-1]
-        padded = functional.pad(output, (0, missing))  # the last rank's, as messages are of one length
-        return gathered(padded, -1, layer.group)[..., : layer.rule.uneven].contiguous()
-
-
-class Embedding(LocalParameters):
-    """A row-sharded embedding."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # the name is torch's
-        """Return the embeddings of all ids on every rank."""
-        layer = self.accel_layer
-        ranks = _ranks_of_tokens(self)
-        input = input if ranks is None else ranks.entered_whole(input)
-        ids = own_ids(input, self._cut, layer.rank)
-        summand = super().forward(ids.places).masked_fill(ids.others.unsqueeze(-1), 0)
-        return summed(summand, layer.group) if ranks is None else ranks.ended(summand)
-
-    @property
-    def padding_idx(self) -> int | None:
-        """The row without gradients among this rank's rows."""
-        return own_place(cast(Any, self).__dict__["padding_idx"], self._cut, self.accel_layer.rank)
-
-    @property
-    def _cut(self) -> RowCut:
-        """The rows of all ranks."""
-        return even(cast(nn.Embedding, self).num_embeddings, self.accel_layer.size)
-
-
 class Recurrent(LocalParameters):
     """A recurrent layer of torch, which computes with a list of its parameters."""
 
@@ -204,34 +148,6 @@ class Recurrent(LocalParameters):
             return super(LocalParameters, self).forward(*args, **kwargs)
         finally:
             own.update(stored)
-
-
-def entered(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return the input of divided layers as a plain tensor of all tokens; its gradient is summed over ranks."""
-    ranks = _ranks_of_tokens(module)
-    return copied(x, module.accel_layer.group) if ranks is None else ranks.entered_whole(x)
-
-
-def entered_product(
-    module: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's outputs of a layer, and its input as `entered` gives it, by messages that overlap with the
-    matmul."""
-    group = module.accel_layer.group
-    ranks = _ranks_of_tokens(module)
-    if ranks is None:
-        return copied_product(x, weight, bias, group)
-    rows = ranks.even_rows(x)
-    if rows is not None:
-        return gathered_product(rows, weight, bias, group)
-    whole = ranks.entered_whole(x)
-    return functional.linear(whole, weight, bias), whole
-
-
-def _ranks_of_tokens(module: Any) -> SequenceRanks | None:
-    """The ranks that share the tokens around a layer, while the model runs; None where each has all of them."""
-    ranks: SequenceRanks | None = getattr(module, RANKS) if module.accel_layer.rule.tokens else None
-    return ranks if ranks is not None and ranks.runs else None
 
 
 def is_computed_again() -> bool:
@@ -257,32 +173,38 @@ def _noted(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def needed_rows(stored: torch.Tensor, dim: int, layer: Layer, exchange: RowExchange) -> torch.Tensor:
-    """Return the rows along a dimension that this rank computes with, from those that ranks store. A collective, as
-    its backward."""
-    sent = torch.cat(exchange.sent.of(stored if dim == 0 else stored.movedim(dim, 0)))
-    rows = exchanged(sent, exchange.to, exchange.back, layer.group)
-    return rows if dim == 0 else rows.movedim(0, dim)
+def needed_rows(
+    stored: Sequence[torch.Tensor], dims: Sequence[int], exchanges: Sequence[RowExchange], layer: Layer
+) -> list[torch.Tensor]:
+    """Return the rows that this rank computes with, from those that ranks store, each along a dimension.
+
+    Tensors of one dtype share a message, which rows that stay are no part of. A collective, as its backward.
+    """
+    first = [each if dim == 0 else each.movedim(dim, 0) for each, dim in zip(stored, dims, strict=True)]
+    pieces = [by.pieces(rows) for rows, by in zip(first, exchanges, strict=True)]
+    others = [rank for rank in range(layer.size) if rank != layer.rank]
+    to, back = [0] * layer.size, [0] * layer.size
+    sent: list[torch.Tensor] = []
+    shapes: list[Sequence[int]] = []  # of the rows that come, by rank and tensor
+    for other in others:
+        rows = [own[at].flatten() for own, by in zip(pieces, exchanges, strict=True) for at in by.sent[other]]
+        coming = [(by.back[other], *rows.shape[1:]) for rows, by in zip(first, exchanges, strict=True)]
+        to[other] = sum(map(torch.numel, rows))
+        back[other] = sum(map(math.prod, coming))
+        sent += rows
+        shapes += coming
+    # a rank that sends nothing has a history too, as its backward is a message
+    flat = torch.cat(sent) if sent else first[0][:0].flatten()
+    received = torch.split(exchanged(flat, to, back, layer.group), list(map(math.prod, shapes)))
+    arrived = [each.view(shape) for each, shape in zip(received, shapes, strict=True)]
+    needed: list[torch.Tensor] = []
+    for at, (own, by) in enumerate(zip(pieces, exchanges, strict=True)):
+        rows = arrived[at :: len(first)]  # also where there are none, as the backward is a message
+        kept = [own[each] for each in by.kept]
+        needed.append(torch.cat([*rows[: layer.rank], *kept, *rows[layer.rank :]]))
+    return [each if dim == 0 else each.movedim(0, dim) for each, dim in zip(needed, dims, strict=True)]
 
 
 def mixin_for(rule: Rule) -> type[LocalParameters]:
     """Return the class to put before the class of a module without parts."""
-    return {
-        "colwise_gather_output": GatheredLayer,
-        "embedding_rowwise": Embedding,
-        "replicated_local": ReadParameters,
-    }.get(rule.style, LocalParameters)
-
-
-def _input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    return args[0] if args else next(iter(kwargs.values()))
-
-
-def _with_input(
-    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a layer with another input, its first argument."""
-    if args:
-        return (change(args[0]), *args[1:]), kwargs
-    name, x = next(iter(kwargs.items()))
-    return args, {**kwargs, name: change(x)}
+    return ReadParameters if rule.style == "replicated_local" else LocalParameters

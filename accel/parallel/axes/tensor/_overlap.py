@@ -66,12 +66,6 @@ def _is_product(module: nn.Module) -> bool:
     return owner is nn.Linear or (is_transposed(module) and owner.__name__ == "Conv1D")
 
 
-def is_beside(rule: Rule) -> bool:
-    """Return whether a layer now overlaps its messages with its matmul. Regions that torch compiles send before and
-    after it."""
-    return rule.overlap and not torch.compiler.is_compiling()
-
-
 def copied_product(x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Return this rank's outputs of a layer with the same input on all ranks, and the input for others to use. The
     backward is a collective: it sums the gradients of both in one message per chunk."""

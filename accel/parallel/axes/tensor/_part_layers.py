@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from accel.errors import ConfigError
+from accel.errors import ConfigError, TreeError
 from accel.mixins import Mixin
 from accel.parallel._local import local_of
 from accel.parallel._modules import notes_of, written_class
@@ -30,11 +30,14 @@ from accel.parallel._private import (
 from accel.parallel.axes.tensor._layers import Layer, LocalParameters, is_computed_again, needed_rows
 from accel.parallel.axes.tensor._overlap import copied_product, summed_product
 from accel.parallel.axes.tensor._styles import RowExchange, Rule, row_exchange
+from accel.parallel.axes.tensor._trace import outputs_in
+from accel.parallel.logits._logits import DeferredLogits
 from accel.parallel.parts import PartRegion, PartsInGraph, PartTensor, Ranks, RowLayout, leave, make, plain_of
 from accel.parallel.parts._layout import even, no_rule, shortest
 from accel.parallel.parts._nested import NestedPart, entered_rows, nested, rows_in
 from accel.parallel.parts._part import Args, Named, entered, name_of, outside
 from accel.parallel.parts._region import leave_uncompiled
+from accel.tree import map_tensors
 
 _OF_WHOLE = ("reshape", "scaled_dot_product_attention")
 
@@ -95,14 +98,23 @@ class LayerRanks(Ranks):
         return summed_product(plain_of(x), plain_of(weight), self.group)
 
     def returned(self, rule: Rule, output: Any) -> Any:
-        """Return what a module of a rule gives back: tensors that these ranks do not divide, or words of logits."""
+        """Return what a module of a rule gives back: tensors that these ranks do not divide, or words of logits; of the
+        outermost one, also in dataclasses."""
         kind = NestedPart if self.nests else PartTensor
-        if isinstance(output, Tensor):  # most often
-            return rows_in(self.left(rule, output)) if isinstance(output, kind) else output
-        return rows_in(pytree.tree_map_only(kind, partial(self.left, rule), output))
 
-    def left(self, rule: Rule, part: PartTensor) -> Tensor:
+        def given_back(each: Tensor) -> Tensor:
+            return rows_in(self.left(rule, each)) if isinstance(each, kind | DeferredLogits) else each
+
+        if isinstance(output, Tensor):  # most often
+            return given_back(output)
+        output = pytree.tree_map_only(Tensor, given_back, output)
+        return in_dataclasses(given_back, output) if self.depth == 1 else output
+
+    def left(self, rule: Rule, part: Tensor) -> Tensor:
         """Return what leaves a module of a rule for a part: this rank's words of logits, or else the whole tensor."""
+        if isinstance(part, DeferredLogits):
+            return part if not part.is_part else part.own_words() if part.classes in rule.words else leave(part.made())
+        assert isinstance(part, PartTensor)
         cut = part.division.cut if part.division is not None and part.ranks is self else None
         is_of_words = cut is not None and cut.total in rule.words and cut == even(cut.total, self.size)
         return outside(plain_of(part)) if is_of_words else leave(part)
@@ -142,13 +154,28 @@ class PartParameters(LocalParameters):
                 if each is not None and name not in rule.layouts and (rule.summands or each.dim()):
                     here[name] = make(local_of(each, summands=True, fresh=rule.fresh), None, ranks)
         exchanges: Mapping[str, RowExchange] = notes_of(cast(nn.Module, self)).get("exchanges", {})
+        alike: dict[torch.dtype, list[str]] = {}  # names of those to exchange
         for name, layout in rule.layouts.items():
             own = here.get(name)
-            if own is not None:
-                if name in exchanges:
-                    own = needed_rows(own, layout.dim, self.accel_layer, exchanges[name])
+            if own is not None and name in exchanges:
+                alike.setdefault(own.dtype, []).append(name)
+            elif own is not None:
                 here[name] = make(own, shortest(layout), ranks)  # all rows of a single head of keys
+        for names in alike.values():
+            own_rows = [cast(Tensor, here[name]) for name in names]
+            dims = [rule.layouts[name].dim for name in names]
+            needed = needed_rows(own_rows, dims, [exchanges[name] for name in names], self.accel_layer)
+            for name, rows in zip(names, needed, strict=True):
+                here[name] = make(rows, shortest(rule.layouts[name]), ranks)
         return here
+
+
+def in_dataclasses(given_back: Callable[[Tensor], Tensor], output: Any) -> Any:
+    """Return an output, parts in dataclasses replaced by what a function gives back for them."""
+    if any(isinstance(each, PartTensor | DeferredLogits) for each in outputs_in(output)):
+        with contextlib.suppress(TreeError):  # an object of another kind; nobody can use its tensors outside
+            return map_tensors(given_back, output)
+    return output
 
 
 def exchanges_of(layouts: Mapping[str, RowLayout], rank: int, size: int) -> dict[str, RowExchange]:

@@ -81,7 +81,7 @@ def rules_of(
         found += [uneven_heads(own, size)] if own % size and not is_shared else []
         problems += [f"{path or 'the model'}: {each}" for each in found]
         if not found:
-            rules[path] = rule_for(module, style, size, ways=own if is_shared else size)
+            rules[path] = rule_for(module, style, own if is_shared else size)
     rules = _with_aliases(model, _with_words(model, _with_ends(rules, blocks)), known)
     problems += _tied_problems(model, rules)
     if problems:
@@ -94,7 +94,7 @@ def _with_ends(rules: Mapping[str, Rule], blocks: Sequence[str]) -> dict[str, Ru
     """Rules of the modules that return whole tensors: the model, and the block around each layer that computes with
     parts."""
     found = dict(rules)
-    in_parts = [path for path, rule in rules.items() if rule.layouts or rule.summands]
+    in_parts = [path for path, rule in rules.items() if (rule.layouts or rule.summands) and not rule.ends]
     ends = [each for each in blocks if any(path != each and is_in(path, each) for path in in_parts)]
     for path in ("", *ends):
         found[path] = msgspec.structs.replace(found.get(path) or Rule(style="replicated"), ends="features")

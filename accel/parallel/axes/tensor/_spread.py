@@ -31,7 +31,6 @@ from accel.parallel._private import is_compiled
 from accel.parallel._refused import ModelRefusal, PrepareCall, RefusedFact, quantized_divided, raised, refused
 from accel.parallel._spread import ModelView, ReplicateOptions, Spread, SpreadOptions, compare_models, stage_comm
 from accel.parallel._watches import refuse_changes
-from accel.parallel.axes.tensor._attention import use_own_heads
 from accel.parallel.axes.tensor._layers import Layer
 from accel.parallel.axes.tensor._overlap import with_overlap
 from accel.parallel.axes.tensor._rules import WHERE, install, lines_of, log_share, rules_of
@@ -49,6 +48,7 @@ from accel.parallel.axes.tensor._tensor_plan import (
 )
 from accel.parallel.logits._vocabulary import gathered_note, set_own_loss
 from accel.parallel.parts import RowLayout
+from accel.parallel.parts._attention import use_own_heads
 from accel.tensors import is_dtensor, mesh_of
 from accel.topology import HeadStyle, Plan, TensorStyle, dimension_of
 

@@ -16,46 +16,36 @@ from accel.parallel.parts._layout import even
 from accel.topology import TensorStyle
 
 
-class RowPieces(NamedTuple):
-    """Rows in another order, as pieces of one split: no index is copied to the device; backward is a concatenation."""
-
-    sizes: Sequence[int]  # of the pieces, in order
-    order: Sequence[int]  # numbers of the pieces; one may occur more than once
-
-    def of(self, rows: Tensor) -> list[Tensor]:
-        """Return the pieces of rows, [rows, ...], in their order."""
-        split: Sequence[Tensor] = cast(Any, rows).split(self.sizes)
-        return [split[at] for at in self.order]
-
-
 class RowExchange(NamedTuple):
-    """An all-to-all that turns the rows that a rank stores into those that it needs, in their order in the whole."""
+    """The message of a rank, as of all, that turns the rows that it stores into those that it needs.
 
-    sent: RowPieces  # rows of this rank's part to send, by receiving rank, lowest rows first; a row may go to several
-    to: Sequence[int]  # number of rows for each rank
-    back: Sequence[int]  # number of rows from each rank
+    The needed rows are in their order in the whole. Rows are pieces of one split: no index is copied to the device, and
+    backward is a concatenation.
+    """
+
+    sizes: Sequence[int]  # of the pieces of the stored rows, in order
+    kept: Sequence[int]  # numbers of the pieces that this rank needs, lowest rows first
+    sent: Sequence[Sequence[int]]  # numbers of the pieces for each other rank; a piece may go to several
+    back: Sequence[int]  # number of rows from each other rank
+
+    def pieces(self, rows: Tensor) -> Sequence[Tensor]:
+        """Return the pieces of stored rows, [rows, ...]."""
+        return cast(Any, rows).split(self.sizes)
 
 
 def row_exchange(cut: RowCut, rank: int, size: int) -> RowExchange:
-    """Return the all-to-all of one rank, from rows stored in equal parts in order to the rows of a cut."""
+    """Return the exchange of one rank, from rows stored in equal parts in order to the rows of a cut."""
     part = cut.total // size
     needed = [rows_of(cut, each, size) for each in range(size)]
-    sent = [[row - rank * part for row in rows if row // part == rank] for rows in needed]
-    back = [sum(row // part == source for row in needed[rank]) for source in range(size)]
-    order = [row for rows in sent for row in rows]
-    return RowExchange(_pieces_of(part, order), [len(each) for each in sent], back)
-
-
-def _pieces_of(length: int, order: Sequence[int]) -> RowPieces:
-    """The fewest pieces of so many rows that give some of them in an order."""
-    borders = {0, length}
-    for before, after in itertools.pairwise([-1, *order, length]):
-        if after != before + 1:
-            borders |= {before + 1, after}
+    own = [[row - rank * part for row in rows if row // part == rank] for rows in needed]
+    # pieces end where the rows of a rank begin and end
+    borders = {0, part}.union(*(set(rows) ^ {row + 1 for row in rows} for rows in own))
     ends = sorted(borders)
     number = {start: at for at, start in enumerate(ends[:-1])}
     sizes = [stop - start for start, stop in itertools.pairwise(ends)]
-    return RowPieces(sizes, [number[row] for row in order if row in number])
+    pieces = [[number[row] for row in rows if row in number] for rows in own]
+    back = [sum(row // part == source != rank for row in needed[rank]) for source in range(size)]
+    return RowExchange(sizes, pieces[rank], [*pieces[:rank], [], *pieces[rank + 1 :]], back)
 
 
 STYLES: tuple[str, ...] = get_args(TensorStyle)
@@ -74,7 +64,6 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     dims: Mapping[str, int] = {}
     summands: bool = False  # whether the gradients of its replicated parameters are summands, one on each rank
     fresh: bool = False  # whether its backward computes these gradients in memory of their own
-    uneven: int = 0  # number of outputs, where ranks compute different numbers of them and gather all; 0 elsewhere
     overlap: bool = False  # whether messages overlap with the module's matmuls
     layouts: Mapping[str, RowLayout] = {}  # layouts of its parameters that are parts in a forward, by name
     # Parts that are made whole in its outputs, where modules in it compute with parts: of "features", or "all".
@@ -92,24 +81,20 @@ Regions = Mapping[str, Mapping[str, RowLayout]]
 _FRESH = {nn.LayerNorm.forward, nn.RMSNorm.forward, nn.GroupNorm.forward}
 
 
-_BETWEEN = (COLWISE | ROWWISE | {"embedding_colwise"}) - {"colwise_gather_output"}
+_IN_PARTS = COLWISE | ROWWISE | {"embedding_colwise", "embedding_rowwise"}
 
 
-def rule_for(module: nn.Module, style: TensorStyle, size: int, *, ways: int) -> Rule:
+def rule_for(module: nn.Module, style: TensorStyle, ways: int) -> Rule:
     """Return the rule of a module without a problem, by which its outputs have as many pieces as `ways`."""
     dims = _dims(module, style)
-    uneven = 0
-    if style == "colwise_gather_output":
-        outputs = module.get_parameter("weight").shape[dims["weight"]]
-        uneven = outputs if outputs % size else 0
     return Rule(
         style=style,
         dims=dims,
         # its own parameters see a part of the heads on each rank
         summands=style == "replicated_with_grad_allreduce",
         fresh=type(module).forward in _FRESH,
-        uneven=uneven,
-        layouts={} if style not in _BETWEEN else _layouts(module, dims, _PACKS.get(style, 1), ways),
+        layouts={} if style not in _IN_PARTS else _layouts(module, dims, _PACKS.get(style, 1), ways),
+        ends="features" if style == "colwise_gather_output" else "",
     )
 
 

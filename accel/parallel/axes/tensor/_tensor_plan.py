@@ -145,7 +145,8 @@ def found_beside(
     plan = found_plan(model, size, example, within=left, with_ends=False, in_words=in_words)
     names = [name for layouts in plan.regions.values() for name in layouts]
     whole = [path for path in left if not any(is_in(name, path) for name in names)]
-    return plan._replace(left={path: plan.left.get(path, "no known form") for path in whole})
+    problem = plan.left.get("", "no known form")  # of a forward that failed, by all modules
+    return plan._replace(left={path: plan.left.get(path, problem) for path in whole})
 
 
 def left_whole(model: nn.Module) -> list[str]:

@@ -19,19 +19,17 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from accel.comm import gathered_summed, scattered
-from accel.errors import TreeError
 from accel.parallel._private import runs_in_backward, untraced, without_subclasses
 from accel.parallel.axes.tensor._overlap import gathered_product, scattered_product
-from accel.parallel.axes.tensor._part_layers import LayerRanks
+from accel.parallel.axes.tensor._part_layers import LayerRanks, in_dataclasses
 from accel.parallel.axes.tensor._styles import Rule
-from accel.parallel.axes.tensor._trace import outputs_in
+from accel.parallel.logits._logits import DeferredLogits
 from accel.parallel.parts import PartTensor, Ranks, RowCut, RowLayout, leave, make, plain_of
 from accel.parallel.parts._elementwise import writes
 from accel.parallel.parts._layout import cut_of, even, no_rule
 from accel.parallel.parts._nested import nested, no_views, position_pieces, rows_in, rule_runs, seen
 from accel.parallel.parts._part import Args, Named, name_of, own_rows, tensors_of, whole_rows, whole_shape
 from accel.tensors import is_view
-from accel.tree import map_tensors
 
 
 class _GatheredTokens(NamedTuple):
@@ -161,16 +159,15 @@ class SequenceRanks(LayerRanks):
         is_inside = not is_end and (self.depth > 1 or runs_in_backward())
 
         def given_back(each: Tensor) -> Tensor:
+            if isinstance(each, DeferredLogits):
+                return self.left(rule, each)
             if not isinstance(each, PartTensor) or each.ranks.group is not self.group:
                 return each
             is_kept = is_inside and (each.division is None or each.ranks is self.tokens)
             return each if is_kept else _changeable(rows_in(self.left(rule, each)))
 
-        output = pytree.tree_map_only(PartTensor, given_back, output)
-        if is_end and any(isinstance(each, PartTensor) for each in outputs_in(output)):
-            with contextlib.suppress(TreeError):  # an object of another kind; nobody can use its tensors outside
-                output = map_tensors(given_back, output)
-        return output
+        output = pytree.tree_map_only(Tensor, given_back, output)
+        return in_dataclasses(given_back, output) if is_end else output
 
     def ended(self, summand: Tensor) -> Tensor:
         """Return this rank's tokens of the sum of the ranks' summands; all of a sum without enough tokens."""
@@ -232,13 +229,6 @@ class SequenceRanks(LayerRanks):
         rest = shape[1] % self.size  # tokens that all ranks hold
         cut = cut_of(1, [each for each in ((shape[1] - rest, self.size), (rest, 1)) if each[0]])
         return None if cut is None else RowLayout(1, cut)
-
-    def entered_whole(self, x: Tensor) -> Tensor:
-        """Return all tokens of an input of a divided layer, not divided by these ranks; their gradient is summed over
-        them."""
-        if isinstance(x, PartTensor) and x.ranks.group is self.group:
-            return rows_in(plain_of(self._whole(x)))
-        return self.enter(x)
 
     def _rule(self) -> contextlib.AbstractContextManager[None]:
         """A block that computes with this rank's rows, as a rule does."""

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proof of a first call: outputs and gradients of parts of positions against all positions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from accel.context import DistContext
+from accel.devices import wide_dtype
+from accel.errors import PrepareError, StageError
+from accel.parallel._copies import WideMode, gradients_of
+from accel.parallel._modules import sharded_roots
+from accel.parallel._private import is_of_inputs
+from accel.parallel.axes.context._inner import InnerModels, listed, noted
+from accel.parallel.axes.context._positions import DifferentRankError, PositionRanks, SelectedTensor, whole_of
+from accel.parallel.axes.context._split import all_positions
+from accel.parallel.parts import NoRuleError, PartTensor, plain_of, rows_of
+from accel.random import isolated_rng
+from accel.tensors import is_dtensor
+
+DIFFERENT = "ranks along cp did not compute the same"
+PROVED = 8  # positions of a rank in the proof
+_LARGEST = 2**28  # most parameter elements for comparing all gradients; larger models: vectors
+_WIDEST = 2**29  # elements of the largest parameter that the proof copies in a wide dtype: 4 GiB
+
+
+class Calls(NamedTuple):
+    """Calls that a proof compares. Each returns the floating-point outputs."""
+
+    whole: Callable[[], list[Tensor]]  # with all positions
+    own: Callable[[], list[Tensor]]  # with parts
+
+
+class Comparison:
+    """A comparison of two calls, on the ranks along cp.
+
+    Attributes:
+        ctx: the context.
+        ranks: of the parts.
+        inner: models inside of the compared one that attend across ranks.
+    """
+
+    def __init__(self, ctx: DistContext, ranks: PositionRanks, inner: InnerModels) -> None:
+        self.ctx = ctx
+        self.ranks = ranks
+        self.inner = inner
+
+    def attempted(self, attempt: Callable[[], None]) -> str:
+        """Return the problem that a comparison finds on this rank; "" for none. A collective."""
+        try:
+            attempt()
+            self.ranks.meet(PROVED)
+        except Exception as failure:
+            error = _of_forward(failure)
+            if isinstance(error, DifferentRankError):
+                return DIFFERENT
+            with contextlib.suppress(DifferentRankError):  # which the other ranks raise
+                self.ranks.meet(-1)
+            return _problem_of(error)
+        return ""
+
+    def differ(self, module: nn.Module, calls: Calls) -> list[Tensor]:
+        """Raise `PrepareError` where a call with parts differs from one with all positions; return its outputs. A
+        collective.
+
+        Both compute in a wide dtype, as rounding would hide an error in a narrow one. A forward that does not run in
+        it, has a very large parameter or gathers units of `fully_shard`, and the gradients of a large model, are
+        compared in its dtypes.
+        """
+        everything = list(module.parameters())
+        parameters = _proved(everything)
+        sizes = [each.numel() for each in everything]
+        is_small = bool(parameters) and sum(sizes) <= _LARGEST  # frozen ones count: a graph keeps wide copies
+        mode = WideMode(wide_dtype(self.ctx.device), everything if is_small else [])
+        copies = [mode.copies[id(each)] for each in parameters] if is_small else []
+        runs = [(mode, copies), (contextlib.nullcontext(), parameters)]
+        has_units = any(sharded_roots(child) for child in module.children())  # messages fill buffers of their dtype
+        got: list[Tensor] = []
+        for run, compared in runs[1:] if has_units or max(sizes, default=0) > _WIDEST else runs:
+            # if ranks share parameters, a graph is made alone: functions that lose positions fail in it
+            follows = not parameters and (run is not mode or sum(sizes) <= _LARGEST)
+            is_followed = bool(compared) or (follows and any(each.requires_grad for each in everything))
+            with run, torch.set_grad_enabled(is_followed):
+                expected = self.expected(calls.whole, may_fail=run is mode)
+                if expected is None:
+                    continue
+                with noted(module, self.ranks):
+                    got = calls.own()
+                if difference := self.difference(expected, got, compared):
+                    raise PrepareError("", got=difference)
+            if compared or not parameters:
+                break
+        return got
+
+    def expected(self, call: Callable[[], list[Tensor]], *, may_fail: bool) -> list[Tensor] | None:
+        """Return the outputs of a call with all positions; None if it failed and may. A collective."""
+        with all_positions(self.ctx):
+            try:
+                found = call()
+            except Exception:
+                if not may_fail:
+                    raise
+                found = None
+        self.ranks.meet(found is None)
+        return found
+
+    def difference(self, expected: Sequence[Tensor], got: Sequence[Tensor], parameters: Sequence[Tensor]) -> str:
+        """Return a line on the first output or gradient that differs from the one of all positions; "" for none. A
+        collective."""
+        if len(expected) != len(got):
+            return f"{len(got)} outputs of {len(expected)}"
+        objectives: list[tuple[Tensor, Tensor]] = []
+        for number, (want, have) in enumerate(zip(expected, got, strict=True)):
+            if self.inner.has_loss and not want.dim():
+                continue  # a loss of this rank's tokens
+            if want.shape != have.shape:
+                return f"output {number} of shape {list(have.shape)}, expected {list(want.shape)}"
+            draw = torch.arange(want.numel(), device=want.device).sin().view(want.shape).to(want.dtype)
+            layout = have.division if isinstance(have, PartTensor) else None
+            if layout is not None and layout.cut.is_shared(self.ranks.size):
+                draw = draw * 0  # several ranks would count a row
+            share = draw / self.ranks.size
+            own = plain_of(have)
+            wanted = want
+            if layout is not None:
+                rows = torch.tensor(rows_of(layout.cut, self.ranks.rank, self.ranks.size), device=want.device)
+                wanted, share = (each.index_select(layout.dim, rows) for each in (want, draw))
+            off = _norm((wanted - own).detach()) / max(_norm(wanted.detach()), 1e-30)
+            if not off <= _tolerance(want):
+                return f"output {number} is off by {off:.0e} of its norm"
+            objectives.append(((want * draw).sum(), (own * share).sum()))
+        return self._gradients(objectives, parameters) if objectives else ""
+
+    def _gradients(self, objectives: Sequence[tuple[Tensor, Tensor]], parameters: Sequence[Tensor]) -> str:
+        """Return a line on the first gradient that the ranks' do not sum up to; "" for none. A collective."""
+        want, have = (torch.stack([each[at].real for each in objectives]).sum() for at in (0, 1))
+        if not parameters or not want.requires_grad:
+            return ""
+        with all_positions(self.ctx):  # where blocks are recomputed
+            expected = gradients_of(want, parameters)
+        own = gradients_of(have, parameters)
+        with torch.no_grad():
+            largest = max(_norm(each) for each in expected)
+            for parameter, wanted, mine in zip(parameters, expected, own, strict=True):
+                off = _norm(self.ranks.total(mine.contiguous()) - wanted)
+                size = max(_norm(wanted), largest / 100, 1e-30)
+                if not off <= _tolerance(parameter) * size:
+                    return f"a gradient of a parameter of shape {list(parameter.shape)} is off"
+        return ""
+
+
+def _proved(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters to compare gradients of: none if ranks share some, only vectors if there are many."""
+    found = [each for each in parameters if each.requires_grad]
+    if any(is_dtensor(each) for each in found):
+        return []
+    is_large = sum(each.numel() for each in found) > _LARGEST
+    return [each for each in found if each.dim() < 2] if is_large else found
+
+
+def _tolerance(tensor: Tensor) -> float:
+    """Return the largest difference that rounding makes, as a share of a norm; some functions round in float32."""
+    return max(torch.finfo(tensor.dtype).eps ** 0.4, 1e-5)
+
+
+@contextlib.contextmanager
+def evaluated(module: nn.Module, device: torch.device) -> Generator[None]:
+    """Compute without gradients and without dropout; streams of random numbers stay as they are.
+
+    Modules and names of modes that a model replaces by the length of its inputs are put back.
+    """
+    before = [(each, each.training, dict(each.named_children()), dict(vars(each))) for each in module.modules()]
+    try:
+        _ = module.eval()
+        with isolated_rng(device), torch.no_grad():
+            yield
+    finally:
+        for each, training, children, own in before:
+            for name in [name for name, child in children.items() if getattr(each, name) is not child]:
+                setattr(each, name, children[name])
+            vars(each).update({name: value for name, value in own.items() if isinstance(value, str)})
+            each.training = training
+
+
+def _of_forward(error: Exception) -> Exception:
+    """Return the error that a forward raised, of the one that a stage of a pipeline makes of it."""
+    while isinstance(error, StageError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return error
+
+
+def _problem_of(error: Exception) -> str:
+    """Return a line on an error of a call with parts; raise those that are not of parts."""
+    if isinstance(error, PrepareError) and (isinstance(error, NoRuleError) or not error.problem):
+        return str(error.got)
+    if is_of_inputs(error):
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    raise error
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(tensor.abs().to(wide_dtype(tensor.device)).square().sum().sqrt())
+
+
+def outputs_of(output: Any) -> list[Tensor]:
+    """Return the floating-point tensors of a forward's output."""
+    found = [whole_of(each) if isinstance(each, SelectedTensor) else each for each in listed(output)]
+    return [each for each in found if each.is_floating_point()]

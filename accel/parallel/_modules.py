@@ -165,6 +165,7 @@ class ModuleNotes(TypedDict, total=False):
     exchanges: Mapping[str, Any]  # rows of its parameters that ranks exchange, by name. By prepare_model, along tp
     expert: int  # its place in a list of experts. By prepare_model, along ep
     experts: str  # name of its list of experts. By prepare_model, along ep
+    full_around: bool  # graphs break around its divided regions alone. By its first compiled call, along tp
     gate: Any  # leads calls of entries to the model. By prepare_model, methods=
     held: EngineGradients  # the `EngineGradients` of an engine's wrapper. By the engine; read by `accumulate`
     kept_gathered: bool  # an FSDP unit that is not resharded after a forward. By its first such forward

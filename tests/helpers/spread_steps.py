@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 
 import accel
-from accel.comm import gathered
 from accel.estimate import EstimatedStep
 from accel.tensors import local_part
 from accel.topology import Axes, Plan
@@ -41,13 +40,6 @@ def train(model: Any, axes: Axes, step: EstimatedStep, live: Live, counted: Coun
         optimizer.zero_grad()
 
 
-def one_document(ctx: accel.DistContext, positions: torch.Tensor) -> None:
-    """Gather positions as ranks do to find documents, and find one: tensors without memory have no positions to see."""
-    group = accel.group_of(ctx, "cp")
-    assert group is not None
-    _ = gathered(positions, 1, group)
-
-
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Any, _seen: Any) -> torch.Tensor:
     """Attend as context parallelism does, without its mask: torch's causal bias cannot be made without memory."""
     times = q.shape[1] // k.shape[1]
@@ -64,7 +56,6 @@ def trained(
     rank: int = 0,
 ) -> tuple[int, Mapping[Any, int], Mapping[Any, int]]:
     """The peak of a rank, and bytes and calls by axis and operation, of a model that `prepare_model` spreads."""
-    monkeypatch.setattr("accel.parallel.axes.context._transformers._documents", one_document)
     monkeypatch.setattr("accel.parallel.axes.context._attention.attend", attend)
     with fake_rank(monkeypatch, axes, rank, strategy=step.strategy) as ctx:
         fake = FakeTensorMode(allow_non_fake_inputs=True)

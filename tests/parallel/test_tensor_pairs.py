@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import accel
 from accel.errors import PrepareError
+from accel.tensors import full_tensor
 from accel.testing import Simulator
 
 Use = Callable[[nn.Sequential, torch.Tensor], torch.Tensor]
@@ -232,4 +233,40 @@ def test_units_of_fully_shard_stand_between(ranks: Simulator) -> None:
 
     expected = gradients(accel.single(), Net(whole))
     for got in on_tp(ranks, rank, "dp=2,tp=2", strategy="fsdp"):
+        torch.testing.assert_close(got, expected)
+
+
+class Sliced(nn.Module):
+    """Calls its blocks by slices of a list that is an nn.Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            blocks = (nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(4))
+            self.blocks = nn.Sequential(*blocks)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[:2](x)
+        for block in self.blocks[2:]:
+            x = x + block[1:](block[:1](x))
+        return x
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_model_may_call_slices_of_its_blocks(ranks: Simulator, shares: bool) -> None:
+    x = torch.randn(2, 6, 8, dtype=torch.double, generator=torch.Generator().manual_seed(0))
+
+    def trained(ctx: accel.DistContext, model: nn.Module) -> dict[str, torch.Tensor]:
+        model(x).square().sum().backward()
+        return {name: full_tensor(each.grad) for name, each in model.named_parameters()}
+
+    def rank(ctx: accel.DistContext) -> dict[str, torch.Tensor]:
+        plan = accel.parallel.Plan(sequence=shares)
+        ctx = accel.replace(ctx, mesh="tp=2")
+        return trained(ctx, accel.prepare_model(ctx, Sliced(), plan=plan, example=x))
+
+    expected = trained(accel.single(), Sliced())
+    for got in ranks.run(rank, 2, default_group=True):
         torch.testing.assert_close(got, expected)

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from accel.mixins import Mixin
-from accel.parallel._modules import written_class
+from accel.parallel._modules import RANKS, written_class
 from accel.parallel._private import (
     REGION,
     alike,
@@ -100,7 +100,9 @@ class PartRegion(Mixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, on parts."""
-        ranks = self.accel_ranks
+        ranks: Ranks | None = getattr(self, RANKS, None)
+        if ranks is None:  # a slice of an nn.Sequential, which its class makes
+            return super().forward(*args, **kwargs)
         layouts, ranks.given = ranks.given, None
         if layouts is None:
             return ranks.from_module(super().forward(*args, **kwargs))

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from accel.errors import ConfigError, TreeError
 from accel.mixins import Mixin
 from accel.parallel._local import local_of
-from accel.parallel._modules import note_tensor, notes_of, written_class
+from accel.parallel._modules import RANKS, note_module, note_tensor, notes_of, written_class
 from accel.parallel._private import (
     REGION,
     call_compiled,
@@ -196,18 +196,19 @@ class GraphedCall(PartRegion):
     from one graph to the next."""
 
     accel_ranks: LayerRanks  # pyright: ignore[reportIncompatibleVariableOverride]
-    accel_is_cut = False  # whether graphs break around regions, where tensors are full
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; as it is from now on, if its graph breaks between divided layers."""
         module = cast(nn.Module, self)
-        if is_dynamo_compiling() or not is_compiled(module) or self.accel_ranks.depth:
-            return super().__call__(*args, **kwargs)
         own: Any = super(PartRegion, self)
+        if is_dynamo_compiling() or not is_compiled(module):  # also a slice of an nn.Sequential, which has no ranks
+            return own.__call__(*args, **kwargs)
+        if self.accel_ranks.depth:
+            return super().__call__(*args, **kwargs)
         region = vars(module).get(REGION)
         if region is not None and region.fullgraph:
             return own.__call__(*args, **kwargs)
-        if not self.accel_is_cut:  # a graph break is found before anything is computed and sent
+        if not notes_of(module).get("full_around"):  # a graph break is found before anything is computed and sent
             found, end = call_in_one_graph(own.__call__, *args, **kwargs)
             if end is None:
                 return found
@@ -215,7 +216,7 @@ class GraphedCall(PartRegion):
             if len(ends) > 1:  # of `RegionEnd`: in a block, and not around blocks
                 leave_uncompiled(module, end.problem)
                 return own.__call__(*args, **kwargs)
-            self.accel_is_cut = True
+            note_module(module, full_around=True)
         found, end = call_compiled(own.__call__, *args, **kwargs)
         if end is None:
             return found
@@ -238,7 +239,9 @@ class RegionEnd(Mixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, and make parts whole that it returns."""
-        ranks = self.accel_ranks
+        ranks: LayerRanks | None = getattr(self, RANKS, None)
+        if ranks is None:  # a slice of an nn.Sequential, which its class makes
+            return super().forward(*args, **kwargs)
         if not self.accel_layer.rule.ends and (ranks.depth or (not is_dynamo_compiling() and runs_in_backward())):
             return super().forward(*args, **kwargs)
         outer = ranks.begin()

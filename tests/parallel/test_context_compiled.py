@@ -241,3 +241,23 @@ def test_a_block_that_is_no_graph_computes_uncompiled_and_says_why(
     assert said
     assert all(reason in each for each in said)
     assert not graphs()
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.compile
+def test_a_model_that_is_compiled_before_prepare_computes_uncompiled(
+    ranks: Simulator, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = torch.randn(2, LENGTH, 4, dtype=torch.double, generator=torch.Generator().manual_seed(0))
+
+    def rank(ctx: accel.DistContext, mesh: str) -> Tensor:
+        torch.manual_seed(0)
+        ctx = accel.replace(ctx, mesh=mesh)
+        model: Any = torch.compile(nn.Sequential(Mixing(masked), Mixing(by_torch)).double(), backend="aot_eager")
+        model = accel.prepare_model(ctx, model)
+        out = model(accel.parallel.split_sequence(ctx, {"x": x})["x"])
+        return accel.reduce(ctx, out.detach().square().sum())
+
+    want = rank(accel.single(), "")
+    for got in ranks.run(lambda ctx: rank(ctx, "cp=2"), 2, default_group=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+    assert "uncompiled, along cp=2" in caplog.text

@@ -59,7 +59,7 @@ def _is_done(ctx: DistContext, view: ModelView) -> bool:
 def _computes_in_parts(view: ModelView, models: Sequence[nn.Module]) -> bool:
     """Return whether a user's module computes with parts of positions, around its models of transformers if it has
     some. Its first call is proved."""
-    return view.model not in models and all(takes_cut_tokens(each) and not first_blocks(each) for each in models)
+    return view.inner.model not in models and all(takes_cut_tokens(each) and not first_blocks(each) for each in models)
 
 
 def _mixing(asked: PrepareCall) -> RefusedFact | None:
@@ -77,7 +77,7 @@ def _mixing(asked: PrepareCall) -> RefusedFact | None:
 
 def _staged(asked: PrepareCall) -> RefusedFact | None:
     models = [each for _, each in transformers_models(asked.view.modules)]
-    is_one = models == [asked.view.model] or _computes_in_parts(asked.view, models)
+    is_one = models == [asked.view.inner.model] or _computes_in_parts(asked.view, models)
     return None if is_one or asked.ctx.axis("pp").size == 1 else RefusedFact(type(models[0]).__name__, "prepare_model")
 
 
@@ -134,8 +134,8 @@ def _spread(ctx: DistContext, view: ModelView, options: ContextOptions, *, is_em
     for each in models:
         _use_parts(ctx, each)
     if _computes_in_parts(view, models):
-        _begin(ctx, view.model, Traits(may_cross=not models))
-    elif view.model not in models and ctx.is_main_process:
+        _begin(ctx, view.inner.model, Traits(may_cross=not models))
+    elif view.inner.model not in models and ctx.is_main_process:
         _log_others(view, models)
     return view.model
 

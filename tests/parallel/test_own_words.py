@@ -335,6 +335,20 @@ def test_own_words_with_few_values_are_no_error(ranks: Simulator) -> None:
         assert one.isfinite()
 
 
+@pytest.mark.parametrize("value", [-1e9, -1e30])
+def test_own_words_with_rows_and_words_of_a_masks_finite_value_are_no_error(ranks: Simulator, value: float) -> None:
+    """A sum with such values would round the difference of the other logits away."""
+
+    def rank(ctx: accel.DistContext) -> Tensor:
+        logits = torch.randn(6, 8, generator=torch.Generator().manual_seed(ctx.rank))
+        logits[2:4] = value
+        logits[:, 2:5] = value
+        ids = torch.tensor([0, 9, 2, 3, 6, 15])
+        return accel.parallel.vocab_cross_entropy(accel.replace(ctx, mesh="tp=2"), logits, ids)
+
+    assert all(loss.isfinite() for loss in ranks.run(rank, 2, default_group=True))
+
+
 def test_a_target_that_is_no_class_makes_gradients_nan_too(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> Any:
         along = accel.replace(ctx, mesh="tp=2")

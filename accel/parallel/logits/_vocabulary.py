@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from accel.parallel.axes.tensor._layers import Layer
 
 _MARKED = 16  # logits of a row that ranks compare
+_LARGEST = 1e4  # of these; a sum with those of masked words, such as -1e9, would round others away
 _MANY = 32_000  # words from which a gathered head is worth a line
 
 
@@ -248,7 +249,8 @@ def _waits(tensor: torch.Tensor) -> bool:
 def _marks(logits: torch.Tensor, rank: int) -> torch.Tensor:
     """Two numbers of logits that ranks share if all have the same logits, and hardly ever by chance: the rank's number
     for rows of a single value, as of a head of zeros, which may be alike."""
-    some = logits[:, :: max(1, logits.shape[1] // _MARKED)].nan_to_num(posinf=0.0, neginf=0.0)
+    some = logits[:, :: max(1, logits.shape[1] // _MARKED)]
+    some = torch.where(some.abs() <= _LARGEST, some, 0.0)  # NaN is left out too
     at = torch.arange(some.numel(), dtype=some.dtype, device=some.device).view_as(some)
     marks = torch.stack([(some * at.cos()).sum(), (some * at.sin()).sum()])
     is_flat = (some == some[:, :1]).all()

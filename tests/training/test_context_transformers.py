@@ -937,6 +937,62 @@ def test_a_head_on_an_encoder_decoder_sees_all_positions(ranks: Simulator) -> No
     assert max(ranks.run(rank, 2, default_group=True)) < 1e-10
 
 
+CHOOSING = {
+    **SMALL, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 4,
+    "index_n_heads": 2, "index_head_dim": 8, "use_cache": False,
+}  # fmt: skip
+
+
+def make_choosing(kind: str) -> Any:
+    """Return a model with attentions that pass chosen keys, or sinks of values, to transformers' functions."""
+    models = importlib.import_module(f"transformers.models.{kind}")
+    if kind == "minimax_m3_vl":  # which chooses blocks of keys
+        sizes = {"dense_intermediate_size": 16, "rotary_dim": 2, "mlp_layer_types": ["dense"] * 2}
+        keys = {"index_block_size": 2, "index_topk_blocks": 1, "layer_types": ["minimax_m3_sparse"] * 2}
+        made = models.MiniMaxM3VLForCausalLM, models.MiniMaxM3VLTextConfig(**CHOOSING, **sizes, **keys)
+    elif kind == "deepseek_v32":
+        ranks = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+        made = (
+            models.DeepseekV32ForCausalLM,
+            models.DeepseekV32Config(**CHOOSING, **ranks, first_k_dense_replace=2, index_topk=3),
+        )
+    else:
+        sizes = {name: each for name, each in CHOOSING.items() if not name.startswith("index")}
+        made = models.Inkling2ForCausalLM, models.Inkling2TextConfig(**sizes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = made[0](made[1]).eval()
+        for each in model.parameters():
+            if each.dim() > 1:
+                torch.nn.init.normal_(each, std=0.3)
+        return model
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "minimax_m3_vl",
+        pytest.param("deepseek_v32", marks=pytest.mark.slow),
+        pytest.param("inkling2", marks=pytest.mark.slow),
+    ],
+)
+def test_keys_and_sinks_that_attentions_choose_are_those_of_one_process(ranks: Simulator, kind: str) -> None:
+    made = make_choosing(kind)
+    with torch.no_grad():
+        expected = made(IDS[0]).logits
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        with assert_raises(PrepareError, fix='Plan\\(context="gather"\\)'):
+            accel.prepare_model(ctx, copy.deepcopy(made), plan=accel.parallel.Plan(context="ring"))
+        model = accel.prepare_model(ctx, copy.deepcopy(made))
+        part = accel.parallel.split_sequence(ctx, {"ids": IDS[0], "out": expected})
+        with torch.no_grad():
+            return float((model(part["ids"]).logits - part["out"]).abs().max())
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-4  # float32
+
+
 class OnBloom(nn.Module):
     """A head on a model that computes its own scores."""
 

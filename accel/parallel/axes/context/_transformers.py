@@ -26,7 +26,7 @@ from accel.parallel.axes.context._split import all_positions
 
 NAME = "accel_context"
 # keywords of attentions that mean other scores or masks, and reach the function where a model has them
-_OTHER_SCORES = ("head_mask", "cu_seq_lens_q", "block_mask")
+_OTHER_SCORES = ("head_mask", "cu_seq_lens_q", "block_mask", "indices", "block_indices", "sinks")
 _PASS_MASK = "Pass attention_mask=, of shape [batch, 1, own, length]: the own queries and all keys."
 # functions of transformers that make the masks of a `MaskSpan`
 _OF_SPANS = {

@@ -993,6 +993,46 @@ def test_keys_and_sinks_that_attentions_choose_are_those_of_one_process(ranks: S
     assert max(ranks.run(rank, 2, default_group=True)) < 1e-4  # float32
 
 
+def make_gemma4() -> Any:
+    """Return a Gemma 4 whose last layers have no keys of their own, and select the queries of their masks."""
+    config = transformers.Gemma4TextConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, global_head_dim=8, sliding_window=5, hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCABULARY, layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2, max_position_embeddings=LENGTH, initializer_range=0.2, pad_token_id=0,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.Gemma4ForCausalLM(config).double().eval()
+
+
+def test_a_model_may_select_the_last_queries_of_its_masks(ranks: Simulator) -> None:
+    made = make_gemma4()
+    given = {"input_ids": IDS[0].clamp(min=1), "attention_mask": LEFT}
+    with torch.no_grad():
+        expected = made(**given).logits
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.unwrap_model(
+            accel.prepare_model(ctx, copy.deepcopy(made), plan=accel.parallel.Plan(context="ring"))
+        )
+        part = accel.parallel.split_sequence(ctx, {**given, "out": expected}, shift=())
+        tokens = {name: part[name] for name in given}
+        with torch.no_grad():
+            own = (model(**tokens).logits - part["out"]) * part["attention_mask"][..., None]
+            last = model(**tokens, logits_to_keep=3).logits - expected[:, -3:]
+        mask = importlib.import_module("transformers.masking_utils").create_causal_mask(
+            model.config, torch.zeros(1, LENGTH, 16), None, None
+        )
+        assert mask[:, :, :, :LENGTH].shape == mask.shape
+        with assert_raises(ConfigError, expected="the last queries"):
+            _ = mask[:, :, :3]
+        return max(float(each.abs().max()) for each in (own, last))
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-5  # norms and rotations are float32 inside
+
+
 class OnBloom(nn.Module):
     """A head on a model that computes its own scores."""
 

@@ -48,6 +48,25 @@ class MaskSpan(NamedTuple):
     shape: tuple[int, ...] = ()
     ndim: int = 4
 
+    def __getitem__(self, at: Any) -> Any:
+        """Return the mask of the last queries, which takes no other facts, for a model that only computes these."""
+        if not isinstance(at, tuple):
+            return [*cast("tuple[Any, ...]", self)][at]
+        asked = cast("tuple[Any, ...]", at)
+        places = [range(size) for size in self.shape]
+        kept = [each[one] if isinstance(one, slice) else each[:0] for one, each in zip(asked, places, strict=False)]
+        kept += places[len(kept) :]
+        queries = kept.pop(2)
+        if kept != [*places[:2], *places[3:]] or queries.step != 1 or queries.stop != self.shape[2]:
+            raise ConfigError(
+                "a selection of a mask that is not in memory",
+                expected="the last queries",
+                got=str(list(asked)),
+                where="forward of a model on a mesh with cp",
+                fix=_PASS_MASK,
+            )
+        return self._replace(shape=(*self.shape[:2], len(queries), self.shape[3]))
+
 
 def use_context_attention(ctx: DistContext, model: Any) -> None:
     """Let a model of transformers attend by the method of the plan, or raise `MissingExtraError`. Mutates it, and

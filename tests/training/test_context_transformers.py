@@ -741,6 +741,20 @@ def test_a_model_with_the_config_of_a_prepared_one_is_refused(ranks: Simulator) 
     ranks.run(rank, 2, default_group=True)
 
 
+def test_a_new_model_of_the_class_of_a_prepared_one_is_not_prepared(ranks: Simulator) -> None:
+    made = make_llama()
+    expected = made(IDS[0]).logits.detach()
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        kind: Any = type(accel.unwrap_model(accel.prepare_model(ctx, make_llama())))
+        again = kind(make_llama().config).double()
+        again.load_state_dict(made.state_dict())
+        return float((again(IDS[0]).logits - expected).detach().abs().max())
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-6
+
+
 def masks_of(change: Callable[[Any], Any]) -> Any:
     """Return what a prepared model's masks say, for a mask function that is changed."""
     masking: Any = importlib.import_module("transformers.masking_utils")

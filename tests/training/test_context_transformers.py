@@ -741,6 +741,20 @@ def test_a_model_with_the_config_of_a_prepared_one_is_refused(ranks: Simulator) 
     ranks.run(rank, 2, default_group=True)
 
 
+def test_a_new_model_of_the_class_of_a_prepared_one_is_not_prepared(ranks: Simulator) -> None:
+    made = make_llama()
+    expected = made(IDS[0]).logits.detach()
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        kind: Any = type(accel.unwrap_model(accel.prepare_model(ctx, make_llama())))
+        again = kind(make_llama().config).double()
+        again.load_state_dict(made.state_dict())
+        return float((again(IDS[0]).logits - expected).detach().abs().max())
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-6
+
+
 def masks_of(change: Callable[[Any], Any]) -> Any:
     """Return what a prepared model's masks say, for a mask function that is changed."""
     masking: Any = importlib.import_module("transformers.masking_utils")
@@ -935,6 +949,102 @@ def test_a_head_on_an_encoder_decoder_sees_all_positions(ranks: Simulator) -> No
         return float((model(*own) - expected).detach().abs().max())
 
     assert max(ranks.run(rank, 2, default_group=True)) < 1e-10
+
+
+CHOOSING = {
+    **SMALL, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 4,
+    "index_n_heads": 2, "index_head_dim": 8, "use_cache": False,
+}  # fmt: skip
+
+
+def make_choosing(kind: str) -> Any:
+    """Return a model with attentions that pass chosen keys, or sinks of values, to transformers' functions."""
+    models = importlib.import_module(f"transformers.models.{kind}")
+    if kind == "minimax_m3_vl":  # which chooses blocks of keys
+        sizes = {"dense_intermediate_size": 16, "rotary_dim": 2, "mlp_layer_types": ["dense"] * 2}
+        keys = {"index_block_size": 2, "index_topk_blocks": 1, "layer_types": ["minimax_m3_sparse"] * 2}
+        made = models.MiniMaxM3VLForCausalLM, models.MiniMaxM3VLTextConfig(**CHOOSING, **sizes, **keys)
+    elif kind == "deepseek_v32":
+        ranks = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+        made = (
+            models.DeepseekV32ForCausalLM,
+            models.DeepseekV32Config(**CHOOSING, **ranks, first_k_dense_replace=2, index_topk=3),
+        )
+    else:
+        sizes = {name: each for name, each in CHOOSING.items() if not name.startswith("index")}
+        made = models.Inkling2ForCausalLM, models.Inkling2TextConfig(**sizes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = made[0](made[1]).eval()
+        for each in model.parameters():
+            if each.dim() > 1:
+                torch.nn.init.normal_(each, std=0.3)
+        return model
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "minimax_m3_vl",
+        pytest.param("deepseek_v32", marks=pytest.mark.slow),
+        pytest.param("inkling2", marks=pytest.mark.slow),
+    ],
+)
+def test_keys_and_sinks_that_attentions_choose_are_those_of_one_process(ranks: Simulator, kind: str) -> None:
+    made = make_choosing(kind)
+    with torch.no_grad():
+        expected = made(IDS[0]).logits
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        with assert_raises(PrepareError, fix='Plan\\(context="gather"\\)'):
+            accel.prepare_model(ctx, copy.deepcopy(made), plan=accel.parallel.Plan(context="ring"))
+        model = accel.prepare_model(ctx, copy.deepcopy(made))
+        part = accel.parallel.split_sequence(ctx, {"ids": IDS[0], "out": expected})
+        with torch.no_grad():
+            return float((model(part["ids"]).logits - part["out"]).abs().max())
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-4  # float32
+
+
+def make_gemma4() -> Any:
+    """Return a Gemma 4 whose last layers have no keys of their own, and select the queries of their masks."""
+    config = transformers.Gemma4TextConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, global_head_dim=8, sliding_window=5, hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCABULARY, layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2, max_position_embeddings=LENGTH, initializer_range=0.2, pad_token_id=0,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.Gemma4ForCausalLM(config).double().eval()
+
+
+def test_a_model_may_select_the_last_queries_of_its_masks(ranks: Simulator) -> None:
+    made = make_gemma4()
+    given = {"input_ids": IDS[0].clamp(min=1), "attention_mask": LEFT}
+    with torch.no_grad():
+        expected = made(**given).logits
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.unwrap_model(
+            accel.prepare_model(ctx, copy.deepcopy(made), plan=accel.parallel.Plan(context="ring"))
+        )
+        part = accel.parallel.split_sequence(ctx, {**given, "out": expected}, shift=())
+        tokens = {name: part[name] for name in given}
+        with torch.no_grad():
+            own = (model(**tokens).logits - part["out"]) * part["attention_mask"][..., None]
+            last = model(**tokens, logits_to_keep=3).logits - expected[:, -3:]
+        mask = importlib.import_module("transformers.masking_utils").create_causal_mask(
+            model.config, torch.zeros(1, LENGTH, 16), None, None
+        )
+        assert mask[:, :, :, :LENGTH].shape == mask.shape
+        with assert_raises(ConfigError, expected="the last queries"):
+            _ = mask[:, :, :3]
+        return max(float(each.abs().max()) for each in (own, last))
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-5  # norms and rotations are float32 inside
 
 
 class OnBloom(nn.Module):

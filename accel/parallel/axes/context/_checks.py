@@ -232,10 +232,13 @@ _REASONS: Mapping[str, Callable[[Any], object]] = {
     "inputs that are not split like the tokens": lambda model: (
         not takes_cut_tokens(model) or (_is_pair(model) and _takes_samples(model))
     ),
-    "a mask that attentions make of values": lambda model: any(  # Doge
-        hasattr(each, "prepare_dynamic_mask") for each in model.modules()
+    "a mask or sinks that attentions make of values": lambda model: (
+        any(hasattr(each, "prepare_dynamic_mask") for each in model.modules())  # Doge
+        or any(word in each for each in _attention_sources(text_decoder(model) or model) for word in _OF_VALUES)
     ),
 }
+# what attentions pass to some functions of transformers' interface: DeepSeek-V3.2, MiniMax M3, Inkling 2
+_OF_VALUES = (" indices=", " block_indices=", " sinks=")
 
 
 def out_of_reach(model: Any) -> str:
@@ -291,9 +294,12 @@ def _found(model: nn.Module, word: str) -> bool:
 
 def _scores_itself(model: nn.Module) -> bool:
     """Return whether an attention in a model computes a softmax, and does not ask transformers for a function."""
+    return any("softmax" in each and "ATTENTION_FUNCTIONS" not in each for each in _attention_sources(model))
+
+
+def _attention_sources(model: nn.Module) -> list[str]:
     kinds = {written_class(module) for module in model.modules() if is_attention(module)}
-    sources = [source_of(kind) or "" for kind in kinds]
-    return any("softmax" in each and "ATTENTION_FUNCTIONS" not in each for each in sources)
+    return [source_of(kind) or "" for kind in kinds]
 
 
 _TOKENS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")

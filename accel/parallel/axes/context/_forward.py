@@ -68,8 +68,8 @@ class _ByPositions(Mixin, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward, with parts of the inputs that are cut."""
-        positions = cast(Positions, notes_of(self).get("positions"))
-        if positions.crosses:
+        positions = cast("Positions | None", notes_of(self).get("positions"))
+        if positions is None or positions.crosses:  # None for a new model of the class
             return super().forward(*args, **kwargs)
         return positions.call(self, super().forward, Inputs(args, kwargs), is_traced=torch.compiler.is_compiling())
 

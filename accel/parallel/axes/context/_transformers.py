@@ -26,7 +26,7 @@ from accel.parallel.axes.context._split import all_positions
 
 NAME = "accel_context"
 # keywords of attentions that mean other scores or masks, and reach the function where a model has them
-_OTHER_SCORES = ("head_mask", "cu_seq_lens_q", "block_mask")
+_OTHER_SCORES = ("head_mask", "cu_seq_lens_q", "block_mask", "indices", "block_indices", "sinks")
 _PASS_MASK = "Pass attention_mask=, of shape [batch, 1, own, length]: the own queries and all keys."
 # functions of transformers that make the masks of a `MaskSpan`
 _OF_SPANS = {
@@ -47,6 +47,25 @@ class MaskSpan(NamedTuple):
     # Of the mask. A model inside of one that made the mask reads it, and asks for this mask again.
     shape: tuple[int, ...] = ()
     ndim: int = 4
+
+    def __getitem__(self, at: Any) -> Any:
+        """Return the mask of the last queries, which takes no other facts, for a model that only computes these."""
+        if not isinstance(at, tuple):
+            return [*cast("tuple[Any, ...]", self)][at]
+        asked = cast("tuple[Any, ...]", at)
+        places = [range(size) for size in self.shape]
+        kept = [each[one] if isinstance(one, slice) else each[:0] for one, each in zip(asked, places, strict=False)]
+        kept += places[len(kept) :]
+        queries = kept.pop(2)
+        if kept != [*places[:2], *places[3:]] or queries.step != 1 or queries.stop != self.shape[2]:
+            raise ConfigError(
+                "a selection of a mask that is not in memory",
+                expected="the last queries",
+                got=str(list(asked)),
+                where="forward of a model on a mesh with cp",
+                fix=_PASS_MASK,
+            )
+        return self._replace(shape=(*self.shape[:2], len(queries), self.shape[3]))
 
 
 def use_context_attention(ctx: DistContext, model: Any) -> None:

@@ -202,6 +202,59 @@ def test_a_stage_that_computes_something_else_is_refused_on_all_ranks(ranks: Sim
     assert all(each.startswith(said[case]) for each in ranks.run(rank, 4, default_group=True))
 
 
+class Numbers(nn.Module):
+    """Makes numbers of positions and a mask with -inf, which the last layer reads."""
+
+    def __init__(self, *, is_wrong: bool) -> None:
+        super().__init__()
+        self.is_wrong = is_wrong
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        numbers = (x.sum(-1) > 0).long()
+        mask = torch.zeros_like(x[..., 0]).masked_fill(numbers == 0, -torch.inf)
+        if self.is_wrong and isinstance(x, PartTensor):
+            numbers = 1 - numbers
+        return self.linear(x), numbers, mask
+
+
+class Between(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        return self.linear(given[0]), given[1], given[2]
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2, 8)
+
+    def forward(self, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        h = given[0] + self.table(given[1])
+        return h + (h @ h.transpose(1, 2) + given[2][:, None]).softmax(-1) @ h
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_numbers_and_masks_that_stages_pass_on_are_proved(ranks: Simulator, *, is_wrong: bool) -> None:
+    def rank(ctx: accel.DistContext) -> str:
+        ctx = accel.replace(ctx, mesh=MESH)
+        torch.manual_seed(0)
+        model = nn.Sequential(Numbers(is_wrong=is_wrong), Between(), Between(), Reads())
+        try:
+            step(ctx, model, torch.randn(4, LENGTH, 8))
+        except PrepareError as error:
+            return str(error.got)
+        return ""
+
+    found = ranks.run(rank, 4, default_group=True)
+    assert all("is off by" in each if is_wrong else not each for each in found), found
+
+
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 def test_own_positions_of_a_full_output_leave_the_last_stage(ranks: Simulator) -> None:

@@ -357,7 +357,7 @@ class Positions:
             if self.crosses:
                 return
             calls = Calls(partial(run, whole), lambda: run(self.parts_of(own, dim)))
-            got = self.comparison.differ(module, calls)
+            got = self.comparison.differ(module, calls, list(module.children()))
             if self.outputs.may_be_full(got, whole, own):
                 self.outputs.note_full(got, run_whole(halved(whole, own)))
 

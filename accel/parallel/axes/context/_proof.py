@@ -63,13 +63,15 @@ class Comparison:
             return _problem_of(error)
         return ""
 
-    def differ(self, module: nn.Module, calls: Calls) -> list[Tensor]:
+    def differ(self, module: nn.Module, calls: Calls, units: Sequence[nn.Module]) -> list[Tensor]:
         """Raise `PrepareError` where a call with parts differs from one with all positions; return its outputs. A
         collective.
 
         Both compute in a wide dtype, as rounding would hide an error in a narrow one. A forward that does not run in
         it, has a very large parameter or gathers units of `fully_shard`, and the gradients of a large model, are
         compared in its dtypes.
+
+        `units`: the outermost modules that the calls call, some of which may be units of `fully_shard`.
         """
         everything = list(module.parameters())
         parameters = _proved(everything)
@@ -78,7 +80,7 @@ class Comparison:
         mode = WideMode(wide_dtype(self.ctx.device), everything if is_small else [])
         copies = [mode.copies[id(each)] for each in parameters] if is_small else []
         runs = [(mode, copies), (contextlib.nullcontext(), parameters)]
-        has_units = any(sharded_roots(child) for child in module.children())  # messages fill buffers of their dtype
+        has_units = any(map(sharded_roots, units))  # messages fill buffers of their dtype
         got: list[Tensor] = []
         for run, compared in runs[1:] if has_units or max(sizes, default=0) > _WIDEST else runs:
             # if ranks share parameters, a graph is made alone: functions that lose positions fail in it
@@ -129,7 +131,9 @@ class Comparison:
             if layout is not None:
                 rows = torch.tensor(rows_of(layout.cut, self.ranks.rank, self.ranks.size), device=want.device)
                 wanted, share = (each.index_select(layout.dim, rows) for each in (want, draw))
-            off = _norm((wanted - own).detach()) / max(_norm(wanted.detach()), 1e-30)
+            infinite = wanted.isinf()
+            apart = (wanted - own).masked_fill(infinite & (wanted == own), 0)  # as in a mask that stages pass on
+            off = _norm(apart.detach()) / max(_norm(wanted.masked_fill(infinite, 0).detach()), 1e-30)
             if not off <= _tolerance(want):
                 return f"output {number} is off by {off:.0e} of its norm"
             objectives.append(((want * draw).sum(), (own * share).sum()))

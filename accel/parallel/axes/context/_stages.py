@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from accel.comm import Call, exchange_values
 from accel.context import DistContext
+from accel.devices import wide_dtype
 from accel.errors import PrepareError, StageError
 from accel.parallel._calls import unchanged
 from accel.parallel._micro_batches import MicroBatch
@@ -201,18 +202,24 @@ class StagePositions(Positions):
             if trial.module.is_last:
                 return outputs_of(self.output)
             found = [each if part is None else self.received(each, part) for each, part in passed]
-            return [each for each in found if each.is_floating_point()]
+            return list(map(self._number, found))
 
-        found = self.comparison.differ(trial.module, Calls(partial(self._run_whole, trial), run_own))
+        calls = Calls(partial(self._run_whole, trial), run_own)
+        found = self.comparison.differ(trial.module, calls, [trial.module])
         if trial.module.is_last:
             self.got = found
 
     def _run_whole(self, trial: StageTrial) -> list[Tensor]:
-        """Run a stage with all positions; return the floating-point tensors that it passes on, or the outputs."""
+        """Run a stage with all positions; return the tensors that it passes on, or the floating-point outputs."""
         passed = trial.run(0, trial.received)
         if trial.module.is_last:
             return outputs_of(trial.output)
-        return [each for each, _ in passed if each.is_floating_point()]
+        return [self._number(each) for each, _ in passed]
+
+    def _number(self, passed: Tensor) -> Tensor:
+        """Return a passed tensor in a dtype with differences: integers and masks decide what later stages compute."""
+        is_exact = not passed.is_floating_point() and not passed.is_complex()
+        return passed.to(wide_dtype(self.ctx.device)) if is_exact else passed
 
     def _own(self, whole: Tensor, part: PassedPart) -> Tensor:
         """Return this rank's positions of a tensor of all, for a stage that gets them as a part."""

@@ -167,9 +167,9 @@ def call_in_one_graph(
 
 
 def call_compiled(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> tuple[R, None] | tuple[None, GraphBreak]:
-    """Call what torch compiles; return its result, or None and what it cannot compile, where that is an error."""
+    """Call what torch compiles; return its result, or None and the graph break that is an error there."""
     dynamo: Any = importlib.import_module("torch._dynamo")
-    return _call_to_error(dynamo.exc.TorchDynamoException, call, *args, **kwargs)
+    return _call_to_error(dynamo.exc.Unsupported, call, *args, **kwargs)
 
 
 def _call_to_error(

@@ -25,7 +25,7 @@ from accel.parallel.axes.context._attention import whole_positions
 from accel.parallel.axes.context._checks import refuse_reentrant
 from accel.parallel.axes.context._inner import Outputs, compile_inside, halved, listed, uncompiled_for
 from accel.parallel.axes.context._positions import PositionRanks
-from accel.parallel.axes.context._proof import DIFFERENT, PROVED, Calls, Comparison, evaluated, outputs_of
+from accel.parallel.axes.context._proof import DIFFERENT, PROVED, ProofCalls, ProofComparison, evaluated, outputs_of
 from accel.parallel.axes.context._selected import whole_of
 from accel.parallel.axes.context._split import (
     attends,
@@ -86,7 +86,7 @@ _Way = tuple[int | None, int | None]
 
 
 class Positions:
-    """Calls of one model, and hooks of its modules.
+    """ProofCalls of one model, and hooks of its modules.
 
     Attributes:
         ranks: of parts that enter the model; `within` are the ranks of parts that its blocks make.
@@ -119,7 +119,7 @@ class Positions:
         self.in_region = False
         self.guards: list[RemovableHandle] = []
         self.outputs = Outputs(self.ranks)
-        self.comparison = Comparison(ctx, self.ranks)
+        self.comparison = ProofComparison(ctx, self.ranks)
 
     def begin(self, model: nn.Module, runs: Sequence[nn.Module], within: Sequence[nn.Module]) -> None:
         """Compute with parts from now on. Mutates modules, by classes and hooks.
@@ -356,7 +356,7 @@ class Positions:
             self.ranks.meet(self.crosses)
             if self.crosses:
                 return
-            calls = Calls(partial(run, whole), lambda: run(self.parts_of(own, dim)))
+            calls = ProofCalls(partial(run, whole), lambda: run(self.parts_of(own, dim)))
             got = self.comparison.differ(module, calls, list(module.children()))
             if self.outputs.may_be_full(got, whole, own):
                 self.outputs.note_full(got, run_whole(halved(whole, own)))

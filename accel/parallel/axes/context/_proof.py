@@ -30,14 +30,14 @@ _LARGEST = 2**28  # most parameter elements for comparing all gradients; larger 
 _WIDEST = 2**29  # elements of the largest parameter that the proof copies in a wide dtype: 4 GiB
 
 
-class Calls(NamedTuple):
-    """Calls that a proof compares. Each returns the floating-point outputs."""
+class ProofCalls(NamedTuple):
+    """ProofCalls that a proof compares. Each returns the floating-point outputs."""
 
     whole: Callable[[], list[Tensor]]  # with all positions
     own: Callable[[], list[Tensor]]  # with parts
 
 
-class Comparison:
+class ProofComparison:
     """A comparison of two calls, on the ranks along cp.
 
     Attributes:
@@ -63,7 +63,7 @@ class Comparison:
             return _problem_of(error)
         return ""
 
-    def differ(self, module: nn.Module, calls: Calls, units: Sequence[nn.Module]) -> list[Tensor]:
+    def differ(self, module: nn.Module, calls: ProofCalls, units: Sequence[nn.Module]) -> list[Tensor]:
         """Raise `PrepareError` where a call with parts differs from one with all positions; return its outputs. A
         collective.
 
@@ -132,8 +132,8 @@ class Comparison:
                 rows = torch.tensor(rows_of(layout.cut, self.ranks.rank, self.ranks.size), device=want.device)
                 wanted, share = (each.index_select(layout.dim, rows) for each in (want, draw))
             infinite = wanted.isinf()
-            apart = (wanted - own).masked_fill(infinite & (wanted == own), 0)  # as in a mask that stages pass on
-            off = _norm(apart.detach()) / max(_norm(wanted.masked_fill(infinite, 0).detach()), 1e-30)
+            change = (wanted - own).masked_fill(infinite & (wanted == own), 0)  # as in a mask that stages pass on
+            off = _norm(change.detach()) / max(_norm(wanted.masked_fill(infinite, 0).detach()), 1e-30)
             if not off <= _tolerance(want):
                 return f"output {number} is off by {off:.0e} of its norm"
             objectives.append(((want * draw).sum(), (own * share).sum()))

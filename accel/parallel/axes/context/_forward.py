@@ -86,7 +86,7 @@ _Way = tuple[int | None, int | None]
 
 
 class Positions:
-    """ProofCalls of one model, and hooks of its modules.
+    """Calls of one model, and hooks of its modules.
 
     Attributes:
         ranks: of parts that enter the model; `within` are the ranks of parts that its blocks make.

@@ -31,7 +31,7 @@ _WIDEST = 2**29  # elements of the largest parameter that the proof copies in a 
 
 
 class ProofCalls(NamedTuple):
-    """ProofCalls that a proof compares. Each returns the floating-point outputs."""
+    """Calls that a proof compares. Each returns the floating-point outputs."""
 
     whole: Callable[[], list[Tensor]]  # with all positions
     own: Callable[[], list[Tensor]]  # with parts

@@ -38,7 +38,7 @@ _PROOF = Call("positions", "proof of stages", ordered=False)
 
 
 class StagePositions(Positions):
-    """ProofCalls of the stages of one model on this rank.
+    """Calls of the stages of one model on this rank.
 
     Attributes:
         kinds: the ranks that hold parts, in one order on all ranks.

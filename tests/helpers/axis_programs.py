@@ -275,12 +275,14 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
     Program(
         "parallel/axes/context/_spread.py",
         "a module that mixes positions",
-        LLAMA + "model = nn.Sequential(model, nn.Conv1d(4, 4, 3)); mesh = ctx.mesh\n",
+        "import transformers; config = transformers.ViTConfig(hidden_size=8, intermediate_size=16, image_size=8,"
+        " patch_size=2, num_hidden_layers=2, num_attention_heads=2)\n"
+        "model = nn.Sequential(transformers.ViTModel(config), nn.Conv1d(4, 4, 3))\n",
         "accel.prepare_model(ctx, model)",
         "accel.replace(ctx, mesh=ctx.mesh)",
         "ctx = {line}; accel.prepare_model(ctx, model)",
-        ranks=4,
-        mesh="pp=2,cp=2",
+        ranks=2,
+        mesh="cp=2",
         needs="transformers",
     ),
     Program(
@@ -485,6 +487,20 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
         "run(use_bidirectional_attention=True)",
         "use_bidirectional_attention=False",
         "run({line})",
+        ranks=2,
+        mesh="cp=2",
+        needs="transformers",
+    ),
+    Program(
+        "parallel/axes/context/_transformers.py",
+        "a selection of a mask that is not in memory",
+        CUT + "layer = accel.unwrap_model(model).get_decoder().layers[0]; plain = layer.forward\n"
+        "select = lambda x, attention_mask=None, **more: plain(x, attention_mask=attention_mask[..., :], **more)\n"
+        "layer.forward = select; order = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()\n"
+        "pairs = accel.parallel.split_sequence(ctx, {'mask': order[None, None]}, dim=2)['mask']\n",
+        "model(tokens, position_ids=places)",
+        "attention_mask=",
+        "model(tokens, position_ids=places, {line}pairs)",
         ranks=2,
         mesh="cp=2",
         needs="transformers",

@@ -161,23 +161,16 @@ def call_in_one_graph(
     call: Callable[P, R], *args: P.args, **kwargs: P.kwargs
 ) -> tuple[R, None] | tuple[None, GraphBreak]:
     """Call what torch compiles; return its result, or None and the graph break if it is not one graph."""
-    dynamo: Any = importlib.import_module("torch._dynamo")
     with one_graph():
-        return _call_to_error(dynamo.exc.Unsupported, call, *args, **kwargs)
+        return call_compiled(call, *args, **kwargs)
 
 
 def call_compiled(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> tuple[R, None] | tuple[None, GraphBreak]:
     """Call what torch compiles; return its result, or None and the graph break that is an error there."""
-    dynamo: Any = importlib.import_module("torch._dynamo")
-    return _call_to_error(dynamo.exc.Unsupported, call, *args, **kwargs)
-
-
-def _call_to_error(
-    kind: type[Exception], call: Callable[P, R], *args: P.args, **kwargs: P.kwargs
-) -> tuple[R, None] | tuple[None, GraphBreak]:
+    unsupported: type[Exception] = cast(Any, importlib.import_module("torch._dynamo")).exc.Unsupported
     try:
         return call(*args, **kwargs), None
-    except kind as error:
+    except unsupported as error:
         functions = tuple((each.filename, each.name) for each in cast(Any, error).real_stack or ())
         return None, GraphBreak(str(error).partition("\n")[0] or type(error).__name__, functions)
 

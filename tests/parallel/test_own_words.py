@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads of the style "colwise": what of their logits leaves a model, real or deferred, and losses of the wrong ones."""
+"""Heads of the style "colwise": logits that leave a model, real or deferred, and losses of the wrong ones."""
 
 from __future__ import annotations
 

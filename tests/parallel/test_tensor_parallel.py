@@ -278,7 +278,7 @@ def test_divided_logits_send_three_numbers_for_a_token_and_not_a_row(monkeypatch
         return {operation: count // 8 for (_, operation), count in counted.bytes.items()}
 
     ends = 2 * tokens * WIDTH  # the embedding's sum, and that of the gradient of the head's input
-    marks = 4  # by which ranks see that they hold other logits
+    marks = 4  # numbers of the comparison of logits
     assert sent("colwise") == {"all-reduce": ends + 3 * (tokens + 1) + marks}
     assert sent("colwise_gather_output") == {"all-reduce": ends, "all-gather": tokens * 53 * size}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of positions in the stages of a pipeline: what stages pass on, and the proof before the first batch."""
+"""Parts of positions in the stages of a pipeline: messages between stages, and the proof before the first batch."""
 
 from __future__ import annotations
 

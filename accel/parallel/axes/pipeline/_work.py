@@ -24,7 +24,7 @@ _FORWARD_LINE = "Call torch.autograd.set_detect_anomaly(True) first: torch then 
 
 
 class PassedPart(NamedTuple):
-    """Facts by which the rows of a part that a stage sends become a part again."""
+    """Facts of a part that a stage sends. The receiver makes a part of the rows again."""
 
     ranks: int  # number of the ranks that hold it, among all ranks of the model's parts
     layout: RowLayout  # of the rows

@@ -165,7 +165,7 @@ def uncompiled_for(model: nn.Module, ranks: PositionRanks, *, is_traced: bool) -
         return 'compile its blocks alone, accel.compile_model(model, "repeated")'
     divided = any(vars(each).get(RANKS) not in (None, ranks) for each in model.modules())
     if divided and contains_compiled(model):
-        return "ranks along tp divide the same tensors; call accel.parallel.context_attention in its attention"
+        return "ranks along tp divide the same tensors"
     return ""
 
 

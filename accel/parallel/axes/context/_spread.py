@@ -134,7 +134,7 @@ def _spread(ctx: DistContext, view: ModelView, options: ContextOptions, *, is_em
     for each in models:
         _use_parts(ctx, each)
     if _computes_in_parts(view, models):
-        _begin(ctx, view.inner.model, Traits(may_cross=not models))
+        _begin(ctx, view.inner.model, Traits())
     elif view.inner.model not in models and ctx.is_main_process:
         _log_others(view, models)
     return view.model

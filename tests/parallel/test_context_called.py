@@ -117,6 +117,9 @@ def trained(ctx: accel.DistContext, make: Maker, mesh: str, plan: Plan | None = 
     return accel.get_state_dict(ctx, model, dst=None)
 
 
+STYLES: Any = {"blocks.*.linear": "colwise_gather_output"}
+
+
 class Case(NamedTuple):
     make: Maker
     mesh: str = "cp=2"
@@ -137,17 +140,18 @@ CASES = {
     "heads": Case(beside(summed, method="heads")),
     "stages": Case(beside(by_torch, placed, along), "pp=2,cp=2", Plan(micro_batches=2)),
     "tp": Case(beside(by_torch, placed), "cp=2,tp=2"),
+    "tp in stages": Case(beside(by_torch, placed, mean), "pp=2,cp=2,tp=2", Plan(micro_batches=2, tensor=STYLES)),
 }
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=pytest.mark.slow) if each in ("stages", "tp") else each for each in CASES]
+    "name", [pytest.param(each, marks=pytest.mark.slow) if "," in CASES[each].mesh else each for each in CASES]
 )
 def test_a_step_is_as_in_one_process(ranks: Simulator, name: str) -> None:
     case = CASES[name]
     expected = trained(accel.single(), case.make, "")
-    size = 4 if "," in case.mesh else 2
+    size = 2 ** len(case.mesh.split(","))
     for found in ranks.run(lambda ctx: trained(ctx, case.make, case.mesh, case.plan), size, default_group=True):
         for each, want in expected.items():
             torch.testing.assert_close(found[each], want, rtol=0, atol=1e-10)

@@ -242,7 +242,7 @@ def _spread(ctx: DistContext, view: ModelView, options: TensorOptions, *, is_emp
                 made[id(whole)] = _divided(mesh, whole, values, rule.dims.get(name))
                 replace_parameter(f"{path}.{name}" if path else name, whole, made[id(whole)])
             module.register_parameter(name, made[id(whole)])
-    nests = ctx.axis("cp").size > 1 == ctx.axis("pp").size  # stages compute with plain positions
+    nests = ctx.axis("cp").size > 1
     ranks = install(inner, rules, lambda rule: Layer(rule, mesh), nests=nests)
     for root in _stage_views(inner):
         own = {path: rule for path, rule in rules.items() if _is_copied(root, inner, path)}

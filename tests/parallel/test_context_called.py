@@ -19,6 +19,7 @@ import accel
 from accel.errors import ConfigError
 from accel.parallel import Plan
 from accel.parallel.axes.context import all_positions
+from accel.parallel.logits._logits import DeferredLogits
 from accel.testing import Simulator
 
 ROWS, LENGTH, WIDTH = 4, 16, 8
@@ -247,3 +248,42 @@ def test_tokens_of_experts_are_counted_once(ranks: Simulator, *, listed: bool) -
     assert int(expected.sum()) == 2 * 2 * LENGTH
     for found in ranks.run(lambda ctx: counted_tokens(ctx, "cp=2"), 2, default_group=True):
         torch.testing.assert_close(found, expected)
+
+
+class LastWords(nn.Module):
+    """Words of all positions, or of the last one."""
+
+    def __init__(self, ctx: accel.DistContext, *, last: bool) -> None:
+        super().__init__()
+        self.last, self.words, self.head = last, nn.Embedding(5, WIDTH), nn.Linear(WIDTH, 5)
+        self.block = Mix(attending(ctx))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.block(self.words(ids), {})
+        return self.head(x[:, -1:] if self.last else x)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_deferred_logits_have_the_gradients_of_one_process(ranks: Simulator, *, last: bool) -> None:
+    ids = torch.arange(2 * LENGTH).view(2, LENGTH) % 5
+
+    def step(ctx: accel.DistContext, mesh: str) -> dict[str, Tensor]:
+        ctx = accel.replace(ctx, mesh=mesh)
+        with accel.seeding.seeded(ctx, 0):
+            model: Any = LastWords(ctx, last=last).double()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = accel.prepare(ctx, model, optimizer, plan=Plan(logits="deferred"))
+        part = accel.parallel.split_sequence(ctx, {"ids": ids}, shift=())["ids"]
+        state = accel.train_state(ctx).next()
+        with accel.accumulate(ctx, state, model):
+            logits = model(part)
+            assert isinstance(logits, DeferredLogits)
+            targets = part[:, : logits.shape[1]] * (not last)
+            loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            state = accel.backward(ctx, loss, state, weight=targets.numel())
+        _ = accel.optimizer_step(ctx, optimizer, state)
+        return accel.get_state_dict(ctx, model, dst=None)
+
+    expected = step(accel.single(), "")
+    for found in ranks.run(lambda ctx: step(ctx, "cp=2"), 2, default_group=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)

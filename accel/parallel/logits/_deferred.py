@@ -56,8 +56,7 @@ class DefersLogits(Mixin):
             return cast(Any, super()).__call__(*args, **kwargs)
         if cast(Any, torch.jit).is_tracing() or not _is_plain(head) or user_hooks(head):
             return cast(Any, super()).__call__(*args, **kwargs)
-        # own positions along cp stay a part; of the tokens that ranks along tp share, all are needed
-        hidden = args[0] if _has_own_positions(args[0]) else leave(args[0])
+        hidden = _input_of(args[0])
         if type(hidden) not in (Tensor, PartTensor):
             return cast(Any, super()).__call__(hidden)
         if is_unit(head):  # its hooks would gather its parameters for nothing
@@ -89,8 +88,11 @@ def _is_plain(head: nn.Module) -> bool:
     return is_by_classes or (not rule.layouts and rule.style in ("replicated", "colwise"))
 
 
-def _has_own_positions(hidden: Any) -> bool:
-    return type(hidden) is PartTensor and hidden.ranks.keeps_rows
+def _input_of(hidden: Any) -> Any:
+    """Return the input of a head: own positions along cp as a part, and all of the tokens that ranks along tp share."""
+    if not isinstance(hidden, PartTensor) or not hidden.ranks.keeps_rows:
+        return leave(hidden)
+    return hidden if hidden.division is not None else cast(Any, hidden.ranks).left(hidden)
 
 
 def _gives_part(head: nn.Module) -> bool:

@@ -142,11 +142,6 @@ class PositionRanks(Ranks):
         if not is_dynamo_compiling():  # the proof has noted them
             self.across |= dict.fromkeys(self.callers)
 
-    def agree(self, fact: bool) -> bool:
-        """Return whether something holds on all ranks. A collective."""
-        own = torch.tensor([fact], dtype=torch.uint8, device=self.ctx.device)
-        return bool(gathered(own, 0, self.group).all())
-
     def hold_alike(self, tensor: Tensor, dim: int) -> bool:
         """Return whether all ranks hold the same values of a tensor, which differ along a dimension: ranks that share
         its positions would hold different ones. A tensor of two values may be a mask, and is never alike. A collective.

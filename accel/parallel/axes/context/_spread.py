@@ -4,7 +4,6 @@ among them."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -36,10 +35,6 @@ from accel.parallel.axes.context._split import has_all_positions, plan_method, p
 from accel.parallel.axes.context._stages import ghost_of, use_stage_positions
 from accel.parallel.axes.context._transformers import check_first, kept_for_padding, use_context_attention
 from accel.topology import ContextMethod
-
-_PREPARE = "prepare_model, on a mesh with cp"
-_SHOWN = 3
-_LOG = logging.getLogger("accel.parallel")
 
 
 class ContextOptions(SpreadOptions, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
-from accel.comm import Call, exchange_values, shared_failure
+from accel.comm import Call, exchange_values, peer_error, shared_failure
 from accel.context import DistContext
 from accel.devices import wide_dtype
 from accel.errors import ConfigError, PrepareError
@@ -150,6 +150,10 @@ class Positions:
         try:
             with own_losses(self.ctx) if self.traits.has_own_losses else contextlib.nullcontext():
                 return self._call(module, forward, given, is_traced=is_traced)
+        except RuntimeError as error:  # of a message in the graph of a compiled block
+            if (lost := peer_error(error, f"the forward of {written_class(module).__name__}")) is not None:
+                raise lost from error
+            raise
         finally:
             self.is_running = False
 

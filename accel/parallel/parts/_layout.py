@@ -306,9 +306,47 @@ def finest(cuts: Sequence[RowCut]) -> RowCut:
     """Return the cut that leaves ranks the fewest rows, the first of several."""
     found = cuts[0]
     for each in cuts[1:]:  # torch.compile knows no min with a key
-        if each.local < found.local:
+        if each != found and each.local < found.local:
             found = each
     return found
+
+
+class Alignment(NamedTuple):
+    """The rows to take of broadcast tensors, so that a rank computes with the rows of one cut."""
+
+    # Of each tensor, the dimension and the rows to take; None for all of them.
+    places: tuple[tuple[int, Places] | None, ...]
+    right: int = 0  # number of the divided dimension, counted from the right, 1 for the last
+    cut: RowCut | None = None  # of it; None where nothing is divided
+
+    def layout(self, rank: int) -> RowLayout | None:
+        """Return the layout of a result of so many dimensions."""
+        return None if self.cut is None else RowLayout(rank - self.right, self.cut)
+
+
+@kept
+def alignment_of(kinds: tuple[tuple[RowLayout | None, tuple[int, ...], bool], ...], rank: int, size: int) -> Alignment:
+    """Return how tensors of these layouts and whole shapes are cut alike, broadcast from the right as torch does; the
+    third number of each: whether it may be a gradient of this rank's rows."""
+    rights = {len(shape) - layout.dim for layout, shape, _ in kinds if layout is not None}
+    if not rights:
+        return Alignment((None,) * len(kinds))
+    if len(rights) > 1:
+        raise no_rule(f"a function of parts that ranks divide along dimensions {sorted(rights)} from the right")
+    right = rights.pop()
+    need = finest([layout.cut for layout, _, _ in kinds if layout is not None])
+    places: list[tuple[int, Places] | None] = []
+    for layout, shape, may_be_gradient in kinds:
+        dim = len(shape) - right
+        if dim < 0 or shape[dim] == 1 or (layout is not None and layout.cut == need):
+            places.append(None)
+        elif shape[dim] == need.total:
+            places.append((dim, places_of(need, layout and layout.cut, rank, size)))
+        elif layout is None and shape[dim] == need.local and may_be_gradient:
+            places.append(None)
+        else:
+            raise no_rule(f"a function of {shape[dim]} rows and a part of {need.total}")
+    return Alignment(tuple(places), right, need)
 
 
 def fit(needed: Sequence[frozenset[int]], length: int) -> RowCut | None:

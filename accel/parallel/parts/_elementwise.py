@@ -42,7 +42,7 @@ def elementwise(func: Any, args: Args, kwargs: Named) -> Any:
     if first is not None and not any(isinstance(each, Tensor) for each in kwargs.values()):
         return make(func(*map(_kept_plain, args), **kwargs), first.division, first.ranks)
     ranks = ranks_of(args, kwargs)
-    own, alignment = aligned(list(tensors_of((args, kwargs))), ranks)
+    own, alignment = aligned(tensors_of((*args, *kwargs.values())), ranks)
     given = map(_kept_plain, own)
 
     def put(value: Any) -> Any:
@@ -114,7 +114,7 @@ def _changed(func: Any, args: Args, kwargs: Named) -> Any:
     if not isinstance(args[0], PartTensor):
         return written_whole(func, args, kwargs)
     part = args[0]
-    own, alignment = aligned(list(tensors_of((args, kwargs))), part.ranks)
+    own, alignment = aligned(tensors_of((*args, *kwargs.values())), part.ranks)
     if alignment.layout(part.dim()) != part.division:
         raise no_rule("in place, of a tensor that more ranks hold than the other")
     own[0] = written_rows(own[0])

@@ -10,7 +10,7 @@ gradient is a summand.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -43,6 +43,7 @@ from accel.parallel.parts._layout import (
     refuse_transform,
     rows_of,
     runs_of,
+    whole_of,
 )
 from accel.tensors import is_view, same_memory, weighted
 
@@ -232,11 +233,13 @@ class PartTensor(Tensor):
     ) -> Any:
         if not is_dynamo_compiling() and in_function_transform():
             refuse_transform(name_of(func))
-        given = {_NAMES.get(name, name): value for name, value in kwargs.items()} if kwargs else {}
+        given: Named = {}
         try:
             rule = rule_of(func)
-            if given.get("out") is not None:
-                raise no_rule("with out=")
+            if kwargs:
+                given = {_NAMES.get(name, name): value for name, value in kwargs.items()}
+                if given.get("out") is not None:
+                    raise no_rule("with out=")
             if func in _COMPOSED:
                 return rule(func, args, given)
             with scope():
@@ -268,13 +271,11 @@ def make(rows: Tensor, layout: RowLayout | None, ranks: Ranks) -> PartTensor:
     own in the graph of gradients."""
     if ranks.nests:
         return ranks.nested(rows, layout)
-    if is_dynamo_compiling():
+    if is_dynamo_compiling() or type(rows) is not Tensor or rows.is_leaf or not torch.is_grad_enabled():
         part = rows.as_subclass(PartTensor)
-    elif type(rows) is Tensor and not rows.is_leaf and torch.is_grad_enabled():
-        rows.__class__ = PartTensor
-        part: PartTensor = rows  # pyright: ignore[reportAssignmentType]
     else:
-        part = rows.as_subclass(PartTensor)
+        rows.__class__ = PartTensor
+        part = cast(PartTensor, rows)
     part.division = layout
     part.ranks = ranks
     return part
@@ -353,22 +354,21 @@ def whole_shape(tensor: Tensor) -> Any:
     """Return the whole shape of a part, or the shape of a plain tensor, a `torch.Size`."""
     shape = Tensor.size(tensor)
     layout = layout_of(tensor)
-    if layout is None:
-        return shape
-    whole = list(shape)
-    whole[layout.dim] = layout.cut.total
-    return torch.Size(whole)
+    return shape if layout is None else torch.Size(whole_of(shape, layout))
 
 
-def tensors_of(tree: object) -> Iterator[Tensor]:
-    """Yield the tensors in a nesting of containers."""
+def tensors_of(tree: object) -> list[Tensor]:
+    """Return the tensors in a nesting of containers."""
     if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, tuple | list):
-        for each in cast("Sequence[object]", tree):
-            yield from tensors_of(each)
-    elif isinstance(tree, Mapping):
-        yield from tensors_of(list(cast("Mapping[object, object]", tree).values()))
+        return [tree]
+    if isinstance(tree, Mapping):
+        tree = [*cast("Mapping[object, object]", tree).values()]
+    if not isinstance(tree, tuple | list):
+        return []
+    found: list[Tensor] = []
+    for each in cast("Sequence[object]", tree):
+        found += [each] if isinstance(each, Tensor) else tensors_of(each)
+    return found
 
 
 def ranks_of(*trees: object) -> Ranks:
@@ -477,7 +477,7 @@ def aligned(tensors: Sequence[Tensor], ranks: Ranks) -> tuple[list[Tensor], Alig
         right, cut = (0, None) if layout is None else (first.dim() - layout.dim, layout.cut)
         return [*tensors], Alignment((None,) * len(tensors), right, cut)
     kinds = tuple(
-        (layout := layout_of(each), whole_shape(each), layout is None and _may_be_gradient(each)) for each in tensors
+        (layout := layout_of(each), Tensor.size(each), layout is None and _may_be_gradient(each)) for each in tensors
     )
     found = alignment_of(kinds, ranks.rank, ranks.size)
     inside = [entered(each, ranks) for each in tensors]
@@ -487,4 +487,6 @@ def aligned(tensors: Sequence[Tensor], ranks: Ranks) -> tuple[list[Tensor], Alig
 
 def placed(result: Any, alignment: Alignment, ranks: Ranks) -> Any:
     """Return what a function gave on a rank, tensors in it as parts."""
+    if isinstance(result, Tensor):  # most often
+        return make(result, alignment.layout(result.dim()), ranks)
     return pytree.tree_map_only(Tensor, lambda each: make(each, alignment.layout(each.dim()), ranks), result)

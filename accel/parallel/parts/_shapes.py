@@ -40,7 +40,7 @@ def sizes_in(args: Args) -> list[int]:
 def _reshaped(part: PartTensor, new: Sequence[int], by: Callable[..., Tensor] = Tensor.reshape) -> PartTensor:
     if part.division is None:
         return make(by(part, new), None, part.ranks)
-    layout, own = viewed(tuple(whole_shape(part)), part.division, tuple(new))
+    layout, own = viewed(tuple(part.size()), part.division, tuple(new))
     if -1 in own:  # of unequal numbers of rows
         own = [*own[: layout.dim], part.size(part.division.dim), *own[layout.dim + 1 :]]
     return make(by(part, own), layout, part.ranks)

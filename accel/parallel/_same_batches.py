@@ -130,7 +130,7 @@ class _Compared(Mixin, nn.Module):
             return super().__call__(*args, **kwargs)
         except RuntimeError as error:
             if mixes_dtensors(error):
-                raise _read_without_call(error) from error
+                raise _computed_as_kept(error) from error
             raise
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -138,19 +138,19 @@ class _Compared(Mixin, nn.Module):
         return load_plain(super().load_state_dict, *args, **kwargs)
 
 
-def _read_without_call(error: Exception) -> PrepareError:
-    """The error of a forward that reads parameters of modules on a mesh with tp, with its line."""
+def _computed_as_kept(error: Exception) -> PrepareError:
+    """The error of a forward on a mesh with tp that computes with a DTensor of `parameters()`, with its line."""
     frames = traceback.extract_tb((error.__cause__ or error).__traceback__)  # a cause that ranks have shared
     others = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__)
     own = [each for each in frames if not each.filename.startswith(others)]
     line = f"line {own[-1].lineno} of {own[-1].filename}, {own[-1].line}" if own else str(error)
     return PrepareError(
-        "the forward reads parameters of a module that it does not call, and they are DTensors on a mesh with tp",
-        expected="modules that are called, or that have a style which gives plain tensors to readers",
+        "the forward computes with a parameter as ranks keep it, a DTensor",
+        expected="parameters that are read as attributes of their modules",
         got=line,
-        where="forward, plan.tensor",
-        fix="Let accel.prepare(ctx, model, optimizer, example=batch) find what is read; or name these modules: "
-        'plan=accel.parallel.Plan(tensor={**accel.parallel.tensor_plan(model), "blocks.*.name": "replicated_local"}).',
+        where="forward of a model on a mesh with tp",
+        fix="Read it as an attribute, such as weight = self.block.weight, and not by parameters(), named_parameters()"
+        " or state_dict().",
     )
 
 

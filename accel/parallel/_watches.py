@@ -94,8 +94,7 @@ class _ParameterChanges(TorchFunctionMode):
                 expected="parameters that are read as attributes of their modules, such as self.block.weight",
                 got=f"{path.removeprefix('module.')} in {name}, as from named_parameters()",
                 where="the first training forward of a prepared model",
-                fix="Read it as an attribute of its module. Along tp give that module the style replicated_local, by"
-                " plan=accel.parallel.Plan(tensor={...}); or keep parameters whole, on a mesh of dp alone:"
+                fix="Read it as an attribute of its module; or keep parameters whole, on a mesh of dp alone:"
                 ' accel.replace(ctx, strategy="ddp").',
             )
 

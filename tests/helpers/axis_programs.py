@@ -273,19 +273,6 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
         mesh="cp=2",
     ),
     Program(
-        "parallel/axes/context/_spread.py",
-        "a module that mixes positions",
-        "import transformers; config = transformers.ViTConfig(hidden_size=8, intermediate_size=16, image_size=8,"
-        " patch_size=2, num_hidden_layers=2, num_attention_heads=2)\n"
-        "model = nn.Sequential(transformers.ViTModel(config), nn.Conv1d(4, 4, 3))\n",
-        "accel.prepare_model(ctx, model)",
-        "accel.replace(ctx, mesh=ctx.mesh)",
-        "ctx = {line}; accel.prepare_model(ctx, model)",
-        ranks=2,
-        mesh="cp=2",
-        needs="transformers",
-    ),
-    Program(
         "parallel/axes/context/_checks.py",
         "tokens of no sequence that was cut",
         CUT + "length = 4\n",

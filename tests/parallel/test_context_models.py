@@ -586,6 +586,8 @@ class Extra(nn.Module):
 
     def forward(self, ids: Tensor, extra: Tensor) -> Tensor:
         x = self.embed(ids)
+        if self.kind in ("pictures", "features", "scales"):
+            return self.attention(x + extra.flatten(1).sum(1)[:, None, None] * self.more.weight[0])
         if self.kind == "bounds of documents":
             extra = torch.searchsorted(extra, torch.arange(x.shape[1]), right=True)
         elif self.kind == "images":
@@ -598,6 +600,9 @@ EXTRAS = {  # with four samples, and four own positions of eight
     "bounds of documents": torch.tensor([0, 3, 5, LENGTH]),
     "times": torch.tensor([7, 1, 20, 3]),
     "images": torch.arange(4)[:, None, None, None].expand(4, 3, 2, 2) % 3,
+    "pictures": torch.arange(4 * 3 * 4 * 4).view(4, 3, 4, 4) % 5,
+    "features": torch.randn(4, 4, 3, dtype=torch.float64),
+    "scales": torch.randn(4, 4, dtype=torch.float64),
     "positions": torch.arange(LENGTH) * 2,
     "positions of rows": torch.arange(LENGTH)[None] * 3,
 }
@@ -606,7 +611,7 @@ EXTRAS = {  # with four samples, and four own positions of eight
 @pytest.mark.parametrize("samples", [4, 3])
 @pytest.mark.parametrize("kind", EXTRAS)
 def test_an_input_as_long_as_the_own_positions_by_chance_stays_whole(ranks: Simulator, kind: str, samples: int) -> None:
-    extra = EXTRAS[kind][:samples] if kind in ("times", "images") else EXTRAS[kind]
+    extra = EXTRAS[kind][:samples] if len(EXTRAS[kind]) == 4 and kind != "bounds of documents" else EXTRAS[kind]
     ids = torch.randint(8, (samples, LENGTH), generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     plain = Extra(kind).double()

@@ -1089,21 +1089,50 @@ def test_a_head_on_scores_of_a_models_own_sees_all_positions(ranks: Simulator, r
     assert max(ranks.run(rank, 2, default_group=True)) < 1e-9
 
 
-def test_a_head_on_a_model_of_images_is_named_as_it_gets_what_this_returns(
-    ranks: Simulator, caplog: pytest.LogCaptureFixture
-) -> None:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    body = transformers.ViTModel(transformers.ViTConfig(image_size=8, patch_size=4, **sizes))
-    made = nn.ModuleDict({"body": body, "head": nn.Linear(16, 1)})
+class Captioner(nn.Module):
+    """Blocks of the user's that read what a model of images returns, as keys or before the words."""
 
-    def rank(ctx: accel.DistContext) -> None:
-        _ = accel.prepare_model(accel.replace(ctx, mesh="cp=2"), copy.deepcopy(made))
+    def __init__(self, *, crosses: bool) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        config = transformers.ViTConfig(image_size=8, patch_size=2, **sizes)
+        self.images = transformers.ViTModel(config, add_pooling_layer=False)
+        self.crosses = crosses
+        self.words, self.keys, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, 16), nn.Linear(16, VOCABULARY)
 
-    with caplog.at_level("WARNING", "accel.parallel"):
-        ranks.run(rank, 2, default_group=True)
-    (line,) = [each.getMessage() for each in caplog.records if "own positions" in each.getMessage()]
-    assert line.startswith("ModuleDict gets own positions")
-    assert "head may work on positions one by one alone" in line
+    def forward(self, pixels: Tensor, ids: Tensor) -> Tensor:
+        seen = self.images(pixels).last_hidden_state
+        x = self.words(ids) if self.crosses else torch.cat([seen, self.words(ids)], 1)
+        keys = self.keys(x)
+        x = x + nn.functional.scaled_dot_product_attention(x, keys, keys, is_causal=True)
+        x = x + nn.functional.scaled_dot_product_attention(x, seen, seen) if self.crosses else x[:, seen.shape[1] :]
+        return self.head(x)
+
+
+@pytest.mark.parametrize("crosses", [True, False])
+def test_code_around_a_model_of_images_sees_all_positions(ranks: Simulator, crosses: bool) -> None:
+    """Its images are as tall as a rank has positions."""
+    torch.manual_seed(0)
+    made = Captioner(crosses=crosses).double()
+    ids = IDS[0][:, :16]
+    pixels = torch.randn(len(ids), 3, 8, 8, dtype=torch.float64)
+    alone = copy.deepcopy(made)
+    expected = alone(pixels, ids)
+    expected.square().sum().backward()
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        part = accel.parallel.split_sequence(ctx, {"ids": ids, "out": expected.detach()}, shift=())
+        model = accel.unwrap_model(accel.prepare_model(ctx, copy.deepcopy(made)))
+        out = model(pixels, part["ids"])
+        out.square().sum().backward()
+        off = [float((out.detach() - part["out"]).abs().max())]
+        for mine, whole in zip(model.parameters(), alone.parameters(), strict=True):
+            assert whole.grad is not None
+            off.append(float((accel.reduce(ctx, mine.grad) - whole.grad).abs().max()))
+        return max(off)
+
+    assert max(ranks.run(rank, 2, default_group=True)) < 1e-9
 
 
 def test_models_of_one_context_have_one_method(ranks: Simulator) -> None:

@@ -214,13 +214,6 @@ def text_decoder(model: Any) -> Any:
     return decoder if hasattr(decoder, "set_attn_implementation") and decoder is not model else None
 
 
-def mixes(module: nn.Module) -> bool:
-    """Return whether a module of torch mixes positions."""
-    # outside of blocks of tokens, a convolution of two or three dimensions works on images
-    is_convolution = isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
-    return is_convolution or isinstance(module, nn.RNNBase | nn.MultiheadAttention)
-
-
 _Refuse = Callable[..., PrepareError]
 # Reasons for which a model of transformers keeps its attention, and the method is "gather".
 _REASONS: Mapping[str, Callable[[Any], object]] = {

@@ -19,7 +19,7 @@ from accel.context import DistContext
 from accel.devices import wide_dtype
 from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin, add_mixin
-from accel.parallel._modules import forward_names, note_module, notes_of, written_class
+from accel.parallel._modules import note_module, notes_of, written_class
 from accel.parallel._private import called_eagerly, runs_in_backward, untraced
 from accel.parallel.axes.context._attention import whole_positions
 from accel.parallel.axes.context._checks import refuse_reentrant
@@ -49,7 +49,6 @@ class Traits(NamedTuple):
 
     is_cut: bool = True  # whether its inputs are cut
     may_cross: bool = False  # whether it may call `context_attention` itself
-    samples: tuple[str, ...] = ()  # beginnings of the names of arguments that are never cut
     has_own_losses: bool = False  # whether losses in its forward are of this rank's positions
 
 
@@ -91,8 +90,9 @@ class Positions:
     Attributes:
         ranks: of parts that enter the model; `within` are the ranks of parts that its blocks make.
         traits: of the model.
-        names: arguments of the model's forward.
-        uncut: `id`s of the tensors of the present call that are never cut.
+        alike: whether all ranks hold the same values of inputs that could be cut by their shapes; by argument, and
+            number in it.
+        uncut: `id`s of the tensors of the present call that all ranks hold.
         dim: dimension of the positions where several could be; None where the first one never is.
         is_proved: whether a call was compared with one of all positions.
         crosses: whether the model calls `context_attention` itself, and gets own positions as they are.
@@ -109,7 +109,7 @@ class Positions:
         self.roots = tuple(roots)
         self.ranks = PositionRanks(ctx)
         self.traits = traits
-        self.names: Sequence[str] = ()
+        self.alike: dict[tuple[int | str, int], bool] = {}
         self.uncut: set[int] = set()
         self.within = PositionRanks(ctx)
         self.dim: int | None = 1
@@ -129,7 +129,6 @@ class Positions:
             runs: modules with its forward: the model, or its stages.
             within: first blocks of stacks.
         """
-        self.names = forward_names(model)
         for block in within:
             _ = block.register_forward_pre_hook(self.divide, with_kwargs=True)
         for module in model.modules():
@@ -219,14 +218,27 @@ class Positions:
             )
 
     def has_own(self, given: Inputs) -> bool:
-        """Return whether inputs of the model are cut, and no parts yet."""
+        """Return whether inputs of the model are cut, and no parts yet. A collective, as `note_uncut`."""
         self.note_uncut(given)
         return self._has_own(given)
 
     def note_uncut(self, given: Inputs) -> None:
-        """Note the inputs of a call that are never cut."""
-        known = (*zip(self.names, given.inputs, strict=False), *given.keywords.items())
-        self.uncut = {id(each) for name, each in known if name.startswith(self.traits.samples)}
+        """Note inputs that are not cut, though as long as one that is: samples that all ranks hold, such as images. A
+        collective of the first call with such an input.
+
+        Integers for each position are not compared: those of packed documents of one length are alike on all ranks.
+        """
+        self.uncut = set()
+        arguments = (*enumerate(given.inputs), *given.keywords.items())
+        found = [((name, number), each) for name, value in arguments for number, each in enumerate(listed(value))]
+        for place, each in found:
+            at = None if isinstance(each, PartTensor) else self.cut_dim(each, 1)
+            if at is None or not (each.is_floating_point() or each.dim() > 3):
+                continue
+            if place not in self.alike:
+                self.alike[place] = self.ranks.hold_alike(each.detach(), at)
+            if self.alike[place]:
+                self.uncut.add(id(each))
 
     def _has_own(self, given: Inputs) -> bool:
         tensors = listed(tuple(given))

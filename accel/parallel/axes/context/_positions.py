@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from accel.comm import copied, gathered, gathered_summed
 from accel.context import DistContext, group_of
+from accel.devices import wide_dtype
 from accel.errors import ConfigError
 from accel.parallel._private import runs_in_backward, without_subclasses
 from accel.parallel.axes.context._attention import attention_of_all, context_attention
@@ -133,6 +134,17 @@ class PositionRanks(Ranks):
         """Return whether something holds on all ranks. A collective."""
         own = torch.tensor([fact], dtype=torch.uint8, device=self.ctx.device)
         return bool(gathered(own, 0, self.group).all())
+
+    def hold_alike(self, tensor: Tensor, dim: int) -> bool:
+        """Return whether all ranks hold the same values of a tensor, which differ along a dimension: ranks that share
+        its positions would hold different ones. A tensor of two values may be a mask, and is never alike. A collective.
+        """
+        wide = tensor.to(wide_dtype(tensor.device)).nan_to_num()
+        weights = torch.arange(1, wide.numel() + 1, device=wide.device).to(wide.dtype).view(wide.shape)
+        sums = gathered((wide * weights).sum().view(1), 0, self.group)
+        least, most = wide.aminmax()
+        is_mask = ((wide == least) | (wide == most)).all()
+        return bool((sums == sums[0]).all() & ~is_mask & (wide != wide.narrow(dim, 0, 1)).any())
 
     @contextlib.contextmanager
     def agreeing(self) -> Generator[None]:

@@ -19,17 +19,14 @@ from accel.parallel._modules import (
     named_modules,
     note_prepared,
     prepared_of,
-    written_class,
 )
 from accel.parallel._refused import ModelRefusal, PrepareCall, RefusedFact, raised, refused
 from accel.parallel._spread import ModelView, Spread, SpreadOptions, compare_models
 from accel.parallel.axes.context._checks import (
-    LEAVE,
     SAMPLES,
     check_inputs,
     check_transformers,
     first_blocks,
-    mixes,
     out_of_reach,
     takes_cut_tokens,
     transformers_models,
@@ -56,46 +53,10 @@ def _is_done(ctx: DistContext, view: ModelView) -> bool:
     return not ctx.position.opened or any("context" in prepared_of(module) for module in view.modules.values())
 
 
-def _computes_in_parts(view: ModelView, models: Sequence[nn.Module]) -> bool:
-    """Return whether a user's module computes with parts of positions, around its models of transformers if it has
-    some. Its first call is proved."""
-    return view.inner.model not in models and all(takes_cut_tokens(each) and not first_blocks(each) for each in models)
-
-
-def _mixing(asked: PrepareCall) -> RefusedFact | None:
-    """Find modules that mix positions and that no attention of accel replaces."""
-    models = [each for _, each in transformers_models(asked.view.modules)]
-    if _computes_in_parts(asked.view, models):
-        return None
-    known = {id(module) for each in models for module in each.modules()}
-    found = [name for name, each in asked.view.modules.items() if id(each) not in known and mixes(each)]
-    if not found:
-        return None
-    named = (f"{type(asked.view.modules[name]).__name__} at {name or 'the top'}" for name in found[:_SHOWN])
-    return RefusedFact(", ".join(named), _PREPARE)
-
-
 def _staged(asked: PrepareCall) -> RefusedFact | None:
-    models = [each for _, each in transformers_models(asked.view.modules)]
-    is_one = models == [asked.view.inner.model] or _computes_in_parts(asked.view, models)
-    return None if is_one or asked.ctx.axis("pp").size == 1 else RefusedFact(type(models[0]).__name__, "prepare_model")
-
-
-# Rows for models that contain models of transformers which `check_transformers` accepts.
-_REFUSED = (
-    ModelRefusal(
-        "a module that mixes positions outside of a model of transformers: it only sees this rank's positions",
-        _mixing,
-        expected="modules that work on positions one by one, and accel.parallel.context_attention",
-        fix=f"{LEAVE} Where this module works along another dimension: accel.replace(ctx, mesh=ctx.mesh).",
-    ),
-    ModelRefusal(
-        "a model of transformers that takes full inputs, in stages of a model around it",
-        _staged,
-        expected="the model of transformers alone",
-        fix="Leave cp or pp out of the mesh.",
-    ),
-)
+    others = [each for _, each in transformers_models(asked.view.modules) if each is not asked.view.inner.model]
+    full = [each for each in others if not takes_cut_tokens(each) or first_blocks(each)]
+    return RefusedFact(type(full[0]).__name__, "prepare_model") if full and asked.ctx.axis("pp").size > 1 else None
 
 
 def _planned_before(asked: PrepareCall) -> RefusedFact | None:
@@ -111,13 +72,19 @@ _METHODS = ModelRefusal(
     fix="Prepare both models with one plan; a call of context_attention may have another method=.",
     error=ConfigError,
 )
+_STAGED = ModelRefusal(
+    "a model of transformers that takes full inputs, in stages of a model around it",
+    _staged,
+    expected="the model of transformers alone",
+    fix="Leave cp or pp out of the mesh.",
+)
 
 
 def _refusals(ctx: DistContext, view: ModelView, options: ContextOptions) -> list[AccelError]:
     asked = PrepareCall(ctx, view, options=options)
     models = transformers_models(view.modules)
     unknown = raised(partial(check_transformers, path, each, options.context) for path, each in models)
-    return [*refused(asked, [_METHODS]), *(unknown or refused(asked, _REFUSED))]
+    return [*refused(asked, [_METHODS]), *(unknown or refused(asked, [_STAGED]))]
 
 
 def _spread(ctx: DistContext, view: ModelView, options: ContextOptions, *, is_empty: bool) -> nn.Module:
@@ -133,10 +100,8 @@ def _spread(ctx: DistContext, view: ModelView, options: ContextOptions, *, is_em
             use_context_attention(ctx, each)
     for each in models:
         _use_parts(ctx, each)
-    if _computes_in_parts(view, models):
+    if view.inner.model not in models:
         _begin(ctx, view.inner.model, Traits(may_cross=not models))
-    elif view.inner.model not in models and ctx.is_main_process:
-        _log_others(view, models)
     return view.model
 
 
@@ -145,23 +110,10 @@ def _begin(ctx: DistContext, model: nn.Module, traits: Traits, within: Sequence[
     (use_stage_positions if is_pipelined(model) else use_positions)(ctx, model, traits, within)
 
 
-def _log_others(view: ModelView, models: Sequence[nn.Module]) -> None:
-    """Log modules outside of the models of transformers. No proof covers their use of positions."""
-    known = {id(module) for each in models for module in each.modules()}
-    others = [name for name, each in view.modules.items() if id(each) not in known and [*each.parameters(False)]]
-    if others:
-        named = ", ".join(name or "its own parameters" for name in others[:_SHOWN])
-        _LOG.warning(
-            "%s gets own positions of its model of transformers along cp: %s may work on positions one by one alone",
-            written_class(view.model).__name__,
-            named,
-        )
-
-
 def _use_parts(ctx: DistContext, model: Any) -> None:
     """Let a model of transformers compute with parts of positions. Mutates it, by classes and hooks."""
     is_cut = takes_cut_tokens(model)
-    _begin(ctx, model, Traits(is_cut, samples=SAMPLES, has_own_losses=is_cut), first_blocks(model))
+    _begin(ctx, model, Traits(is_cut, has_own_losses=is_cut), first_blocks(model))
     if is_cut:
         _ = model.register_forward_pre_hook(_GivenParts(ctx, model), prepend=True, with_kwargs=True)
 

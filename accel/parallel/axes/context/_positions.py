@@ -61,7 +61,7 @@ class _Met(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.ranks.meet(*grads[0].shape)
+        ctx.ranks.compare(*grads[0].shape)
         return grads[0], None
 
 
@@ -121,9 +121,14 @@ class PositionRanks(Ranks):
         return self.met(gathered_summed(rows, dim, self.group))
 
     def meet(self, *facts: int) -> None:
-        """Note that positions need the positions of other ranks, before a collective of these facts. If ranks agree,
-        this is a collective: it raises `DifferentRankError` on all of them if one comes with other facts."""
+        """Note that positions need the positions of other ranks, before a collective of these facts, and `compare`
+        them."""
         self.note_callers()
+        self.compare(*facts)
+
+    def compare(self, *facts: int) -> None:
+        """Raise `DifferentRankError` on all ranks if one comes with other facts before a collective. A collective, if
+        ranks agree before each."""
         if not self.agrees:
             return
         with without_subclasses(), torch.no_grad():
@@ -377,6 +382,7 @@ def _attended(
         )
     note_attention(ranks.ctx)
     if _cross(ranks, query, key, value):
+        ranks.note_callers()
         return _across(ranks, query, key, value, causal=is_causal, scale=scale, attn_mask=attn_mask)
     rows = query.dim() - 2
     layout = query.division if isinstance(query, PartTensor) else None
@@ -395,11 +401,7 @@ def _context_attended(ranks: PositionRanks, ctx: DistContext, *tensors: Tensor, 
     """Return what `context_attention` returns, with arguments for all positions. A collective. Of own positions alone
     it returns the same, so its callers are not noted."""
     if _cross(ranks, *tensors):
-        callers, ranks.callers = ranks.callers, []
-        try:
-            return _across(ranks, *tensors, **given)
-        finally:
-            ranks.callers = callers
+        return _across(ranks, *tensors, **given)
     note_attention(ctx)
     with all_positions(ctx):
         return context_attention(ctx, *all_whole(tensors), **all_whole(given))

@@ -20,7 +20,14 @@ from accel.loop_state import Accumulation
 from accel.parallel import balanced_bias, expert_counts
 from accel.parallel._modules import forget, is_pipelined, matching, named_modules, note_module, notes_of, unwrap_model
 from accel.parallel._private import runs_in_backward, untraced
-from accel.parallel.axes.experts import WITH_OWN_TOKENS, ExpertCalls, calls_around, is_sorted_experts, moe_modules
+from accel.parallel.axes.experts import (
+    LISTS,
+    WITH_OWN_TOKENS,
+    ExpertCalls,
+    calls_around,
+    is_sorted_experts,
+    moe_modules,
+)
 from accel.parallel.parts import PartTensor, plain_of
 from accel.parallel.parts._nested import NestedPart
 from accel.tensors import is_dtensor
@@ -222,11 +229,12 @@ class ExpertLoad:
         """Yield the modules to count at for a path, each with its hook."""
         above = [".".join(path.split(".")[:at]) for at in range(path.count(".") + 1)]
         around = [calls for each in above if each in modules and (calls := calls_around(modules[each])) is not None]
-        if not isinstance(listed := modules[path], nn.ModuleList):
+        if not isinstance(listed := modules[path], LISTS):
             yield listed, self._hook(path, around)
             return
         yield modules[path.rpartition(".")[0]], self._call_hook()
-        for at, expert in enumerate(cast("Iterable[nn.Module | None]", listed)):
+        entries = listed.values() if isinstance(listed, nn.ModuleDict) else listed
+        for at, expert in enumerate(cast("Iterable[nn.Module | None]", entries)):
             if expert is not None:
                 yield expert, self._row_hook(path, at)
 

@@ -218,9 +218,7 @@ _Refuse = Callable[..., PrepareError]
 # Reasons for which a model of transformers keeps its attention, and the method is "gather".
 _REASONS: Mapping[str, Callable[[Any], object]] = {
     "an attention that does not come from transformers' AttentionInterface": lambda model: (
-        not model._can_set_attn_implementation()
-        or _found(text_decoder(model) or model, "MultiheadAttention")
-        or _scores_itself(text_decoder(model) or model)
+        not model._can_set_attn_implementation() or _scores_itself(text_decoder(model) or model)
     ),
     "inputs that are not split like the tokens": lambda model: (
         not takes_cut_tokens(model) or (_is_pair(model) and _takes_samples(model))
@@ -278,11 +276,6 @@ def _check_layerdrop(model: Any, refuse: _Refuse) -> None:
     if dropped := [f"{rate} at {name or 'the top'}" for name, rate in rates if rate]:
         fix = "Set layerdrop to 0 in the model's config."
         raise refuse("blocks that are left out by chance", "layerdrop=0", dropped[0], fix)
-
-
-def _found(model: nn.Module, word: str) -> bool:
-    """Return whether the class of a module in a model has a word in its name."""
-    return any(module is not model and word in type(module).__name__ for module in model.modules())
 
 
 def _scores_itself(model: nn.Module) -> bool:

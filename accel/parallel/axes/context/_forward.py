@@ -25,7 +25,7 @@ from accel.parallel.axes.context._attention import whole_positions
 from accel.parallel.axes.context._checks import refuse_reentrant
 from accel.parallel.axes.context._inner import Outputs, compile_inside, halved, listed, uncompiled_for
 from accel.parallel.axes.context._positions import PositionRanks
-from accel.parallel.axes.context._proof import DIFFERENT, PROVED, ProofCalls, ProofComparison, evaluated, outputs_of
+from accel.parallel.axes.context._proof import DIFFERENT, PROVED, ProofComparison, evaluated, outputs_of
 from accel.parallel.axes.context._selected import whole_of
 from accel.parallel.axes.context._split import (
     has_all_positions,
@@ -197,6 +197,9 @@ class Positions:
             refuse_reentrant(module)
         if runs or has_all_positions(self.ctx) or not self._has_own(Inputs(inputs, keywords)):
             return
+        if not in_backward and self.ranks.across.get(module):
+            self.ranks.plain.add(module)
+            return
         if not in_backward:
             raise ConfigError(
                 "a part of the model was called alone",
@@ -358,8 +361,8 @@ class Positions:
             return self.comparison.expected(partial(run, inputs), may_fail=True)
 
         def attempt() -> None:
-            calls = ProofCalls(partial(run, whole), lambda: run(self.parts_of(own, dim)))
-            got = self.comparison.differ(module, calls, list(module.children()))
+            units = list(module.children())
+            got = self.comparison.differ(module, partial(run, whole), lambda: run(self.parts_of(own, dim)), units)
             if self.outputs.may_be_full(got, whole, own):
                 self.outputs.note_full(got, run_whole(halved(whole, own)))
 

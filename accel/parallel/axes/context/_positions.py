@@ -71,7 +71,7 @@ class PositionRanks(Ranks):
     Attributes:
         ctx: the context.
         callers: modules that are running their forward, while calls are noted.
-        across: modules that needed positions of other ranks in the noted calls.
+        across: modules that needed positions of other ranks in the noted calls, and whether they may be called alone.
         plain: modules that were given no part, of the calls that were noted.
         whole: names of the functions that computed all positions on each rank.
         has_own_loss: whether a loss of own positions was computed.
@@ -88,7 +88,7 @@ class PositionRanks(Ranks):
         super().__init__(cast(Any, group_of(ctx, "cp")))
         self.ctx = ctx
         self.callers: list[nn.Module] = []
-        self.across: dict[nn.Module, None] = {}
+        self.across: dict[nn.Module, bool] = {}
         self.plain: set[nn.Module] = set()
         self.whole: dict[str, None] = {}
         self.agrees = False
@@ -137,10 +137,11 @@ class PositionRanks(Ranks):
             if not bool((rows == own).all()):
                 raise DifferentRankError("ranks along cp did not compute the same")
 
-    def note_callers(self) -> None:
-        """Note that the modules that run compute something else with own positions alone."""
+    def note_callers(self, *, may_be_alone: bool = False) -> None:
+        """Note that the modules that run need positions of other ranks. `may_be_alone`: whether they compute the same
+        if they are called alone with own positions."""
         if not is_dynamo_compiling():  # the proof has noted them
-            self.across |= dict.fromkeys(self.callers)
+            self.across |= {each: may_be_alone and self.across.get(each, True) for each in self.callers}
 
     def hold_alike(self, tensor: Tensor, dim: int) -> bool:
         """Return whether all ranks hold the same values of a tensor, which differ along a dimension: ranks that share
@@ -393,9 +394,9 @@ def _attended(
 
 
 def _context_attended(ranks: PositionRanks, ctx: DistContext, *tensors: Tensor, **given: Any) -> Tensor:
-    """Return what `context_attention` returns, with arguments for all positions. A collective. Of own positions alone
-    it returns the same, so its callers are not noted."""
+    """Return what `context_attention` returns, with arguments for all positions. A collective."""
     if _cross(ranks, *tensors):
+        ranks.note_callers(may_be_alone=True)
         return _across(ranks, *tensors, **given)
     note_attention(ctx)
     with all_positions(ctx):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,6 @@ DIFFERENT = "ranks along cp did not compute the same"
 PROVED = 8  # positions of a rank in the proof
 _LARGEST = 2**28  # most parameter elements for comparing all gradients; larger models: vectors
 _WIDEST = 2**29  # elements of the largest parameter that the proof copies in a wide dtype: 4 GiB
-
-
-class ProofCalls(NamedTuple):
-    """Calls that a proof compares. Each returns the floating-point outputs."""
-
-    whole: Callable[[], list[Tensor]]  # with all positions
-    own: Callable[[], list[Tensor]]  # with parts
 
 
 class ProofComparison:
@@ -63,9 +56,15 @@ class ProofComparison:
             return _problem_of(error)
         return ""
 
-    def differ(self, module: nn.Module, calls: ProofCalls, units: Sequence[nn.Module]) -> list[Tensor]:
-        """Raise `PrepareError` where a call with parts differs from one with all positions; return its outputs. A
-        collective.
+    def differ(
+        self,
+        module: nn.Module,
+        run_whole: Callable[[], list[Tensor]],
+        run_own: Callable[[], list[Tensor]],
+        units: Sequence[nn.Module],
+    ) -> list[Tensor]:
+        """Raise `PrepareError` where a call with parts differs from one with all positions; return its outputs. Both
+        return floating-point outputs. A collective.
 
         Both compute in a wide dtype, as rounding would hide an error in a narrow one. A forward that does not run in
         it, has a very large parameter or gathers units of `fully_shard`, and the gradients of a large model, are
@@ -87,11 +86,11 @@ class ProofComparison:
             follows = not parameters and (run is not mode or sum(sizes) <= _LARGEST)
             is_followed = bool(compared) or (follows and any(each.requires_grad for each in everything))
             with run, torch.set_grad_enabled(is_followed):
-                expected = self.expected(calls.whole, may_fail=run is mode)
+                expected = self.expected(run_whole, may_fail=run is mode)
                 if expected is None:
                     continue
                 with noted(module, self.ranks):
-                    got = calls.own()
+                    got = run_own()
                 if difference := self.difference(expected, got, compared):
                     raise PrepareError("", got=difference)
             if compared or not parameters:

@@ -22,7 +22,7 @@ from accel.parallel.axes.context._attention import whole_positions
 from accel.parallel.axes.context._forward import Inputs, Positions, Traits
 from accel.parallel.axes.context._inner import halved, listed
 from accel.parallel.axes.context._positions import PositionRanks
-from accel.parallel.axes.context._proof import DIFFERENT, ProofCalls, evaluated, outputs_of
+from accel.parallel.axes.context._proof import DIFFERENT, evaluated, outputs_of
 from accel.parallel.axes.context._split import all_positions, has_all_positions
 from accel.parallel.parts import PartTensor, leave, make, plain_of
 from accel.parallel.parts._nested import rows_in
@@ -191,8 +191,7 @@ class StagePositions(Positions):
             found = [each if part is None else self.received(each, part) for each, part in passed]
             return list(map(self._number, found))
 
-        calls = ProofCalls(partial(self._run_whole, trial), run_own)
-        found = self.comparison.differ(trial.module, calls, [trial.module])
+        found = self.comparison.differ(trial.module, partial(self._run_whole, trial), run_own, [trial.module])
         if trial.module.is_last:
             self.got = found
 

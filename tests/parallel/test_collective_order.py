@@ -27,7 +27,6 @@ from steps import ByState
 from torch import nn
 
 import accel
-from accel.parallel.axes.context import _spread
 from accel.testing import Simulator
 from accel.topology import Axes, mesh_sizes
 
@@ -127,7 +126,7 @@ class Descent(torch.optim.Optimizer):
 def own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let models compute with own positions as they are, which calls the same attention: ranks that run alone have no
     values of others for the proof of parts, and do not learn which parts other stages pass on."""
-    monkeypatch.setattr(_spread, "_begin", lambda *_: None)
+    monkeypatch.setattr("accel.parallel.axes.context._spread._begin", lambda *_: None)
 
 
 def problem_of(steps: Steps) -> str:

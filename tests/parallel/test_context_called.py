@@ -287,3 +287,47 @@ def test_deferred_logits_have_the_gradients_of_one_process(ranks: Simulator, *, 
     expected = step(accel.single(), "")
     for found in ranks.run(lambda ctx: step(ctx, "cp=2"), 2, default_group=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+class OwnLoss(LastWords):
+    """Computes its loss in the forward."""
+
+    def __init__(self, ctx: accel.DistContext, reduction: str) -> None:
+        super().__init__(ctx, last=False)
+        self.reduction = reduction
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = super().forward(ids)
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=self.reduction)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_in_the_forward_is_of_all_positions(
+    ranks: Simulator, reduction: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = torch.arange(2 * LENGTH).view(2, LENGTH) % 5
+    labels = ids.masked_fill(torch.arange(LENGTH) < 5, -100)
+
+    def step(ctx: accel.DistContext, mesh: str) -> dict[str, Tensor]:
+        ctx = accel.replace(ctx, mesh=mesh)
+        with accel.seeding.seeded(ctx, 0):
+            model: Any = OwnLoss(ctx, reduction).double()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = accel.prepare(ctx, model, optimizer)
+        part = accel.parallel.split_sequence(ctx, {"ids": ids, "labels": labels})
+        own = (part["labels"] != -100).sum()
+        state = accel.train_state(ctx).next()
+        with accel.accumulate(ctx, state, model):
+            loss = model(part["ids"], part["labels"])
+            if reduction == "sum":
+                loss = loss / accel.reduce(ctx, own)
+            state = accel.backward(ctx, loss, state, weight=own)
+        _ = accel.optimizer_step(ctx, optimizer, state)
+        return {"loss": loss.detach(), **accel.get_state_dict(ctx, model, dst=None)}
+
+    expected = step(accel.single(), "")
+    with caplog.at_level("WARNING", "accel.parallel"):
+        for found in ranks.run(lambda ctx: step(ctx, "cp=2"), 2, default_group=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    said = [each.getMessage() for each in caplog.records if "sums a loss" in each.getMessage()]
+    assert len(said) == (reduction == "sum")

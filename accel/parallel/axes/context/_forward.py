@@ -323,6 +323,9 @@ class Positions:
         if reason:
             text = "%s runs as it is, uncompiled, along cp=%d: %s"
             _LOG.warning(text, written_class(model).__name__, self.ranks.size, reason)
+        if self.ranks.has_sum:
+            text = "%s sums a loss over all positions, on each rank along cp=%d: divide it by the tokens of all ranks"
+            _LOG.warning(text, written_class(model).__name__, self.ranks.size)
         if self.ranks.whole:
             text = "%s: each rank along cp=%d computes all positions in %s"
             _LOG.info(text, written_class(model).__name__, self.ranks.size, ", ".join(self.ranks.whole))

@@ -75,6 +75,7 @@ class PositionRanks(Ranks):
         plain: modules that were given no part, of the calls that were noted.
         whole: names of the functions that computed all positions on each rank.
         has_own_loss: whether a loss of own positions was computed.
+        has_sum: whether a loss was summed over all positions.
         counts_changes: whether torch counts changes in place, in the calls of compiled modules.
         agrees: whether ranks compare the next call before each collective, as in a proof, where a single rank may fail.
         in_stages: whether stages of a pipeline compute with the parts.
@@ -82,7 +83,10 @@ class PositionRanks(Ranks):
 
     keeps_rows = True
 
-    __slots__ = ("across", "agrees", "callers", "counts_changes", "ctx", "has_own_loss", "in_stages", "plain", "whole")
+    __slots__ = (
+        "across", "agrees", "callers", "counts_changes", "ctx", "has_own_loss", "has_sum", "in_stages", "plain",
+        "whole",
+    )  # fmt: skip
 
     def __init__(self, ctx: DistContext) -> None:
         super().__init__(cast(Any, group_of(ctx, "cp")))
@@ -93,6 +97,7 @@ class PositionRanks(Ranks):
         self.whole: dict[str, None] = {}
         self.agrees = False
         self.has_own_loss = False
+        self.has_sum = False
         self.counts_changes = True
         self.in_stages = False
 
@@ -314,6 +319,8 @@ def _loss(ranks: PositionRanks, func: Any, args: _Args, kwargs: _Named) -> Any:
     if has_own_losses(ranks.ctx):
         ranks.has_own_loss = True
         losses = plain_of(losses)
+    elif reduction == "sum" and not is_dynamo_compiling():
+        ranks.has_sum = True
     return losses.sum() if reduction == "sum" else losses.sum() / (losses.numel() if count is None else count)
 
 

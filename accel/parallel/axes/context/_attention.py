@@ -312,7 +312,7 @@ def attention_of_all(
     ranks: PositionRanks, q: Tensor, k: Tensor, v: Tensor, method: ContextMethod | None = None, **given: Any
 ) -> Tensor:
     """Return attention of this rank's queries to the keys of all ranks. `given`: arguments of `context_attention`."""
-    ranks.meet(*q.shape)
+    ranks.compare(*q.shape)
     return ranks.met(context_attention(ranks.ctx, q, k, v, method=method, **given))
 
 

@@ -79,10 +79,10 @@ class PositionRegion(PartRegion, nn.Module):
         positions: Any = notes_of(self).get("positions")
         if is_dynamo_compiling() or positions is None:  # None for a new model of the class
             return super().__call__(*args, **kwargs)
-        if positions.is_running or self not in positions.roots:
+        if self not in positions.roots:
             return self._called(*args, **kwargs)
         own: Any = super(PartRegion, self)
-        if positions.crosses or not (is_compiled(self) and REGION in vars(self)):
+        if not is_compiled(self) or REGION not in vars(self):
             return own.__call__(*args, **kwargs)
         if not positions.is_proved:
             with called_eagerly(self):
@@ -205,7 +205,7 @@ def _uncompiled_for(model: nn.Module, ranks: PositionRanks) -> str:
     if is_compiled(model) and REGION not in vars(model):
         return COMPILED_AROUND
     if any(vars(each).get(RANKS) not in (None, ranks) for each in model.modules()):
-        return "ranks along tp divide the same tensors; call accel.parallel.context_attention in its attention"
+        return "ranks along tp divide the same tensors"
     return ""
 
 

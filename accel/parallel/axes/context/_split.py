@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -114,17 +114,6 @@ def note_attention(ctx: DistContext) -> None:
     """Note that attention crossed the ranks along cp. Mutates the context's handle."""
     if _ATTENDED not in ctx.comm.notes:  # a graph of torch.compile changes nothing outside of a recomputed block
         ctx.comm.notes[_ATTENDED] = "yes"
-
-
-def attends(ctx: DistContext, call: Callable[[], object]) -> bool:
-    """Return whether attention crosses ranks in a call, whatever it raises. Mutates the context's handle."""
-    before = ctx.comm.notes.pop(_ATTENDED, None)
-    with contextlib.suppress(Exception):
-        _ = call()
-    found = _ATTENDED in ctx.comm.notes
-    if before is not None:
-        ctx.comm.notes[_ATTENDED] = before
-    return found
 
 
 def note_cut(ctx: DistContext, own: int) -> None:

@@ -314,3 +314,21 @@ def test_a_model_that_is_compiled_before_prepare_computes_uncompiled(
     for got in ranks.run(lambda ctx: rank(ctx, "cp=2"), 2, default_group=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
     assert "uncompiled, along cp=2" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch.compile
+def test_a_compiled_model_of_sharded_blocks_computes_uncompiled(
+    ranks: Simulator, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = Stack(Mixing(causal), Mixing(causal)).double()
+
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="dp=2,cp=2", strategy="fsdp")
+        model = accel.compile_model(accel.prepare_model(ctx, copy.deepcopy(plain)), backend="aot_eager")
+        for _ in range(2):
+            out = model(cut(ctx, {"x": X})["x"])
+        torch.testing.assert_close(out, own_of(ctx, plain(X), out), rtol=0, atol=1e-12)
+
+    ranks.run(rank, 4, default_group=True)
+    assert "uncompiled, along cp=2: compile its blocks alone" in caplog.text

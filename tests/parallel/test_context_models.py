@@ -262,7 +262,9 @@ def test_a_compiled_model_computes_uncompiled_and_says_so(
     with caplog.at_level(logging.WARNING, "accel.parallel"):
         assert max(ranks.run(rank, 2, default_group=True)) < 1e-10
     said = [each.getMessage() for each in caplog.records if "uncompiled" in each.getMessage()]
-    assert said == ["Body runs as it is, uncompiled, along cp=2: compile it by accel.compile_model"]
+    assert said == [
+        'Body runs as it is, uncompiled, along cp=2: compile its blocks alone, accel.compile_model(model, "repeated")'
+    ]
 
 
 @pytest.mark.filterwarnings("ignore")

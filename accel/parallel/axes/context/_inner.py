@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Generator, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
@@ -82,7 +83,7 @@ class PositionRegion(PartRegion, nn.Module):
         if self not in positions.roots:
             return self._called(*args, **kwargs)
         own: Any = super(PartRegion, self)
-        if not is_compiled(self) or REGION not in vars(self):
+        if not _is_one_graph(self):
             return own.__call__(*args, **kwargs)
         if not positions.is_proved:
             with called_eagerly(self):
@@ -188,7 +189,14 @@ def _has_rows(tensor: Tensor) -> bool:
     return isinstance(tensor, PartTensor) and tensor.division is not None
 
 
-COMPILED_AROUND = "compile it by accel.compile_model"
+COMPILED_AROUND = 'compile its blocks alone, accel.compile_model(model, "repeated")'
+
+
+def _is_one_graph(model: nn.Module) -> bool:
+    """Return whether `compile_model` compiles a model as a whole, and no units gather shards around its blocks."""
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    is_region = is_compiled(model) and REGION in vars(model)
+    return is_region and not any(isinstance(each, sharded) for each in model.modules())
 
 
 def log_uncompiled(model: nn.Module, ranks: PositionRanks, reason: str) -> None:
@@ -202,7 +210,7 @@ def _uncompiled_for(model: nn.Module, ranks: PositionRanks) -> str:
     """Return the reason for which compiled modules of a model run as they are; "" for none."""
     if ranks.in_stages:
         return "stages of a pipeline send the positions of its blocks"
-    if is_compiled(model) and REGION not in vars(model):
+    if is_compiled(model) and not _is_one_graph(model):
         return COMPILED_AROUND
     if any(vars(each).get(RANKS) not in (None, ranks) for each in model.modules()):
         return "ranks along tp divide the same tensors"

@@ -89,10 +89,11 @@ def check(
     fullgraph: bool = True,
     again: bool = False,
     method: ContextMethod | None = None,
+    regions: str | None = "repeated",
     then: Callable[[nn.Module, Any], None] = lambda _model, _own: None,
 ) -> None:
-    """Compare outputs and gradients of compiled blocks with those of one process; then call a function with the model
-    and own inputs."""
+    """Compare outputs and gradients of compiled blocks, or of a compiled model, with those of one process; then call a
+    function with the model and own inputs."""
     plain = plain.double()
     expected = copy.deepcopy(plain)
     whole = floats(called(expected, inputs))
@@ -105,7 +106,7 @@ def check(
         model = accel.prepare_model(ctx, copy.deepcopy(plain), plan=plan)
         if again:
             model = accel.checkpoint_activations(model)
-        model = accel.compile_model(model, "repeated", backend="aot_eager", fullgraph=fullgraph)
+        model = accel.compile_model(model, regions, backend="aot_eager", fullgraph=fullgraph)
         for _ in range(2):
             model.zero_grad()
             own = floats(called(model, cut(ctx, inputs)))
@@ -151,15 +152,9 @@ def causal(x: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).reshape(x.shape)
 
 
-@pytest.mark.parametrize(
-    ("method", "again"),
-    [
-        ("ring", False),
-        pytest.param("ring", True, marks=pytest.mark.slow),
-        pytest.param("heads", False, marks=pytest.mark.slow),
-        pytest.param("heads", True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("method", ["ring", "heads"])
 def test_a_compiled_block_has_one_graph_with_each_method(ranks: Simulator, method: ContextMethod, again: bool) -> None:
     check(ranks, Stack(Mixing(causal), Mixing(causal), again=again), {"x": X}, method=method)
     assert graphs() == 2  # of each rank
@@ -181,6 +176,29 @@ def test_compiled_blocks_of_hand_written_models_have_one_graph(
 ) -> None:
     check(ranks, entry.make(), entry.batch(5, 3, LENGTH).inputs, again=again)
     assert 0 < graphs() <= 4
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [False, True])
+def test_a_compiled_model_has_one_graph(ranks: Simulator, again: bool) -> None:
+    check(ranks, Stack(Mixing(causal), Mixing(causal), again=again), {"x": X}, regions=None)
+    assert graphs() == 2  # of each rank
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("entry", "method"),
+    [
+        pytest.param(*named("nano_gpt"), "ring", id="nano_gpt, ring", marks=pytest.mark.slow),
+        pytest.param(*named("llama"), "heads", id="llama, heads", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_compiled_hand_written_model_has_one_graph(
+    ranks: Simulator, entry: Handwritten, method: ContextMethod
+) -> None:
+    check(ranks, entry.make(), entry.batch(5, 3, LENGTH).inputs, method=method, regions=None)
+    assert graphs() == 2
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
@@ -268,6 +286,17 @@ def test_a_block_that_is_no_graph_computes_uncompiled_and_says_why(
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile
+def test_a_model_that_is_no_graph_computes_uncompiled_and_says_why(
+    ranks: Simulator, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "accel.parallel"):
+        check(ranks, CASES["Unsupported method call"], {"x": X}, fullgraph=False, regions=None)
+    said = [each.getMessage() for each in caplog.records if "uncompiled" in each.getMessage()]
+    assert said == ["Stack: a module that computes with parts of tensors stays uncompiled: Unsupported method call"] * 2
+    assert not graphs()
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.compile
 def test_a_model_that_is_compiled_before_prepare_computes_uncompiled(
     ranks: Simulator, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -285,3 +314,21 @@ def test_a_model_that_is_compiled_before_prepare_computes_uncompiled(
     for got in ranks.run(lambda ctx: rank(ctx, "cp=2"), 2, default_group=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
     assert "uncompiled, along cp=2" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch.compile
+def test_a_compiled_model_of_sharded_blocks_computes_uncompiled(
+    ranks: Simulator, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = Stack(Mixing(causal), Mixing(causal)).double()
+
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="dp=2,cp=2", strategy="fsdp")
+        model = accel.compile_model(accel.prepare_model(ctx, copy.deepcopy(plain)), backend="aot_eager")
+        for _ in range(2):
+            out = model(cut(ctx, {"x": X})["x"])
+        torch.testing.assert_close(out, own_of(ctx, plain(X), out), rtol=0, atol=1e-12)
+
+    ranks.run(rank, 4, default_group=True)
+    assert "uncompiled, along cp=2: compile its blocks alone" in caplog.text

@@ -20,10 +20,19 @@ from accel.devices import wide_dtype
 from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import note_module, notes_of, written_class
-from accel.parallel._private import called_eagerly, runs_in_backward, untraced
+from accel.parallel._private import called_eagerly, is_compiled, runs_in_backward, untraced
 from accel.parallel.axes.context._attention import whole_positions
 from accel.parallel.axes.context._checks import refuse_reentrant
-from accel.parallel.axes.context._inner import Outputs, compile_inside, halved, listed, uncompiled_for
+from accel.parallel.axes.context._inner import (
+    COMPILED_AROUND,
+    Inputs,
+    Outputs,
+    PositionRegion,
+    compile_inside,
+    halved,
+    listed,
+    log_uncompiled,
+)
 from accel.parallel.axes.context._positions import PositionRanks
 from accel.parallel.axes.context._proof import DIFFERENT, PROVED, ProofComparison, evaluated, outputs_of
 from accel.parallel.axes.context._selected import whole_of
@@ -65,16 +74,9 @@ class _ByPositions(Mixin, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward, with parts of the inputs that are cut."""
         positions = cast("Positions | None", notes_of(self).get("positions"))
-        if positions is None:  # for a new model of the class
+        if positions is None or positions.in_region:  # None for a new model of the class
             return super().forward(*args, **kwargs)
         return positions.call(self, super().forward, Inputs(args, kwargs), is_traced=torch.compiler.is_compiling())
-
-
-class Inputs(NamedTuple):
-    """Arguments of a call."""
-
-    inputs: tuple[Any, ...]
-    keywords: Mapping[str, Any]
 
 
 _Forward = Callable[..., Any]
@@ -132,6 +134,7 @@ class Positions:
         for each in (model, *runs):
             note_module(each, positions=self)
         add_mixin(runs, _ByPositions)
+        add_mixin(runs, PositionRegion)
 
     def guard_all(self, model: nn.Module) -> None:
         """Refuse separate calls of all modules that can have an attention, until the first call is proved. A model
@@ -290,8 +293,10 @@ class Positions:
             if not problems[-1]:
                 self.guard(self.ranks.across)
                 note_attention(self.ctx)  # or no position needs another
+                if is_traced and not is_compiled(module):
+                    log_uncompiled(module, self.ranks, COMPILED_AROUND)
                 if self.ctx.is_main_process:
-                    self._log(module, uncompiled_for(module, self.ranks, is_traced=is_traced))
+                    self._log(module)
                 self.is_proved = True
                 self.dim = dim
                 return
@@ -319,10 +324,7 @@ class Positions:
         has_rows = any(at is not None for at in found[None])
         return ([(None, None)] if first == 1 and has_rows else []), ways
 
-    def _log(self, model: nn.Module, reason: str) -> None:
-        if reason:
-            text = "%s runs as it is, uncompiled, along cp=%d: %s"
-            _LOG.warning(text, written_class(model).__name__, self.ranks.size, reason)
+    def _log(self, model: nn.Module) -> None:
         if self.ranks.has_sum:
             text = "%s sums a loss over all positions, on each rank along cp=%d: divide it by the tokens of all ranks"
             _LOG.warning(text, written_class(model).__name__, self.ranks.size)

@@ -4,22 +4,32 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+import logging
+import sys
+from collections.abc import Generator, Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from accel.mixins import add_mixin
-from accel.parallel._modules import RANKS, note_module, notes_of
-from accel.parallel._private import contains_compiled, forward_pre_hooks, is_compiled, run_eagerly
+from accel.parallel._modules import RANKS, note_module, notes_of, written_class
+from accel.parallel._private import (
+    REGION,
+    called_eagerly,
+    contains_compiled,
+    forward_pre_hooks,
+    is_compiled,
+    run_eagerly,
+)
 from accel.parallel.axes.context._kernels import allow_in_graphs
 from accel.parallel.axes.context._positions import PositionRanks
 from accel.parallel.axes.context._split import own_positions
 from accel.parallel.parts import PartRegion, PartsInGraph, PartTensor
 from accel.parallel.parts._part import tensors_of
+from accel.parallel.parts._region import leave_uncompiled
 from accel.tree import map_tensors
 
 
@@ -54,14 +64,37 @@ def noted(model: nn.Module, ranks: PositionRanks) -> Generator[None]:
         ranks.callers.clear()
 
 
+class Inputs(NamedTuple):
+    """Arguments of a call."""
+
+    inputs: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+
+
 class PositionRegion(PartRegion, nn.Module):
     """A module of a model that computes with parts, which torch may compile."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module. A graph does not see what is around it, so a call alone is refused here."""
+        """Call the module. A graph does not see what is around it, so a call alone is refused here, and a model that
+        is one graph gets parts."""
         positions: Any = notes_of(self).get("positions")
-        if is_dynamo_compiling():
+        if is_dynamo_compiling() or positions is None:  # None for a new model of the class
             return super().__call__(*args, **kwargs)
+        if self not in positions.roots:
+            return self._called(*args, **kwargs)
+        own: Any = super(PartRegion, self)
+        if not _is_one_graph(self):
+            return own.__call__(*args, **kwargs)
+        if not positions.is_proved:
+            with called_eagerly(self):
+                return own.__call__(*args, **kwargs)
+        if problem := self._problem_with(args, kwargs):
+            leave_uncompiled(self, problem)
+            return own.__call__(*args, **kwargs)
+        return positions.call(self, self._called, Inputs(args, kwargs), is_traced=False)
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        positions: Any = notes_of(self).get("positions")
         if positions.refuse_alone in forward_pre_hooks(self).values():
             positions.refuse_alone(self, args, kwargs)
         positions.ranks.counts_changes = not torch.is_inference_mode_enabled()
@@ -156,15 +189,30 @@ def _has_rows(tensor: Tensor) -> bool:
     return isinstance(tensor, PartTensor) and tensor.division is not None
 
 
-def uncompiled_for(model: nn.Module, ranks: PositionRanks, *, is_traced: bool) -> str:
-    """Return the reason for which compiled modules of a model run as they are; "" for none. `is_traced`: whether torch
-    compiles a call of the model."""
-    if ranks.in_stages and contains_compiled(model):
+COMPILED_AROUND = 'compile its blocks alone, accel.compile_model(model, "repeated")'
+
+
+def _is_one_graph(model: nn.Module) -> bool:
+    """Return whether `compile_model` compiles a model as a whole, and no units gather shards around its blocks."""
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    is_region = is_compiled(model) and REGION in vars(model)
+    return is_region and not any(isinstance(each, sharded) for each in model.modules())
+
+
+def log_uncompiled(model: nn.Module, ranks: PositionRanks, reason: str) -> None:
+    """Log on the main process that modules that torch compiles run as they are."""
+    if ranks.ctx.is_main_process:
+        text = "%s runs as it is, uncompiled, along cp=%d: %s"
+        logging.getLogger("accel.parallel").warning(text, written_class(model).__name__, ranks.size, reason)
+
+
+def _uncompiled_for(model: nn.Module, ranks: PositionRanks) -> str:
+    """Return the reason for which compiled modules of a model run as they are; "" for none."""
+    if ranks.in_stages:
         return "stages of a pipeline send the positions of its blocks"
-    if is_traced or is_compiled(model):
-        return 'compile its blocks alone, accel.compile_model(model, "repeated")'
-    divided = any(vars(each).get(RANKS) not in (None, ranks) for each in model.modules())
-    if divided and contains_compiled(model):
+    if is_compiled(model) and not _is_one_graph(model):
+        return COMPILED_AROUND
+    if any(vars(each).get(RANKS) not in (None, ranks) for each in model.modules()):
         return "ranks along tp divide the same tensors"
     return ""
 
@@ -174,7 +222,8 @@ def compile_inside(model: nn.Module, ranks: PositionRanks, positions: Any) -> No
     cannot, they run as they are from now on. `positions`: calls of the model."""
     if not contains_compiled(model):
         return
-    if uncompiled_for(model, ranks, is_traced=False):
+    if reason := _uncompiled_for(model, ranks):
+        log_uncompiled(model, ranks, reason)
         run_eagerly(model)  # and in a backward that computes blocks again
         return
     allow_in_graphs()

@@ -14,12 +14,11 @@ from torch.compiler import is_dynamo_compiling
 
 from accel.mixins import add_mixin
 from accel.parallel._modules import RANKS, note_module, notes_of
-from accel.parallel._private import contains_compiled, forward_pre_hooks, is_compiled, run_eagerly
+from accel.parallel._private import contains_compiled, forward_pre_hooks, is_compiled, run_eagerly, tensors_of
 from accel.parallel.axes.context._kernels import last_queries
 from accel.parallel.axes.context._positions import PositionRanks
 from accel.parallel.axes.context._split import own_positions
 from accel.parallel.parts import PartRegion, PartsInGraph, PartTensor
-from accel.parallel.parts._part import tensors_of
 from accel.tree import map_tensors
 
 

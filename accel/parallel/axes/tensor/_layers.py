@@ -194,8 +194,10 @@ def needed_rows(
         back[other] = sum(map(math.prod, coming))
         sent += rows
         shapes += coming
+    if len(sent) > 1:  # one alone is sent without a copy
+        sent = [torch.cat(sent)]
     # a rank that sends nothing has a history too, as its backward is a message
-    flat = torch.cat(sent) if sent else first[0][:0].flatten()
+    flat = sent[0] if sent else first[0][:0].flatten()
     received = exchanged(flat, to, back, layer.group).split_with_sizes(list(map(math.prod, shapes)))
     arrived = [each.view(shape) for each, shape in zip(received, shapes, strict=True)]
     needed: list[torch.Tensor] = []

@@ -74,12 +74,14 @@ class Ranks:
         nests: whether rows may be parts along another axis.
         overlaps: whether messages overlap with matmuls, where torch compiles nothing.
         shares_tokens: whether each rank holds its tokens between divided layers.
+        keeps_rows: whether this rank's rows of outputs leave a model, and not all.
         given: layouts of the parts among the leaves of the arguments of a compiled call, by their number; None inside.
     """
 
     nests = False
     overlaps = False
     shares_tokens = False
+    keeps_rows = False
 
     __slots__ = ("_entered", "given", "group", "in_rule", "rank", "size")
 
@@ -160,10 +162,6 @@ class Ranks:
     def from_module(self, output: Any) -> Any:
         """Return the output of a module in a model that computes with parts, inside of the model."""
         return output
-
-    def hold_plain_rows(self) -> None:
-        """Let parts have plain rows, as no tensor is a part of positions."""
-        raise NotImplementedError
 
     def in_graph(self, rows: Tensor, layout: RowLayout | None) -> PartTensor:
         """Return this rank's rows of a tensor as a part, at a border of a graph of torch.compile."""

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from accel.errors import PrepareError
 from accel.parallel._blocks import block_groups, outermost_groups
 from accel.parallel._modules import example_of, named_modules, without_cache
+from accel.parallel.axes.tensor._dependence import pattern_of
 from accel.parallel.axes.tensor._found import LARGEST, PlanSearch, Styles, words_of
 from accel.parallel.axes.tensor._prove import Verdict, prove, short, tokens_refused
 from accel.parallel.axes.tensor._rules import is_in
@@ -21,6 +23,8 @@ from accel.parallel.parts._layout import even
 from accel.topology import TensorStyle
 
 _LEAST_ROWS = 32  # of a table that is worth dividing
+_LEAST_SHARE = 0.01  # of a model's parameters, for a layer or a table that is worth a message
+_LEAST_TOGETHER = 0.05  # of a model's parameters, for layers with one pattern of paths, such as one for each head
 _LONGER = (1, 2, 4, 8, 16, 32, 64, 128)  # inputs tried in turn, as multiples of a short one
 
 
@@ -43,6 +47,7 @@ def found_plan(
     with_ends: bool = True,
     in_words: bool = False,
     shares_tokens: bool = False,
+    heads: Collection[str] = (),
 ) -> FoundPlan:
     """Return the plan by which so many ranks compute what the model does. No communication; the model and torch's
     streams are unchanged.
@@ -50,7 +55,8 @@ def found_plan(
     `example` are arguments of the model's forward; None for small ones by the config of a model of transformers.
     `within` are paths of the modules to look in; `with_ends` also divides the embedding and the head. The plan
     has layouts, and `in_words` also the styles that mean them, which are proved too. With `shares_tokens` the plan is
-    proved with ranks that share the tokens; `PrepareError` where they cannot.
+    proved with ranks that share the tokens; `PrepareError` where they cannot. `heads` are paths of layers that are
+    divided by outputs, also where the forward passes their outputs to a loss.
     """
     try:
         recorded = _recorded(model, size if shares_tokens else 1, example)
@@ -61,7 +67,7 @@ def found_plan(
     search = PlanSearch(model, recorded, size)
     proofs = _Proofs(model, recorded, size)
     if with_ends:
-        search.take(proofs.ends())
+        search.take(proofs.ends(heads))
     search.look(within)
     if not search.regions and not search.styles:
         return FoundPlan({}, search.left)
@@ -192,7 +198,7 @@ class _Proofs:
         total = sum(each.numel() for each in self._model.parameters())
         cut = even(len(weight), self._size)
         has_rows = cut.local * (self._size - 1) < len(weight)
-        return has_rows and len(weight) >= _LEAST_ROWS and weight.numel() * 100 >= total
+        return has_rows and len(weight) >= _LEAST_ROWS and weight.numel() >= _LEAST_SHARE * total
 
     def _around(self, weight: Tensor, called: Container[str]) -> str:
         """The innermost called module with all modules that hold a weight, or that read it."""
@@ -204,20 +210,20 @@ class _Proofs:
         return unit
 
     def rest(self, plan: FoundPlan) -> Styles:
-        """Styles of linear layers that a plan leaves whole, and that are a large part of the model: each rank computes
-        some outputs, and gathers all."""
-        divided = {name for layouts in plan.regions.values() for name in layouts}
-        total = sum(each.numel() for each in self._model.parameters())
+        """Styles of linear layers that a plan leaves whole, and that are a large part of the model, alone or with the
+        layers of one pattern of paths: each rank computes some outputs, and gathers all."""
         called = {call.path for call in self._trace.calls}
+        whole: dict[str, Styles] = {}
+        elements: Counter[str] = Counter()
+        for path, weight in self._whole_weights(plan).items():
+            if path in called and len(weight) >= self._size and (alike := self._with_weight(weight)):
+                whole[path] = alike
+                elements[pattern_of(path)] += weight.numel()
+        total = sum(each.numel() for each in self._model.parameters())
         found: dict[str, TensorStyle] = {}
-        for path, each in self._modules.items():
-            if type(each).forward is not nn.Linear.forward or path not in called or is_adapted(each):
-                continue
-            weight = dict(each.named_parameters(recurse=False)).get("weight")  # none of one that is parametrized
-            if weight is None or len(weight) < self._size or weight.numel() * 100 < total:
-                continue
-            alike = self._with_weight(weight)
-            if plan.styles.keys().isdisjoint(alike) and divided.isdisjoint(f"{own}.weight" for own in alike):
+        for path, alike in whole.items():
+            own = self._modules[path].get_parameter("weight").numel()
+            if own >= _LEAST_SHARE * total or elements[pattern_of(path)] >= _LEAST_TOGETHER * total:
                 found |= alike
         units = {self._unit_of(path, called, plan) for path in found}
         for unit in sorted(units, key=len, reverse=True):
@@ -227,6 +233,18 @@ class _Proofs:
             verdicts = [self.verdict(unit, call, styles, regions=regions) for call in calls if not is_large]
             if is_large or any(each.problem for each in verdicts):
                 found = {path: style for path, style in found.items() if self._unit_of(path, called, plan) != unit}
+        return found
+
+    def _whole_weights(self, plan: FoundPlan) -> dict[str, Tensor]:
+        """Weights of torch's linear layers that a plan leaves whole, by the layer's path."""
+        divided = {id(self._model.get_parameter(name)) for layouts in plan.regions.values() for name in layouts}
+        divided |= {id(each) for path in plan.styles for each in self._modules[path].parameters(recurse=False)}
+        found: dict[str, Tensor] = {}
+        for path, each in self._modules.items():
+            weight = dict(each.named_parameters(recurse=False)).get("weight")  # none of one that is parametrized
+            is_torch = type(each).forward is nn.Linear.forward and not is_adapted(each)
+            if is_torch and weight is not None and id(weight) not in divided:
+                found[path] = weight
         return found
 
     def _unit_of(self, path: str, called: set[str], plan: FoundPlan) -> str:
@@ -243,15 +261,15 @@ class _Proofs:
         layer = _layer(self._modules[path])
         return layer.get_parameter("weight").shape[output_dim(layer)]
 
-    def ends(self) -> dict[str, TensorStyle]:
-        """Styles of the embedding of words and of the head, and of all that is tied to them."""
+    def ends(self, named: Collection[str]) -> dict[str, TensorStyle]:
+        """Styles of the embedding of words, of the head and of named heads, and of all that is tied to them."""
         head = self._named("get_output_embeddings")
         words = self._named("get_input_embeddings")
         heads = [each for each in self._linear.values() if each is head]
         first = [each for each in self._modules.values() if each is words and isinstance(each, nn.Embedding)]
         if not hasattr(self._model, "get_input_embeddings"):
             first = self._tables()
-            heads = [self._linear[path] for path in self._heads(first)]
+            heads = [self._linear[path] for path in dict.fromkeys([*self._heads(first), *named])]
         found: dict[str, TensorStyle] = {}
         for weight in {id(each.weight): each.weight for each in (*heads, *first) if not is_adapted(each)}.values():
             found |= self._with_weight(weight)
@@ -263,7 +281,8 @@ class _Proofs:
         paths = dict.fromkeys(call.path for call in self._trace.calls)
         called = (self._modules[path] for path in paths)
         tables = [each for each in called if isinstance(each, nn.Embedding)]
-        return [each for each in tables if len(each.weight) >= _LEAST_ROWS and each.weight.numel() * 100 >= total]
+        large = (each for each in tables if each.weight.numel() >= _LEAST_SHARE * total)
+        return [each for each in large if len(each.weight) >= _LEAST_ROWS]
 
     def _heads(self, tables: Sequence[nn.Embedding]) -> list[str]:
         """Paths of layers with as many outputs as a table has rows, which the model returns, also by functions such as

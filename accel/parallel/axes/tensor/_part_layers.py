@@ -45,7 +45,7 @@ _OF_WHOLE = ("reshape", "scaled_dot_product_attention")
 class LayerRanks(Ranks):
     """The ranks of a layer's group. Copies of a model have one of their own, and pickles one of the layer's.
 
-    On a mesh with cp, tensors may be parts of positions too (`nests`), unless `hold_plain_rows` says that none is.
+    On a mesh with cp, tensors may be parts of positions too (`nests`).
     """
 
     __slots__ = ("depth", "layer", "nests", "overlaps", "sees_tuples")
@@ -63,11 +63,6 @@ class LayerRanks(Ranks):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self), nests=self.nests), (self.layer,)
-
-    def hold_plain_rows(self) -> None:
-        """Let parts have plain rows. Their messages may overlap with matmuls."""
-        self.nests = False
-        self.overlaps = self.layer.rule.overlap
 
     def nested(self, rows: Tensor, layout: RowLayout | None) -> PartTensor:
         """Return this rank's rows of a tensor, plain or a part of positions, as a part."""

@@ -70,7 +70,7 @@ class LayerRanks(Ranks):
 
     def enter(self, tensor: Tensor) -> Tensor:
         """Return a plain tensor, or a part of positions, for use inside."""
-        return entered_rows(tensor, super().enter)
+        return entered_rows(tensor, super().enter) if self.nests else super().enter(tensor)
 
     def begin(self) -> Any:
         """Begin a region. What has entered in a backward, which computes layers again outside of a region, is

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from accel.errors import AccelError
@@ -104,6 +105,45 @@ OPERATORS: tuple[type, ...] = (
 )  # one overload, and all of a name
 # A tensor of the same memory that is no view.
 alike: Callable[[torch.Tensor, Sequence[int]], torch.Tensor] = cast(Any, torch).ops.aten._unsafe_view.default
+
+
+# Arguments that contain no tensor.
+_PLAIN: tuple[type[Any], ...] = (int, float, complex, str, slice, torch.Size, torch.dtype, torch.device, type(None))
+
+
+def tensors_of(tree: object) -> list[torch.Tensor]:
+    """Return the tensors in a nesting of containers, in order."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, _PLAIN):
+        return []
+    if isinstance(tree, Mapping):
+        tree = [*cast("Mapping[object, object]", tree).values()]
+    if not isinstance(tree, tuple | list):
+        return [each for each in pytree.tree_leaves(tree) if isinstance(each, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    for each in cast("Sequence[object]", tree):
+        if isinstance(each, torch.Tensor):  # most often
+            found.append(each)
+        else:
+            found += tensors_of(each)
+    return found
+
+
+def map_kind(kind: Any, function: Callable[[Any], object], tree: Any) -> Any:
+    """Return a nesting of containers, tensors of a class in it replaced by what a function gives for them.
+
+    `kind` is the class, or several. torch's `tree_map_only` returns the same. It takes 50 us for a few arguments.
+    """
+    if isinstance(tree, torch.Tensor):
+        return function(tree) if isinstance(tree, kind) else tree
+    if isinstance(tree, _PLAIN):
+        return tree
+    if type(tree) in (tuple, list):
+        return type(tree)([map_kind(kind, function, each) for each in tree])
+    if type(tree) is dict:
+        return {key: map_kind(kind, function, each) for key, each in cast("Mapping[Any, Any]", tree).items()}
+    return pytree.tree_map_only(kind, function, tree)
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:

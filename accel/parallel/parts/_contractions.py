@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
+from accel.parallel._private import tensors_of
 from accel.parallel.parts._elementwise import elementwise
 from accel.parallel.parts._layout import RowCut, RowLayout, at, even, finest, no_rule
 from accel.parallel.parts._part import (
@@ -28,7 +29,6 @@ from accel.parallel.parts._part import (
     named,
     own_rows,
     ranks_of,
-    tensors_of,
     whole_shape,
 )
 

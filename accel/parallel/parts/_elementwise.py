@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
-from accel.parallel._private import runs_in_backward
+from accel.parallel._private import runs_in_backward, tensors_of
 from accel.parallel.parts._layout import no_rule
 from accel.parallel.parts._part import (
     Args,
@@ -30,7 +30,6 @@ from accel.parallel.parts._part import (
     placed,
     plain_of,
     ranks_of,
-    tensors_of,
     whole_shape,
     written_whole,
 )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, wraps
@@ -290,6 +291,13 @@ def piece_of(cut: RowCut, start: int, stop: int) -> RowPiece:
     if first is None:
         return RowPiece(0, 0, None)
     return RowPiece(first, sum(length // abs(ways) for length, ways in segments), cut_of(1, segments))
+
+
+@kept
+def pieces_of(cut: RowCut, sizes: tuple[int, ...]) -> tuple[RowPiece, ...]:
+    """Return pieces of so many rows of the whole that follow each other."""
+    ends = itertools.accumulate(sizes, initial=0)
+    return tuple(piece_of(cut, start, stop) for start, stop in itertools.pairwise(ends))
 
 
 @kept

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from accel.parallel._private import without_subclasses
+from accel.parallel._private import map_kind, tensors_of, without_subclasses
 from accel.parallel.parts._elementwise import FACTS
 from accel.parallel.parts._layout import RowLayout, balanced, no_rule
 from accel.parallel.parts._part import Args, Named, PartTensor, Ranks, make, name_of
@@ -54,13 +53,13 @@ class NestedPart(PartTensor):
         if name_of(func) in FACTS:  # of the tensor itself, such as a hook of its gradient
             with without_subclasses():
                 return func(*args, **(kwargs or {}))
-        parts = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, NestedPart)]
+        parts = [each for each in tensors_of((*args, *(kwargs or {}).values())) if isinstance(each, NestedPart)]
         ranks, *others = [each.ranks.of_region for each in parts]
         if any(each is not ranks for each in others):
             raise no_rule("parts of two models")
         if ranks.in_rule:
             return _on_rows(func, args, kwargs or {})
-        given, named = pytree.tree_map_only(PartTensor, seen, (tuple(args), dict(kwargs or {})))
+        given, named = map_kind(PartTensor, seen, (tuple(args), dict(kwargs or {})))
         return rows_in(super().__torch_function__(func, types, given, named, partial(rule_runs, ranks)))
 
 
@@ -96,7 +95,7 @@ def no_views(output: Any) -> Any:
         found.made_of, found.division, found.ranks = part.made_of, part.division, part.ranks
         return found
 
-    return pytree.tree_map_only(NestedPart, own, output)
+    return map_kind(NestedPart, own, output)
 
 
 def position_pieces(tensor: Tensor) -> int:
@@ -117,7 +116,7 @@ def entered_rows(tensor: Tensor, enter: Callable[[Tensor], Tensor]) -> Tensor:
 
 def rows_in(tree: Any) -> Any:
     """Return parts of positions in the place of what rules take for plain tensors."""
-    return pytree.tree_map_only(RowsTensor, lambda each: each.rows, tree)
+    return map_kind(RowsTensor, lambda each: each.rows, tree)
 
 
 class RowsTensor(Tensor):
@@ -129,7 +128,7 @@ class RowsTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Named | None = None) -> Any:
-        parts = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, NestedPart)]
+        parts = [each for each in tensors_of((*args, *(kwargs or {}).values())) if isinstance(each, NestedPart)]
         if parts and not parts[0].ranks.of_region.in_rule:  # torch asks the class of the first argument
             return NestedPart.__torch_function__(func, types, args, kwargs)
         return _on_rows(func, args, kwargs or {})
@@ -144,9 +143,9 @@ def _on_rows(func: Any, args: Args, kwargs: Named) -> Any:
         owners[id(rows)] = each
         return rows
 
-    given, named = pytree.tree_map_only((NestedPart, RowsTensor), rows_of, (tuple(args), dict(kwargs)))
+    given, named = map_kind((NestedPart, RowsTensor), rows_of, (tuple(args), dict(kwargs)))
     found = func(*given, **named)
-    return pytree.tree_map_only(Tensor, lambda each: owners.get(id(each), seen(each)), found)
+    return map_kind(Tensor, lambda each: owners.get(id(each), seen(each)), found)
 
 
 def seen(each: Tensor) -> Tensor:

@@ -17,15 +17,16 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
 from accel.comm import ThreadGroup, copied, gathered, summed
 from accel.parallel._private import (
     Operator,
     alias,
     in_function_transform,
+    map_kind,
     runs_in_backward,
     subclasses_are_on,
+    tensors_of,
     without_subclasses,
 )
 from accel.parallel.parts._layout import (
@@ -355,20 +356,6 @@ def whole_shape(tensor: Tensor) -> Any:
     return shape if layout is None else torch.Size(whole_of(shape, layout))
 
 
-def tensors_of(tree: object) -> list[Tensor]:
-    """Return the tensors in a nesting of containers."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, Mapping):
-        tree = [*cast("Mapping[object, object]", tree).values()]
-    if not isinstance(tree, tuple | list):
-        return []
-    found: list[Tensor] = []
-    for each in cast("Sequence[object]", tree):
-        found += [each] if isinstance(each, Tensor) else tensors_of(each)
-    return found
-
-
 def ranks_of(*trees: object) -> Ranks:
     """Return the ranks of the first divided part among arguments, or of the first part where none is divided."""
     first: PartTensor | None = None
@@ -415,7 +402,7 @@ def entered(tensor: Any, ranks: Ranks) -> Any:
 def written_whole(func: Any, args: Args, kwargs: Named) -> Any:
     """Change a plain tensor in place, by the whole tensors of parts: it may be outside of the region, as a cache is of
     keys and values. A collective."""
-    given, by_name = pytree.tree_map_only(PartTensor, leave, (tuple(args), dict(kwargs)))
+    given, by_name = map_kind(PartTensor, leave, (tuple(args), dict(kwargs)))
     return func(*given, **by_name)
 
 
@@ -487,4 +474,4 @@ def placed(result: Any, alignment: Alignment, ranks: Ranks) -> Any:
     """Return what a function gave on a rank, tensors in it as parts."""
     if isinstance(result, Tensor):  # most often
         return make(result, alignment.layout(result.dim()), ranks)
-    return pytree.tree_map_only(Tensor, lambda each: make(each, alignment.layout(each.dim()), ranks), result)
+    return map_kind(Tensor, lambda each: make(each, alignment.layout(each.dim()), ranks), result)

@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.utils import _pytree as pytree
 
+from accel.parallel._private import map_kind, tensors_of
 from accel.parallel.parts._elementwise import elementwise
 from accel.parallel.parts._layout import RowLayout, at, cut_of, dims_of, no_rule, rows_of
 from accel.parallel.parts._part import (
@@ -30,7 +30,6 @@ from accel.parallel.parts._part import (
     part_of,
     plain_of,
     ranks_of,
-    tensors_of,
     whole_shape,
 )
 
@@ -50,7 +49,7 @@ def along(place: int, default: int | Sequence[int] | None = -1) -> Rule:
 
 
 def _like(found: Any, layout: RowLayout | None, part: PartTensor) -> Any:
-    return pytree.tree_map_only(Tensor, lambda each: make(each, layout, part.ranks), found)
+    return map_kind(Tensor, lambda each: make(each, layout, part.ranks), found)
 
 
 def halved(func: Any, args: Args, kwargs: Named) -> Any:

@@ -20,11 +20,12 @@ from accel.parallel._private import (
     is_compiled,
     run_eagerly,
     subclasses_are_on,
+    tensors_of,
     user_hooks,
     without_subclasses,
 )
 from accel.parallel.parts._layout import RowLayout
-from accel.parallel.parts._part import Args, Named, PartTensor, Ranks, plain_of, tensors_of
+from accel.parallel.parts._part import Args, Named, PartTensor, Ranks, plain_of
 
 _UNCOMPILED = "%s: a module that computes with parts of tensors stays uncompiled: %s"
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +13,18 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from accel.parallel._private import is_asked_by_vmap
-from accel.parallel.parts._layout import RowCut, RowLayout, at, dims_of, finest, no_rule, piece_of, scaled, viewed
+from accel.parallel.parts._layout import (
+    RowCut,
+    RowLayout,
+    at,
+    dims_of,
+    finest,
+    no_rule,
+    piece_of,
+    pieces_of,
+    scaled,
+    viewed,
+)
 from accel.parallel.parts._part import (
     Args,
     Named,
@@ -273,8 +283,7 @@ def _split(part: Any, dim: int, sizes: Sequence[int]) -> tuple[PartTensor, ...]:
     layout = part.division
     layouts = [layout] * len(sizes)
     if layout is not None and layout.dim == dim:
-        ends = [*itertools.accumulate(sizes, initial=0)]
-        pieces = [piece_of(layout.cut, start, stop) for start, stop in itertools.pairwise(ends)]
+        pieces = pieces_of(layout.cut, tuple(sizes))
         sizes = [piece.length for piece in pieces]
         layouts = [at(dim, piece.cut) for piece in pieces]
     rows = part.split_with_sizes(sizes, dim)

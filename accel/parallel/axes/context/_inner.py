@@ -23,12 +23,12 @@ from accel.parallel._private import (
     forward_pre_hooks,
     is_compiled,
     run_eagerly,
+    tensors_of,
 )
 from accel.parallel.axes.context._kernels import allow_in_graphs
 from accel.parallel.axes.context._positions import PositionRanks
 from accel.parallel.axes.context._split import own_positions
 from accel.parallel.parts import PartRegion, PartsInGraph, PartTensor
-from accel.parallel.parts._part import tensors_of
 from accel.parallel.parts._region import leave_uncompiled
 from accel.tree import map_tensors
 

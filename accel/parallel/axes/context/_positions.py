@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
 from accel.comm import copied, gathered, gathered_summed
 from accel.context import DistContext, group_of
 from accel.devices import wide_dtype
 from accel.errors import ConfigError
-from accel.parallel._private import runs_in_backward, without_subclasses
+from accel.parallel._private import map_kind, runs_in_backward, tensors_of, without_subclasses
 from accel.parallel.axes.context._attention import attention_of_all, context_attention
 from accel.parallel.axes.context._selected import (
     all_whole,
@@ -38,7 +37,7 @@ from accel.parallel.parts._contractions import terms_of
 from accel.parallel.parts._elementwise import ELEMENTWISE, elementwise, writes
 from accel.parallel.parts._layout import RowCut, balanced, no_rule
 from accel.parallel.parts._nested import NestedPart
-from accel.parallel.parts._part import layouts_of, name_of, named, outside, own_rows, tensors_of, whole_shape
+from accel.parallel.parts._part import layouts_of, name_of, named, outside, own_rows, whole_shape
 
 _Args = Sequence[Any]
 _Named = Mapping[str, Any]
@@ -231,7 +230,7 @@ class PositionRanks(Ranks):
         layout = next((each.division for each in parts if each.division is not None), None)
         if layout is None:
             return found
-        return pytree.tree_map_only(Tensor, lambda each: self._cut_again(each, layout), found)
+        return map_kind(Tensor, lambda each: self._cut_again(each, layout), found)
 
     def _cut_again(self, found: Tensor, layout: RowLayout) -> Tensor:
         """Return the own positions of what was computed of all of them, where it has as many."""
@@ -255,7 +254,7 @@ def _of_product(args: _Args, kwargs: _Named) -> _Again:
 
 def _with_whole(args: _Args, kwargs: _Named, chosen: set[int]) -> _Again:
     """Gather the tensors among arguments that have one of these `id`s."""
-    return pytree.tree_map_only(
+    return map_kind(
         PartTensor, lambda each: whole_of(each) if id(each) in chosen else each, (tuple(args), dict(kwargs))
     )
 

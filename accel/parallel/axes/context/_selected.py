@@ -9,9 +9,8 @@ from typing import Any, cast
 
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.utils import _pytree as pytree
 
-from accel.parallel._private import without_subclasses
+from accel.parallel._private import map_kind, without_subclasses
 from accel.parallel.axes.context._split import sorted_positions
 from accel.parallel.parts import NoRuleError, PartTensor, leave, plain_of
 from accel.parallel.parts._elementwise import writes
@@ -38,7 +37,7 @@ def whole_of(tensor: Any) -> Any:
 
 
 def all_whole(tree: Any) -> Any:
-    return pytree.tree_map_only(PartTensor, whole_of, tree)
+    return map_kind(PartTensor, whole_of, tree)
 
 
 def changed(func: Any, args: _Args, kwargs: _Named) -> Any:
@@ -107,7 +106,7 @@ def _version_of(part: Tensor) -> float:
 
 
 def _of_selected(tree: Any) -> Any:
-    return pytree.tree_map_only(SelectedTensor, lambda each: each.current, tree)
+    return map_kind(SelectedTensor, lambda each: each.current, tree)
 
 
 def selected(func: Any, args: _Args, kwargs: _Named) -> Any:

@@ -188,14 +188,17 @@ def needed_rows(
     sent: list[torch.Tensor] = []
     shapes: list[Sequence[int]] = []  # of the rows that come, by rank and tensor
     for other in others:
-        rows = [own[at].flatten() for own, by in zip(pieces, exchanges, strict=True) for at in by.sent[other]]
-        coming = [(by.back[other], *rows.shape[1:]) for rows, by in zip(first, exchanges, strict=True)]
-        to[other] = sum(map(torch.numel, rows))
-        back[other] = sum(map(math.prod, coming))
-        sent += rows
-        shapes += coming
+        for own, by in zip(pieces, exchanges, strict=True):
+            for at in by.sent[other]:
+                to[other] += own[at].numel()
+                sent.append(own[at].flatten())
+            shape = (by.back[other], *own[0].shape[1:])
+            back[other] += math.prod(shape)
+            shapes.append(shape)
+    if len(sent) > 1:  # one alone is sent without a copy
+        sent = [torch.cat(sent)]
     # a rank that sends nothing has a history too, as its backward is a message
-    flat = torch.cat(sent) if sent else first[0][:0].flatten()
+    flat = sent[0] if sent else first[0][:0].flatten()
     received = exchanged(flat, to, back, layer.group).split_with_sizes(list(map(math.prod, shapes)))
     arrived = [each.view(shape) for each, shape in zip(received, shapes, strict=True)]
     needed: list[torch.Tensor] = []

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
 from accel.errors import ConfigError, TreeError
 from accel.mixins import Mixin
@@ -24,6 +23,7 @@ from accel.parallel._private import (
     call_in_one_graph,
     contains_compiled,
     is_compiled,
+    map_kind,
     one_graph,
     runs_in_backward,
 )
@@ -70,7 +70,7 @@ class LayerRanks(Ranks):
 
     def enter(self, tensor: Tensor) -> Tensor:
         """Return a plain tensor, or a part of positions, for use inside."""
-        return entered_rows(tensor, super().enter)
+        return entered_rows(tensor, super().enter) if self.nests else super().enter(tensor)
 
     def begin(self) -> Any:
         """Begin a region. What has entered in a backward, which computes layers again outside of a region, is
@@ -102,7 +102,7 @@ class LayerRanks(Ranks):
         def given_back(each: Tensor) -> Tensor:
             return rows_in(self.left(rule, each)) if isinstance(each, kinds) else each
 
-        output = pytree.tree_map_only(Tensor, given_back, output)
+        output = map_kind(Tensor, given_back, output)
         return in_dataclasses(given_back, output) if self.depth == 1 else output
 
     def left(self, rule: Rule, part: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class LayerRanks(Ranks):
         of a group, which several ranks may hold, for a static cache. Raise `NoRuleError` for others."""
         if torch.is_grad_enabled() or self.nests or self.shares_tokens or name_of(func) not in _OF_WHOLE:
             return super().without_rule(func, args, kwargs, problem)
-        given, named = pytree.tree_map_only(PartTensor, leave, (tuple(args), dict(kwargs)))
+        given, named = map_kind(PartTensor, leave, (tuple(args), dict(kwargs)))
         return func(*given, **named)
 
     @property

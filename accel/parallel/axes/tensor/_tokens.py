@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
 from accel.comm import gathered_summed, scattered
-from accel.parallel._private import runs_in_backward, untraced, without_subclasses
+from accel.parallel._private import map_kind, runs_in_backward, tensors_of, untraced, without_subclasses
 from accel.parallel.axes.tensor._overlap import gathered_product, scattered_product
 from accel.parallel.axes.tensor._part_layers import LayerRanks, in_dataclasses
 from accel.parallel.axes.tensor._styles import Rule
@@ -28,7 +27,7 @@ from accel.parallel.parts import PartTensor, Ranks, RowCut, RowLayout, leave, ma
 from accel.parallel.parts._elementwise import writes
 from accel.parallel.parts._layout import cut_of, even, no_rule
 from accel.parallel.parts._nested import nested, no_views, position_pieces, rows_in, rule_runs, seen
-from accel.parallel.parts._part import Args, Named, name_of, own_rows, tensors_of, whole_rows, whole_shape
+from accel.parallel.parts._part import Args, Named, name_of, own_rows, whole_rows, whole_shape
 from accel.tensors import is_view
 
 
@@ -166,7 +165,7 @@ class SequenceRanks(LayerRanks):
             is_kept = is_inside and (each.division is None or each.ranks is self.tokens)
             return each if is_kept else _changeable(rows_in(self.left(rule, each)))
 
-        output = pytree.tree_map_only(Tensor, given_back, output)
+        output = map_kind(Tensor, given_back, output)
         return in_dataclasses(given_back, output) if is_end else output
 
     def ended(self, summand: Tensor) -> Tensor:
@@ -296,7 +295,7 @@ class SequenceRanks(LayerRanks):
             self.gathers[name] = None
         if (writes(name) or kwargs.get("inplace")) and any(args[0] is each for each in of_tokens):
             return self._written(func, args[0], args[1:], kwargs)
-        given, named = pytree.tree_map_only(PartTensor, self._whole, (tuple(args), dict(kwargs)))
+        given, named = map_kind(PartTensor, self._whole, (tuple(args), dict(kwargs)))
         return func(*given, **named)
 
     def _alike(self, func: Any, args: Args, kwargs: Named) -> Any:
@@ -305,15 +304,15 @@ class SequenceRanks(LayerRanks):
         target = args[0] if args else None
         is_plain = isinstance(target, Tensor) and not isinstance(target, PartTensor)
         if not self.runs or (is_plain and writes(name_of(func))):
-            given, named = pytree.tree_map_only(PartTensor, leave, (tuple(args), dict(kwargs)))
+            given, named = map_kind(PartTensor, leave, (tuple(args), dict(kwargs)))
             return func(*given, **named)
 
         def inside(each: Tensor) -> Tensor:
             return plain_of(each) if isinstance(each, PartTensor) else self.enter(each)
 
-        given, named = pytree.tree_map_only(Tensor, inside, (tuple(args), dict(kwargs)))
+        given, named = map_kind(Tensor, inside, (tuple(args), dict(kwargs)))
         found = func(*given, **named)
-        return pytree.tree_map_only(Tensor, lambda each: target if each is given[0] else make(each, None, self), found)
+        return map_kind(Tensor, lambda each: target if each is given[0] else make(each, None, self), found)
 
     def _whole(self, part: PartTensor) -> PartTensor:
         is_of_tokens = part.division is not None and part.ranks is self.tokens
@@ -327,7 +326,7 @@ class SequenceRanks(LayerRanks):
         # those changed by a view, as `x[:, 0] += 1` does before it writes them, are taken
         self._gathered = [each for each in self._gathered if not any(each is other for other in changed)]
         whole = changed[0].whole if changed else self._all(target)
-        given, named = pytree.tree_map_only(PartTensor, self._whole, (tuple(args), dict(kwargs)))
+        given, named = map_kind(PartTensor, self._whole, (tuple(args), dict(kwargs)))
         _ = func(whole, *given, **named)
         with self._rule():
             _ = plain_of(target).copy_(own_rows(whole, layout.dim, layout.cut, self))

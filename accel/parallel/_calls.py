@@ -379,37 +379,6 @@ def tensors_in(tree: Any, containers: Containers = ()) -> list[torch.Tensor]:
     return [each for each in take_apart(tree, containers).leaves if isinstance(each, torch.Tensor)]
 
 
-Growing = list[Any] | dict[Any, Any]
-
-
-def growing_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Growing]:
-    """Return the lists and dictionaries among a call's arguments, outermost first: a call may add items to them."""
-    found: list[Growing] = []
-    todo: list[Any] = [*args, *kwargs.values()]
-    while todo:
-        each = todo.pop(0)
-        if isinstance(each, list | dict):
-            found.append(cast(Growing, each))
-        if isinstance(each, dict):
-            todo += cast("dict[Any, Any]", each).values()
-        elif isinstance(each, list | tuple):
-            todo += cast("Sequence[Any]", each)
-    return found
-
-
-def added_to(held: Growing, size: int) -> Growing:
-    """Return the items behind the first ones."""
-    return held[size:] if isinstance(held, list) else dict([*held.items()][size:])
-
-
-def add_to(held: Growing, items: Any) -> None:
-    """Add items to a list or dictionary. Mutates it."""
-    if isinstance(held, list):
-        held.extend(items)
-    else:
-        held.update(items)
-
-
 # --- caches of keys and values ----------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 """Containers that modules change: a list to which a block appends a loss is the caller's, though hooks copy inputs.
 
 FSDP gives a unit a copy of each list, dict or dataclass in which a tensor requires a gradient, and a model on several
-devices one of each in which a tensor goes to another device.
+devices one of each in which a tensor goes to another device. A stage of a pipeline repeats the changes of other stages.
 """
 
 from __future__ import annotations
@@ -135,3 +135,74 @@ def _set(own: Any, copy: Any, kept: Mapping[int, Any]) -> None:
         for field in fields(own):
             each = getattr(copy, field.name)
             setattr(own, field.name, kept.get(id(each), each))
+
+
+# --- changes that a call makes, to be repeated ------------------------------------------------------------------------
+
+
+class Item(NamedTuple):
+    """An item of a container after a call."""
+
+    key: Any  # its place in a list, its key in a dictionary, or the name of a field
+    before: Any  # where it was before the call
+    is_new: bool = False  # whether it was not there
+
+
+def changeable_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the lists, dictionaries and dataclasses among a call's arguments, outermost first: a call may change their
+    items."""
+    found: list[Any] = []
+    todo: list[Any] = [*args, *kwargs.values()]
+    while todo:
+        each = todo.pop(0)
+        parts = known_parts(each)
+        if parts is not None and _can_change(each):
+            found.append(each)
+        todo += parts or ()
+    return found
+
+
+def items_of(held: Any) -> dict[Any, Any]:
+    """Return the items of a container, by place, key or name of a field."""
+    if is_dataclass(held):
+        return {each.name: getattr(held, each.name) for each in fields(held)}
+    return dict(enumerate(cast("list[Any]", held)) if isinstance(held, list) else held)
+
+
+def changed_items(before: Mapping[Any, Any], held: Any) -> tuple[Item, ...] | None:
+    """Return all items of a container that held other items, or in another order, `before`; None if it did not."""
+    now = items_of(held)
+    if [*now] == [*before] and all(value is before[key] for key, value in now.items()):
+        return None
+    places = {id(value): key for key, value in before.items()}
+    found: list[Item] = []
+    for key, value in now.items():
+        if key in before and before[key] is value:
+            found.append(Item(key, key))
+        else:
+            found.append(Item(key, places.get(id(value)), is_new=id(value) not in places))
+    return tuple(found)
+
+
+def new_items(held: Any, items: Sequence[Item]) -> list[Any]:
+    """Return the new items, in order."""
+    now = items_of(held)
+    return [now[each.key] for each in items if each.is_new]
+
+
+def change_items(held: Any, before: Mapping[Any, Any], items: Sequence[Item], new: Sequence[Any]) -> None:
+    """Give a container that held some items `before` the items of after a call. Mutates it."""
+    made = iter(new)
+    set_items(held, {each.key: next(made) if each.is_new else before[each.before] for each in items})
+
+
+def set_items(held: Any, items: Mapping[Any, Any]) -> None:
+    """Replace the items of a container. Mutates it."""
+    if is_dataclass(held):
+        for name, value in items.items():
+            setattr(held, name, value)
+    elif isinstance(held, list):
+        held[:] = items.values()
+    else:
+        held.clear()
+        held.update(items)

@@ -174,6 +174,7 @@ class ModuleNotes(TypedDict, total=False):
     overlaps: bool  # messages with matmuls: not compiled. By prepare_model, along tp; read by compile_model
     plain: Any  # replicated parameters that its forward sees as plain tensors. By prepare_model, fsdp
     positions: Any  # calls with parts of positions. By prepare_model, along cp
+    proves: bool  # a proof calls it, no pass of the user's. Until the proof ends
     recompute: bool | None  # whether logits are made again in backward. By defer_logits; read by losses
     reported: bool  # the line that made its deferred logits was logged. By that line
     wraps: str  # attribute of the module in an engine's wrapper. By the engine; read by unwrap_model

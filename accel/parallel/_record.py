@@ -19,6 +19,7 @@ from torch.autograd.graph import Node
 from accel.comm._units import users_line
 from accel.errors import StageError
 from accel.parallel._calls import CacheGrowth, GivenCaches, State, take_apart
+from accel.parallel._containers import Item
 from accel.parallel._modules import aliases_of, named_modules
 
 # --- the record -------------------------------------------------------------------------------------------------------
@@ -87,11 +88,12 @@ class Write(NamedTuple):
     leaf: int  # number, among the leaves of the call, of its value after the call
 
 
-class Growth(NamedTuple):
-    """Items that a call adds to a list or dictionary that it is given."""
+class Change(NamedTuple):
+    """The items of a list, dictionary or dataclass that a call is given, and changes."""
 
-    list: int  # number of the list or dictionary, in the order of `growing_in`
-    rebuild: Callable[[Sequence[Any]], Any]  # returns the items from their leaves
+    container: int  # its number, in the order of `changeable_in`
+    items: tuple[Item, ...]  # after the call
+    rebuild: Callable[[Sequence[Any]], Any]  # returns the new items from their leaves
     leaves: tuple[int, ...]  # their numbers among the leaves of the call
 
 
@@ -114,7 +116,7 @@ class UnitCall(msgspec.Struct, frozen=True):
     needs: Labels  # sources of its inputs, and of all other tensors that it reads, such as parameters
     stashes: tuple[Stash, ...] = ()  # values with tensors that it leaves in attributes
     writes: tuple[Write, ...] = ()  # arguments that it changes in place
-    growths: tuple[Growth, ...] = ()  # items that it adds to lists and dictionaries
+    changes: tuple[Change, ...] = ()  # of the containers that it is given
     taps: tuple[Tap, ...] = ()  # results that hooks within it are given
     flops: float = 0.0  # of its forward
     reentrant: bool = False  # whether it runs in a reentrant checkpoint, which has no gradient in its first run
@@ -134,7 +136,8 @@ class RunningCall:
         self.needs: set[Label] = set()
         self.stashes: list[Stash] = []
         self.writes: list[Write] = []
-        self.growths: list[Growth] = []
+        self.given_items: list[tuple[Any, Mapping[Any, Any]]] = []  # containers, and their items before it
+        self.changes: list[Change] = []
         self.taps: list[Tap] = []
         self.tree = take_apart(None)
         self.flops = 0.0
@@ -165,7 +168,7 @@ class RunningCall:
             frozenset(self.needs),
             tuple(self.stashes),
             tuple(self.writes),
-            tuple(self.growths),
+            tuple(self.changes),
             tuple(self.taps),
             self.flops,
             self.reentrant,

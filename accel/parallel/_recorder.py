@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -20,14 +20,10 @@ from accel.parallel._calls import (
     NUMBERS,
     ChangedStates,
     GivenCaches,
-    Growing,
     Plain,
     State,
-    add_to,
-    added_to,
     answer_of,
     attributes_of,
-    growing_in,
     identity_of,
     let_answer,
     let_watch,
@@ -36,14 +32,15 @@ from accel.parallel._calls import (
     tensors_in,
     unchanged,
 )
+from accel.parallel._containers import change_items, changeable_in, changed_items, items_of, new_items, set_items
 from accel.parallel._fakes import LikelyValues, flops_of, random_like, reads_values, run_operator, value_read
 from accel.parallel._modules import named_modules, named_tensors
 from accel.parallel._private import asks_for_values, forward_hooks, runs_in_reentrant_checkpoint, written_arguments
 from accel.parallel._record import (
     Argument,
+    Change,
     Decision,
     ForwardRecord,
-    Growth,
     Label,
     Labels,
     Leaf,
@@ -265,7 +262,7 @@ class Recorder(TorchDispatchMode):
                 now.places.setdefault(self._key(each), []).append(number)
         now.caches = GivenCaches(now.given)
         before = attributes_of(module)
-        given_lists = [(each, len(each)) for each in growing_in(args, kwargs)]
+        now.given_items = [(each, items_of(each)) for each in changeable_in(args, kwargs)]
         self._now = now
         try:
             with tapped({p: each for p, each in named_modules(module) if forward_hooks(each)}) as taps:
@@ -278,7 +275,7 @@ class Recorder(TorchDispatchMode):
         self._note_attributes(now, before)
         for number in sorted(now.written):
             self._note_written(now, number)
-        self._note_lists(now, given_lists)
+        self._note_changes(now)
         self._note_taps(now, taps)
         return now.tree.rebuild(new)
 
@@ -328,6 +325,8 @@ class Recorder(TorchDispatchMode):
         now = self._now
         assert now is not None
         now.caches.undo()
+        for held, before in now.given_items:
+            set_items(held, before)
         mode = cast(Any, parameters[0]).fake_mode
         flat = take_apart((args, kwargs), self._containers)
         grads = torch.is_grad_enabled() and any(each.requires_grad for each in (*parameters, *tensors_in(flat.leaves)))
@@ -337,6 +336,7 @@ class Recorder(TorchDispatchMode):
                 now.places.setdefault(self._key(each), []).append(number)
         new_args, new_kwargs = flat.rebuild(values)
         real = {name: random_like(each) for name, each in module.named_parameters()}
+        items = [(each, items_of(each)) for each in changeable_in(new_args, new_kwargs)]
         with torch.no_grad():
             output = torch.func.functional_call(module, real, new_args, new_kwargs)
 
@@ -345,9 +345,10 @@ class Recorder(TorchDispatchMode):
                 return each
             return mode.from_tensor(each).requires_grad_(grads and each.is_floating_point())
 
-        for old, grown in zip(growing_in(args, kwargs), growing_in(new_args, new_kwargs), strict=True):
-            tree = take_apart(added_to(grown, len(old)), self._containers)
-            add_to(old, tree.rebuild(list(map(fake, tree.leaves))))
+        for (own, before), (held, held_before) in zip(now.given_items, items, strict=True):
+            if (changed := changed_items(held_before, held)) is not None:
+                made = take_apart(new_items(held, changed), self._containers)
+                change_items(own, before, changed, made.rebuild(list(map(fake, made.leaves))))
         tree = take_apart(output, self._containers)
         given = {id(new): old for old, new in zip(flat.leaves, values, strict=True) if isinstance(new, torch.Tensor)}
         return tree.rebuild([given.get(id(each), fake(each)) for each in tree.leaves])
@@ -442,16 +443,14 @@ class Recorder(TorchDispatchMode):
         if id(tensor) in self._own:
             self._own[id(tensor)] = label
 
-    def _note_lists(self, now: RunningCall, given: Iterable[tuple[Growing, int]]) -> None:
-        for number, (each, size) in enumerate(given):
-            if len(each) > size:
-                tree = take_apart(added_to(each, size), self._containers)
+    def _note_changes(self, now: RunningCall) -> None:
+        for number, (held, before) in enumerate(now.given_items):
+            items = changed_items(before, held)
+            if items is not None:
+                tree = take_apart(new_items(held, items), self._containers)
                 first = len(now.leaves)
-                new = tree.rebuild([self._hand_out(now, leaf) for leaf in tree.leaves])
-                if isinstance(each, list):
-                    del each[size:]
-                add_to(each, new)
-                now.growths.append(Growth(number, tree.rebuild, tuple(range(first, len(now.leaves)))))
+                change_items(held, before, items, tree.rebuild([self._hand_out(now, leaf) for leaf in tree.leaves]))
+                now.changes.append(Change(number, items, tree.rebuild, tuple(range(first, len(now.leaves)))))
 
     def _note_taps(self, now: RunningCall, taps: Sequence[tuple[str, Any]]) -> None:
         """Label what hooks have seen: a result of the call, or another leaf."""
@@ -482,7 +481,7 @@ class Recorder(TorchDispatchMode):
             if label.kind == "inside":
                 raise StageError(
                     "a tensor that a module makes reaches code outside by another way than its result, an attribute of"
-                    " the module, or items that it adds to a list or dictionary",
+                    " the module, or an item of a list, dictionary or dataclass that it is given",
                     expected="a tensor that it returns",
                     got=self._calls[label.call].path,
                     where=WHERE,

@@ -148,8 +148,8 @@ def _record(kind: type[Layer], given: Callable[[], Any], read: Callable[[Any, An
     ("kind", "given", "read", "door"),
     [
         (Leaves, _nothing, lambda block, _, x: x * block.loss, "stashes"),
-        (Appends, list, lambda _, losses, x: x * losses[-1], "growths"),
-        (Adds, dict, lambda _, losses, x: x * sum(losses.values()), "growths"),
+        (Appends, list, lambda _, losses, x: x * losses[-1], "changes"),
+        (Adds, dict, lambda _, losses, x: x * sum(losses.values()), "changes"),
         (Writes, lambda: torch.zeros(WIDTH), lambda _, total, x: x + total, "writes"),
         (Counts, _nothing, lambda _b, _g, x: x, ""),
         (Branches, _nothing, lambda _b, _g, x: x, ""),
@@ -160,7 +160,7 @@ def test_what_a_module_leaves_is_recorded(kind: type[Layer], given: Any, read: A
     record = _record(kind, given, read)
     assert record.paths == ("blocks.0", "blocks.1", "blocks.2")
     for call in record.calls:
-        found = [name for name in ("stashes", "growths", "writes") if getattr(call, name)]
+        found = [name for name in ("stashes", "changes", "writes") if getattr(call, name)]
         assert found == ([door] if door else [])
 
 

@@ -18,7 +18,8 @@ from torch.autograd.graph import Node
 
 from accel.errors import StageError
 from accel.mixins import Mixin, add_mixin
-from accel.parallel._calls import Growing, Plain, add_to, added_to, grow_cache, growing_in, take_apart, tapped
+from accel.parallel._calls import Plain, grow_cache, take_apart, tapped
+from accel.parallel._containers import change_items, changeable_in, items_of, new_items
 from accel.parallel._fakes import placeholder
 from accel.parallel._micro_batches import MicroBatch, of_stage
 from accel.parallel._private import (
@@ -251,7 +252,7 @@ class StageRun:
     def _run(self, at: int, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         known = self._calls[at]
         given = take_apart((args, kwargs), self._containers).leaves if known.writes else []
-        grown = [(each, len(each)) for each in growing_in(args, kwargs)] if known.growths else []
+        held = changeable_in(args, kwargs) if known.changes else []
         inner = {
             each.path: module.get_submodule(each.path)
             for each in known.taps
@@ -267,7 +268,7 @@ class StageRun:
         self._nodes.append((first, sequence_number(), known.path))
         if self.seen is None and not any(each.call == at for each in self._stage.gives):
             return result
-        for number, value in self._leaves(known, module, result, given, grown, taps):
+        for number, value in self._leaves(known, module, result, given, held, taps):
             if isinstance(value, torch.Tensor):
                 self._give(Label("output", at, number), value)
         return result
@@ -278,7 +279,7 @@ class StageRun:
         module: nn.Module,
         result: Any,
         given: Sequence[Any],
-        grown: Sequence[tuple[Growing, int]],
+        held: Sequence[Any],
         taps: Sequence[tuple[str, Any]],
     ) -> Iterable[tuple[int, Any]]:
         """The leaves of a call, numbered as in its record."""
@@ -288,9 +289,9 @@ class StageRun:
             yield from zip(each.leaves, take_apart(value, self._containers).leaves, strict=True)
         for each in known.writes:
             yield each.leaf, given[each.argument]
-        for each in known.growths:
-            items, size = grown[each.list]
-            yield from zip(each.leaves, take_apart(added_to(items, size), self._containers).leaves, strict=True)
+        for each in known.changes:
+            new = new_items(held[each.container], each.items)
+            yield from zip(each.leaves, take_apart(new, self._containers).leaves, strict=True)
         tapped_paths = {path for path, _ in taps}
         for (_, output), each in zip(taps, [tap for tap in known.taps if tap.path in tapped_paths], strict=True):
             leaves = take_apart(output, self._containers).leaves
@@ -314,10 +315,11 @@ class StageRun:
             setattr(module.get_submodule(stash.path), stash.name, stash.rebuild([leaves[i] for i in stash.leaves]))
         for each in known.cached:
             grow_cache(given[each.argument], each, self._device)
-        if known.growths:
-            items = growing_in(args, kwargs)
-            for each in known.growths:
-                add_to(items[each.list], each.rebuild([leaves[number] for number in each.leaves]))
+        held = changeable_in(args, kwargs) if known.changes else []
+        before = list(map(items_of, held))
+        for each in known.changes:
+            new = each.rebuild([leaves[number] for number in each.leaves])
+            change_items(held[each.container], before[each.container], each.items, new)
         for tap in known.taps:
             inner = module.get_submodule(tap.path)
             output = tap.rebuild([leaves[number] for number in tap.leaves])

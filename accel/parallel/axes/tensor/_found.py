@@ -132,9 +132,11 @@ class PlanSearch:
         for path, problem in sorted(self._left.items(), key=lambda each: _inner_first(each[0])):
             prefix = f"{path}." if path else ""
             inner = {name for other in found if other != path and is_in(other, path) for name in self._open(other)}
-            names = [name.removeprefix(prefix) for name in self._open(path) if name not in inner]
+            whole = self._open(path)
+            names = [name.removeprefix(prefix) for name in whole if name not in inner]
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            if problem != _ALL_WHOLE and self._open(path):
+            about = prefix + problem.partition(":")[0]  # a parameter, which styles may have divided since
+            if problem != _ALL_WHOLE and whole and (about in whole or about not in self._parameters):
                 found[path] = problem
             elif names:
                 found[path] = f"no division was found for {', '.join(names[:_SHOWN])}{more}"

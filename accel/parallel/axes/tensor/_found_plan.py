@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from accel.errors import PrepareError
 from accel.parallel._blocks import block_groups, outermost_groups
 from accel.parallel._modules import example_of, named_modules, without_cache
+from accel.parallel.axes.tensor._dependence import pattern_of
 from accel.parallel.axes.tensor._found import LARGEST, PlanSearch, Styles, words_of
 from accel.parallel.axes.tensor._prove import Verdict, prove, short, tokens_refused
 from accel.parallel.axes.tensor._rules import is_in
@@ -21,6 +23,8 @@ from accel.parallel.parts._layout import even
 from accel.topology import TensorStyle
 
 _LEAST_ROWS = 32  # of a table that is worth dividing
+_LEAST_SHARE = 0.01  # of a model's parameters, for a layer or a table that is worth a message
+_LEAST_TOGETHER = 0.05  # of a model's parameters, for layers with one pattern of paths, such as one for each head
 _LONGER = (1, 2, 4, 8, 16, 32, 64, 128)  # inputs tried in turn, as multiples of a short one
 
 
@@ -194,7 +198,7 @@ class _Proofs:
         total = sum(each.numel() for each in self._model.parameters())
         cut = even(len(weight), self._size)
         has_rows = cut.local * (self._size - 1) < len(weight)
-        return has_rows and len(weight) >= _LEAST_ROWS and weight.numel() * 100 >= total
+        return has_rows and len(weight) >= _LEAST_ROWS and weight.numel() >= _LEAST_SHARE * total
 
     def _around(self, weight: Tensor, called: Container[str]) -> str:
         """The innermost called module with all modules that hold a weight, or that read it."""
@@ -206,20 +210,20 @@ class _Proofs:
         return unit
 
     def rest(self, plan: FoundPlan) -> Styles:
-        """Styles of linear layers that a plan leaves whole, and that are a large part of the model: each rank computes
-        some outputs, and gathers all."""
-        divided = {name for layouts in plan.regions.values() for name in layouts}
-        total = sum(each.numel() for each in self._model.parameters())
+        """Styles of linear layers that a plan leaves whole, and that are a large part of the model, alone or with the
+        layers of one pattern of paths: each rank computes some outputs, and gathers all."""
         called = {call.path for call in self._trace.calls}
+        whole: dict[str, Styles] = {}
+        elements: Counter[str] = Counter()
+        for path, weight in self._whole_weights(plan).items():
+            if path in called and len(weight) >= self._size and (alike := self._with_weight(weight)):
+                whole[path] = alike
+                elements[pattern_of(path)] += weight.numel()
+        total = sum(each.numel() for each in self._model.parameters())
         found: dict[str, TensorStyle] = {}
-        for path, each in self._modules.items():
-            if type(each).forward is not nn.Linear.forward or path not in called or is_adapted(each):
-                continue
-            weight = dict(each.named_parameters(recurse=False)).get("weight")  # none of one that is parametrized
-            if weight is None or len(weight) < self._size or weight.numel() * 100 < total:
-                continue
-            alike = self._with_weight(weight)
-            if plan.styles.keys().isdisjoint(alike) and divided.isdisjoint(f"{own}.weight" for own in alike):
+        for path, alike in whole.items():
+            own = self._modules[path].get_parameter("weight").numel()
+            if own >= _LEAST_SHARE * total or elements[pattern_of(path)] >= _LEAST_TOGETHER * total:
                 found |= alike
         units = {self._unit_of(path, called, plan) for path in found}
         for unit in sorted(units, key=len, reverse=True):
@@ -229,6 +233,18 @@ class _Proofs:
             verdicts = [self.verdict(unit, call, styles, regions=regions) for call in calls if not is_large]
             if is_large or any(each.problem for each in verdicts):
                 found = {path: style for path, style in found.items() if self._unit_of(path, called, plan) != unit}
+        return found
+
+    def _whole_weights(self, plan: FoundPlan) -> dict[str, Tensor]:
+        """Weights of torch's linear layers that a plan leaves whole, by the layer's path."""
+        divided = {id(self._model.get_parameter(name)) for layouts in plan.regions.values() for name in layouts}
+        divided |= {id(each) for path in plan.styles for each in self._modules[path].parameters(recurse=False)}
+        found: dict[str, Tensor] = {}
+        for path, each in self._modules.items():
+            weight = dict(each.named_parameters(recurse=False)).get("weight")  # none of one that is parametrized
+            is_torch = type(each).forward is nn.Linear.forward and not is_adapted(each)
+            if is_torch and weight is not None and id(weight) not in divided:
+                found[path] = weight
         return found
 
     def _unit_of(self, path: str, called: set[str], plan: FoundPlan) -> str:
@@ -265,7 +281,8 @@ class _Proofs:
         paths = dict.fromkeys(call.path for call in self._trace.calls)
         called = (self._modules[path] for path in paths)
         tables = [each for each in called if isinstance(each, nn.Embedding)]
-        return [each for each in tables if len(each.weight) >= _LEAST_ROWS and each.weight.numel() * 100 >= total]
+        large = (each for each in tables if each.weight.numel() >= _LEAST_SHARE * total)
+        return [each for each in large if len(each.weight) >= _LEAST_ROWS]
 
     def _heads(self, tables: Sequence[nn.Embedding]) -> list[str]:
         """Paths of layers with as many outputs as a table has rows, which the model returns, also by functions such as

@@ -78,11 +78,12 @@ def prove(
         values = drawn_inputs(call)
         try:
             expected = _run(whole, call, values)
-        except Exception as error:  # whatever a forward says of values that are drawn
+            is_finite = all(bool(torch.isfinite(each).all()) for each in expected.outputs)
+        except Exception as error:  # whatever a forward says of values that are drawn, or an object without values
             return Verdict(f"the whole module alone, with drawn values: {short(error)}", styles)
         if not expected.outputs:
             return Verdict("the whole module returns no tensor to compare", styles)
-        if not all(bool(torch.isfinite(each).all()) for each in expected.outputs):
+        if not is_finite:
             return Verdict("the whole module's outputs are not finite", styles)
         while True:
             plan = _Plan(styles, regions or {}, shares_tokens=shares_tokens)

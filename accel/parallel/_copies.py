@@ -15,8 +15,35 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from accel.parallel._modules import wrapped_name
+from accel.errors import PrepareError
+from accel.mixins import Mixin
+from accel.parallel._modules import wrapped_name, written_class
 from accel.parallel.parts._elementwise import writes
+
+
+class NotPickled(Mixin, nn.Module):
+    """Base of mixins of models that hold groups of ranks: copies share these, and no file can have them."""
+
+    def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
+        raise PrepareError(
+            "a model that ranks share cannot be pickled",
+            expected="its weights, or the state of the run",
+            got=f"torch.save or pickle of the prepared {written_class(self).__name__}",
+            where="pickle",
+            fix="Save its weights by accel.save_model(ctx, model, path), and a run to resume by"
+            " accel.save_state(ctx, path, items). For a file of torch, rank 0 saves what"
+            " accel.get_state_dict(ctx, model) returns.",
+        )
+
+    def __copy__(self) -> Any:
+        return _sharing(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        make, given, state, *_ = cast("tuple[Any, ...]", super().__reduce_ex__(4))
+        found = make(*copy.deepcopy(given, memo))
+        memo[id(self)] = found
+        found.__setstate__(copy.deepcopy(state, memo))
+        return found
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
@@ -24,6 +51,11 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     compiled one gets a new forward."""
     if not is_parametrized(module) and wrapped_name(module) is None:
         return copy.copy(module)
+    return _sharing(module)
+
+
+def _sharing(module: nn.Module) -> nn.Module:
+    """Make a module of a module's class that shares its attributes."""
     found = type(module).__new__(type(module))
     vars(found).update(vars(module))
     return found

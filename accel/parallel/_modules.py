@@ -204,7 +204,7 @@ class TensorNotes(TypedDict, total=False):
     reached: bool  # activation; a unit is gathered again when its gradient comes. By the unit's forward
     replicated: bool  # plain tensor of a parameter that ranks along tp replicate. By its module; read by losses
     reports: int  # id of the parameter that a hook notes as used
-    sharded: int  # number of own hooks; torch writes its gradient past hooks. By prepare_model, fsdp; read by steps
+    sharded: int  # torch writes its gradient past hooks, except so many. By prepare_model, fsdp; read by steps
     settled: bool  # gradient; ranks have exchanged its bit. By steps
     tied_copy: bool  # a lower rank along pp has the same parameter. By prepare_model
     used: bool  # whether a backward has reached it since these bits were exchanged. By backwards; read by steps

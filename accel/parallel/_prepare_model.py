@@ -427,9 +427,9 @@ def _adopt(ctx: DistContext, view: ModelView) -> None:
     if replica is None:
         check_adopted(ctx, model)
         sum_each_backward(model)
-        note_shards(sharded_units(model))
         if not all(map(name_of, view.parameters.values())):
             label_parameters(view.parameters)
+        note_shards(sharded_units(model))
     elif not isinstance(replica, Replica):
         refuse_foreign(replica)
         uses_all = not replica.find_unused_parameters and not replica.static_graph

@@ -17,8 +17,8 @@ from accel.comm import ranks_of_group
 from accel.context import DistContext
 from accel.errors import PrepareError
 from accel.parallel._labels import name_of, term_of_parameters
-from accel.parallel._modules import is_unit, note_tensor, sharded_roots
-from accel.parallel._private import hook_count, mixes_dtensors
+from accel.parallel._modules import is_unit, note_tensor, sharded_roots, tensor_notes
+from accel.parallel._private import mixes_dtensors
 from accel.parallel._torch_fsdp import is_kept, shards_of
 from accel.tensors import is_dtensor, mesh_of
 from accel.topology import Dimension, dimension_of
@@ -63,14 +63,17 @@ def note_shards(units: Iterable[nn.Module]) -> None:
     backward that reaches one itself raises `StepError`. Mutates the parameters."""
     for unit in units:
         for part in shards_of(unit):
-            if part.parameter.requires_grad:
+            if "sharded" in tensor_notes(part.parameter):
+                continue
+            is_trained = part.parameter.requires_grad
+            if is_trained:
                 _ = cast(Any, part.parameter).register_hook(partial(_refuse_direct, name_of(part.parameter)))
-            note_tensor(part.parameter, sharded=hook_count(part.parameter))
+            note_tensor(part.parameter, sharded=int(is_trained))
 
 
 def _refuse_direct(name: str, _grad: torch.Tensor) -> None:
     """Refuse the gradient of a loss that computes with shards: ranks would not weigh it by their units."""
-    raise term_of_parameters(f"a term of {name}")
+    raise term_of_parameters(f"a term of {name or 'a parameter'}")
 
 
 def spans_all(ctx: DistContext, named: Mapping[str, nn.Parameter]) -> bool:

@@ -30,12 +30,13 @@ if TYPE_CHECKING:
 
 
 _BY_PREPARE = ("plan", "compile")
+_USED = "axes that divide parameters"  # note of a context
 
 
 def check_settings(ctx: DistContext, accum: Accumulation, optimizers: Sequence[Optimizer]) -> None:
     """Raise `ConfigError` if a setting of the launcher, or an axis cp, has no effect on a step.
 
-    A collective of the first step on a mesh with cp and pp; otherwise no communication.
+    A collective of the first step on a mesh with pp; otherwise no communication.
     """
     if "accumulation" in ctx.launched:
         _check_accumulation(ctx, accum)
@@ -90,7 +91,7 @@ def _check_mesh(ctx: DistContext, parameters: Sequence[torch.Tensor]) -> None:
     asked = {name: axis.size for name, axis in ctx.position.axes if axis.size > 1 and name in others}
     if not asked:
         return
-    used = {name for each in parameters if is_dtensor(each) for name in _split_along(each)}
+    used = _used_axes(ctx, parameters)
     if idle := [f"{name}={size}" for name, size in asked.items() if name not in used]:
         raise ConfigError(
             "a dimension of this run's mesh has no effect",
@@ -100,6 +101,18 @@ def _check_mesh(ctx: DistContext, parameters: Sequence[torch.Tensor]) -> None:
             fix="Spread the model along it before prepare, or leave it out of the mesh. If your own code uses it in"
             " another way: ctx = accel.replace(ctx, mesh=ctx.mesh).",
         )
+
+
+def _used_axes(ctx: DistContext, parameters: Sequence[torch.Tensor]) -> set[str]:
+    """Names of the axes along which a step's parameters are divided, in any stage of a pipeline. A collective of the
+    first step on a mesh with pp."""
+    own = {name for each in parameters if is_dtensor(each) for name in _split_along(each)}
+    if ctx.axis("pp").size == 1:
+        return own
+    if _USED not in ctx.comm.notes:
+        by_rank = exchange_values(ctx.comm, Call("optimizer_step", ordered=False), [*own], list[str])
+        ctx.comm.notes[_USED] = ",".join(sorted({name for names in by_rank for name in names}))
+    return own.union(ctx.comm.notes[_USED].split(","))
 
 
 def _split_along(parameter: DTensor) -> Iterator[str]:

@@ -623,6 +623,11 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
             [(7, 5)],
             [RowLayout(0, unequal)],
         ),
+        "weighted bags with and without the first row of a rank, which is infinite": Region(
+            lambda w, by: functional.embedding_bag(_BAG, w + _INFINITE, _STARTS, mode="sum", per_sample_weights=by),
+            [(7, 5), (6,)],
+            [RowLayout(0, unequal), None],
+        ),
         "torch.embedding of rows": Region(
             lambda w: torch.embedding(w, torch.tensor([[6, 0, 3], [2, 3, 5]]), padding_idx=3),
             [(7, 5)],

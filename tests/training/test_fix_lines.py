@@ -691,8 +691,8 @@ PROGRAMS: tuple[Program, ...] = (
         "the loss computes with parameters as ranks keep them",
         "net = nn.Linear(2, 1); x = torch.ones(4, 2); factor = 0.1; state = accel.train_state(ctx).next()\n",
         "model = accel.prepare_model(ctx, net)\n"
-        "loss = model(x).mean() + factor * sum(each.square().sum() for each in model.parameters())\n"
-        "accel.backward(ctx, loss, state, weight=4)",
+        "penalty = sum(each.square().sum() for each in model.parameters())\n"  # a forward would gather the outer unit
+        "accel.backward(ctx, model(x).mean() + factor * penalty, state, weight=4)",
         "weight_decay=2 * factor",
         "model, optimizer = accel.prepare(ctx, net, torch.optim.SGD(net.parameters(), lr=0.1, {line}))\n"
         "state = accel.backward(ctx, model(x).mean(), state, weight=4)\n"

@@ -209,6 +209,42 @@ def test_a_mesh_along_which_a_model_is_spread_has_its_effect(ranks):
     assert ranks.run(rank, 2, default_group=True) == [True, True]
 
 
+class _Stages(nn.Module):
+    """Two blocks, of which only the first has layers that ranks along tp divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pair = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        self.blocks = nn.ModuleList([pair, nn.Sequential(nn.LayerNorm(4), nn.LayerNorm(4))])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for each in self.blocks:
+            x = each(x)
+        return x
+
+
+@pytest.mark.parametrize("divides", [True, False])
+def test_a_mesh_that_one_stage_uses_has_its_effect(ranks, divides):
+    """And one that no stage uses is refused on all ranks."""
+
+    def rank(ctx: accel.DistContext) -> bool | None:
+        ctx = _on_mesh(ctx, "pp=2,tp=2")
+        net = _Stages()
+        tensor = {"blocks.0.0": "colwise", "blocks.0.2": "rowwise"} if divides else {}
+        plan = accel.parallel.Plan(tensor=tensor, micro_batches=2)
+        model, optimizer = accel.prepare(ctx, net, SGD(net.parameters(), lr=0.1), plan=plan)
+        _, state = accel.forward_backward(
+            ctx, model, begin_batch(ctx), torch.ones(4, 4), loss_fn=lambda output: output.square().sum(), weight=4
+        )
+        if divides:
+            return accel.optimizer_step(ctx, optimizer, state).stepped
+        with assert_raises(ConfigError, got="none along tp=2"):
+            _ = accel.optimizer_step(ctx, optimizer, state)
+        return True
+
+    assert ranks.run(rank, 4, default_group=True) == [True] * 4
+
+
 @pytest.mark.parametrize(
     ("environ", "arguments", "launched"),
     [

@@ -315,9 +315,9 @@ def whole_rows(part: PartTensor, join: Callable[[Tensor, int], Tensor]) -> Tenso
     if repeat > 1 and layout.cut.is_equal and [ways for _, ways in segments] == [part.ranks.size]:
         pieces: Tensor = cast(Any, rows).unflatten(layout.dim, (repeat, -1))
         return join(pieces, layout.dim + 1).flatten(layout.dim, layout.dim + 1)
-    if not layout.cut.is_equal:  # messages are of one length
-        others = [0, 0] * (rows.dim() - 1 - layout.dim)
-        rows = functional.pad(rows, [*others, 0, layout.cut.local - rows.shape[layout.dim]])
+    missing = layout.cut.local - rows.shape[layout.dim]
+    if missing:  # messages are of one length; torch copies where it pads by 0
+        rows = functional.pad(rows, [*[0, 0] * (rows.dim() - 1 - layout.dim), 0, missing])
     whole = join(rows, layout.dim)
     order = _order(layout.cut, part.ranks.size)
     return (whole if order is None else taken(whole, layout.dim, order)).contiguous()

@@ -18,7 +18,8 @@ from accel.comm import Call, exchange_values, peer_error, shared_failure
 from accel.context import DistContext
 from accel.devices import wide_dtype
 from accel.errors import ConfigError, PrepareError
-from accel.mixins import Mixin, add_mixin
+from accel.mixins import add_mixin
+from accel.parallel._copies import NotPickled
 from accel.parallel._modules import note_module, notes_of, written_class
 from accel.parallel._private import called_eagerly, is_compiled, runs_in_backward, untraced
 from accel.parallel.axes.context._attention import whole_positions
@@ -68,7 +69,7 @@ def use_positions(ctx: DistContext, model: nn.Module, traits: Traits, within: Se
     positions.guard_all(model)
 
 
-class _ByPositions(Mixin, nn.Module):
+class _ByPositions(NotPickled, nn.Module):
     """Stands before the class of a model: its forward computes with parts of positions."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

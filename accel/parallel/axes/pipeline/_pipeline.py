@@ -12,7 +12,7 @@ from torch import nn
 from accel.comm import Comm, adopt, all_reduce_flat, group_of_rows
 from accel.context import DistContext
 from accel.errors import StageError
-from accel.mixins import Mixin
+from accel.parallel._copies import NotPickled
 from accel.parallel._leftovers import is_used, is_watched, note_used
 from accel.parallel._modules import note_prepared, note_tensor, prepared_of, stage_modules, tensor_notes
 from accel.parallel._same_batches import SameBatches
@@ -207,7 +207,7 @@ class Pipeline:
         return found
 
 
-class Pipelined(Mixin):
+class Pipelined(NotPickled):
     """Stands before the class of a model that is cut into stages."""
 
     def forward(self, *_inputs: Any, **_kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ from accel.comm import SUM_OF, Comm, in_unit
 from accel.errors import PrepareError
 from accel.mixins import Mixin
 from accel.parallel._containers import known_parts
+from accel.parallel._copies import NotPickled
 from accel.parallel._modules import note_module, note_tensor, notes_of, tensor_notes, written_class
 from accel.parallel._private import runs_in_backward
 from accel.parallel._sharded import load_plain
@@ -44,7 +45,7 @@ class CalledUnit(Mixin, nn.Module):
         return self(*args, **kwargs)
 
 
-class EndedUnit(Mixin, nn.Module):
+class EndedUnit(NotPickled, nn.Module):
     """Mixin of units: a forward that raises has ended for later backwards. torch notes an end only in a hook. Calls
     that torch does not support on shards are refused with what to do."""
 

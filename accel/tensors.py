@@ -38,7 +38,7 @@ Make = Callable[[Mapping[str, torch.Tensor]], nn.Parameter]
 
 def is_dtensor(tensor: object) -> TypeIs[DTensor]:
     """Return whether a tensor is a DTensor. No communication."""
-    if type(tensor) is torch.Tensor:
+    if type(tensor) in (torch.Tensor, nn.Parameter):
         return False
     module = sys.modules.get("torch.distributed.tensor")
     kind = getattr(module, "DTensor", None)  # another thread may be importing the module

@@ -6,6 +6,7 @@ What a process that runs tests needs, simulated ranks among it, is in `helpers/r
 
 from __future__ import annotations
 
+import importlib.machinery
 import os
 import signal
 import sys
@@ -30,6 +31,20 @@ if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
     _ = signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
+class _Plain:
+    """Finds the package's modules before pytest does, which rewrites the asserts of each package that has a plugin.
+
+    They are then compiled once, for processes with pytest and for those without it.
+    """
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.PathFinder.find_spec(name, path, target) if name.startswith("accel.") else None
+
+
+sys.meta_path.insert(0, _Plain)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[object]:
     """No collection walks what modules and parameters of tests make: it stays."""
@@ -51,9 +66,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from runs without the tests of GPUs: the others count on CPUs, also where contexts choose a device.
 
-    Then load what running tests needs, torch included, unless xdist's workers run them.
+    Then load what running tests needs, torch included, unless xdist's workers run them. A worker collects in turns.
     """
     if "not gpu" in config.option.markexpr:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if config.getoption("dist", "no") == "no" or not config.getoption("tx"):
         config.pluginmanager.import_plugin("running")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        config.pluginmanager.import_plugin("turns")

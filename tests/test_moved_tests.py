@@ -9,6 +9,7 @@ from typing import Any
 
 import moved_tests
 import pytest
+import turns
 from hypothesis import given, strategies as st
 
 ROOT = Path(__file__).parent.parent
@@ -82,6 +83,11 @@ def test_ci_runs_a_case_of_each_function(monkeypatch: pytest.MonkeyPatch) -> Non
         *("default", "nightly", "slow", "slow", "nightly", "default", "slow", "slow", "slow", "nightly"),
         *("nightly", "nightly"),
     ]
+
+
+@pytest.mark.parametrize(("share", "order"), [(0, "abcd"), (1 / 3, "cdab"), (2 / 3, "dabc")])
+def test_a_worker_begins_to_collect_behind_its_share_of_the_files(share: float, order: str) -> None:
+    assert turns.turned("abcd", [1, 3, 4, 2], share) == list(order)
 
 
 def test_each_line_names_a_test_that_is_there() -> None:

@@ -36,6 +36,7 @@ from accel.comm._gradients import (
     exchanged as exchanged,
     gathered as gathered,
     gathered_summed as gathered_summed,
+    group_named as group_named,
     mark_recording as mark_recording,
     own_gradient as own_gradient,
     own_part as own_part,

@@ -33,6 +33,11 @@ class Passage(NamedTuple):
     back: tuple[int, ...] = ()  # number of rows from each rank, where they are exchanged
 
 
+def group_named(name: str) -> dist.ProcessGroup:
+    """Return this rank's group with a `group_name`, by which operators in a graph of torch.compile know it."""
+    return _dist.distributed_c10d._resolve_process_group(name)
+
+
 def _like_passed(x: Tensor, kind: str, dim: int, to: Sequence[int], back: Sequence[int], size: int) -> Tensor:
     """A tensor of the shape and strides that a collective gives, without communication."""
     if kind == "summed":

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import gc
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import field
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast
@@ -87,6 +87,8 @@ class Comm:
         deferred: reads the outcome of a step that only the device knows, and raises its error; None without.
         defers: whether parameters of a step are marked as "deferred".
         units: units of sharded models that this rank has run.
+        stands_alone: whether this rank runs a model's forward while the others wait for it, as `prepare` does to find a
+            plan. Groups along axes are None then.
         lost: why the ranks no longer communicate; empty while they do.
     """
 
@@ -114,6 +116,7 @@ class Comm:
     deferred: Callable[[], None] | None = None
     defers: bool = False
     units: UnitLog = field(default_factory=UnitLog)
+    stands_alone: bool = False
     lost: str = ""
     _share: ThreadExchange | None = None
     _closed: bool = False
@@ -149,6 +152,15 @@ class Comm:
         """The alarm for ranks in torch's collectives; None with groups of a mesh, which cannot be opened again."""
         self.check_open()
         return None if self.opened else self.bell
+
+    @contextlib.contextmanager
+    def standing_alone(self) -> Generator[None]:
+        """Let functions of this context compute as on one rank in a block."""
+        self.stands_alone = True
+        try:
+            yield
+        finally:
+            self.stands_alone = False
 
     def renew(self, store: Store, group: dist.ProcessGroup) -> None:
         """Continue with a group that was opened again, over a store without notes."""

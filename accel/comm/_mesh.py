@@ -92,7 +92,7 @@ def group_along(comm: Comm, mesh: DeviceMesh, axes: Sequence[str], timeout_s: fl
     """
     names = mesh.mesh_dim_names or ()
     dims = [at for at, name in enumerate(names) if name in axes and mesh.shape[at] > 1]
-    size = math.prod(mesh.shape[at] for at in dims)
+    size = math.prod([mesh.shape[at] for at in dims])
     if not dims:
         return None
     if size == comm.size:

@@ -267,7 +267,8 @@ def group_of(ctx: DistContext, *axes: str) -> dist.ProcessGroup | None:
         axes: names as for `ctx.axis`.
 
     Returns:
-        The group; None if it would only have this rank.
+        The group; None if it would only have this rank, and in a forward that `prepare` runs on one rank to find a
+        plan.
 
     Raises:
         ConfigError: no mesh has an axis of that name.
@@ -280,6 +281,8 @@ def group_of(ctx: DistContext, *axes: str) -> dist.ProcessGroup | None:
         True
     """
     ctx.comm.check_open()
+    if ctx.comm.stands_alone:
+        return None
     own = list(dict.fromkeys(found for name in axes for found in names_of(ctx.position.axes, name, ctx.strategy)))
     if ctx.mesh is None or ctx.mesh.mesh_dim_names is None:
         return ctx.comm.group if own and ctx.world_size > 1 else None

@@ -330,7 +330,10 @@ def refuse_parts(view: ModelView, gathered: Collection[int], methods: Sequence[s
 
 def refuse_parts_of_units(units: Mapping[str, nn.Module]) -> None:
     """Let the first forward of a sharded model raise `PrepareError` where it calls a part of a unit outside of the
-    unit's forward, which gathers. Mutates the units, by path and the model itself last, by hooks that go after it."""
+    unit's forward, which gathers. Mutates the units, by path and the model itself last, by hooks that go after it.
+
+    An expert of a list is left out: the module that loops over the list collects its calls.
+    """
     handles: list[Any] = []
 
     def end(*_: object) -> None:
@@ -341,7 +344,8 @@ def refuse_parts_of_units(units: Mapping[str, nn.Module]) -> None:
     for unit_path, unit in inner:
         for path, module in named_modules(unit):
             sharded = _sharded_dims(module.named_parameters(recurse=False))
-            if path and sharded and f"{unit_path}.{path}" not in units:
+            is_expert = "expert" in notes_of(module)
+            if path and sharded and not is_expert and f"{unit_path}.{path}" not in units:
                 handles.append(module.register_forward_pre_hook(partial(_refuse_part, unit_path, unit, path, sharded)))
     if handles:
         handles.append(root.register_forward_hook(cast(Any, torch.compiler).disable(end)))

@@ -129,7 +129,7 @@ def check_exchanged(rank: int, parameters: Iterable[torch.Tensor]) -> None:
     for each in parameters:
         known, grad = tensor_notes(each), each.grad
         name = known.get("name")
-        if "sharded" in known and hook_count(each):
+        if "sharded" in known and hook_count(each) > known["sharded"]:
             hooked.append(name_of(each))
         if grad is None:
             if heir_of(each) is not None:
@@ -184,6 +184,18 @@ def unused_parameters(rank: int, names: Sequence[str]) -> StepError:
         got=f"no gradient for {', '.join(names)}",
         where=f"rank {rank}",
         fix="Freeze them before preparing, or use accel.prepare_model(ctx, model, find_unused_parameters=True).",
+    )
+
+
+def term_of_parameters(got: str) -> StepError:
+    """Make the error for a loss that computes with parameters as ranks keep them."""
+    return StepError(
+        "the loss computes with parameters as ranks keep them, DTensors, so it has no gradient that ranks exchange",
+        expected="a loss of the model's outputs",
+        got=got,
+        where="backward",
+        fix="For an L2 penalty of a factor over model.parameters(), build the optimizer with weight_decay=2 * factor."
+        " Compute another penalty in the forward of the module that has the parameter, and return it with the outputs.",
     )
 
 

@@ -174,6 +174,7 @@ class ModuleNotes(TypedDict, total=False):
     overlaps: bool  # messages with matmuls: not compiled. By prepare_model, along tp; read by compile_model
     plain: Any  # replicated parameters that its forward sees as plain tensors. By prepare_model, fsdp
     positions: Any  # calls with parts of positions. By prepare_model, along cp
+    proves: bool  # a proof calls it, no pass of the user's. Until the proof ends
     recompute: bool | None  # whether logits are made again in backward. By defer_logits; read by losses
     reported: bool  # the line that made its deferred logits was logged. By that line
     wraps: str  # attribute of the module in an engine's wrapper. By the engine; read by unwrap_model
@@ -203,7 +204,7 @@ class TensorNotes(TypedDict, total=False):
     reached: bool  # activation; a unit is gathered again when its gradient comes. By the unit's forward
     replicated: bool  # plain tensor of a parameter that ranks along tp replicate. By its module; read by losses
     reports: int  # id of the parameter that a hook notes as used
-    sharded: bool  # torch writes its gradient past hooks. By prepare_model, fsdp; read by steps
+    sharded: int  # number of own hooks; torch writes its gradient past hooks. By prepare_model, fsdp; read by steps
     settled: bool  # gradient; ranks have exchanged its bit. By steps
     tied_copy: bool  # a lower rank along pp has the same parameter. By prepare_model
     used: bool  # whether a backward has reached it since these bits were exchanged. By backwards; read by steps

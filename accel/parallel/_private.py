@@ -131,12 +131,14 @@ def is_compiled(module: nn.Module) -> bool:
 
 def contains_compiled(module: nn.Module) -> bool:
     """Return whether torch compiles a module, or one in it. Every pass asks, so it makes no generators and sets."""
-    todo = [module]
+    todo: list[nn.Module | None] = [module]
     while todo:
-        attributes = vars(todo.pop())
-        if attributes.get("_compiled_call_impl") is not None or REGION in attributes:
-            return True
-        todo += [each for each in attributes["_modules"].values() if each is not None]
+        each = todo.pop()
+        if each is not None:
+            attributes = vars(each)
+            if attributes.get("_compiled_call_impl") is not None or REGION in attributes:
+                return True
+            todo += attributes["_modules"].values()
     return False
 
 

@@ -8,13 +8,10 @@ they are not compared; a model that a checkpoint was loaded into compares its ne
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import struct
-import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,12 +20,13 @@ from torch import nn
 from accel.comm import Call, Comm, adopt, as_bytes, as_tensor, exchange, exchange_values, shared_failure
 from accel.context import DistContext, group_of
 from accel.devices import wide_dtype
-from accel.errors import DataError, PrepareError, TreeError
+from accel.errors import DataError, TreeError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import is_pipelined, note_prepared, prepared_of
 from accel.parallel._private import mixes_dtensors
 from accel.parallel._sharded import load_plain
 from accel.parallel._spread import ModelView
+from accel.parallel._watches import computed_as_kept
 from accel.tensors import mesh_of, split_dims
 from accel.topology import Dimension, dimension_of
 from accel.tree._walk import Containers, leaves
@@ -130,28 +128,12 @@ class _Compared(Mixin, nn.Module):
             return super().__call__(*args, **kwargs)
         except RuntimeError as error:
             if mixes_dtensors(error):
-                raise _read_without_call(error) from error
+                raise computed_as_kept(error) from error
             raise
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load a state dict, or refuse one of plain tensors."""
         return load_plain(super().load_state_dict, *args, **kwargs)
-
-
-def _read_without_call(error: Exception) -> PrepareError:
-    """The error of a forward that reads parameters of modules on a mesh with tp, with its line."""
-    frames = traceback.extract_tb((error.__cause__ or error).__traceback__)  # a cause that ranks have shared
-    others = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__)
-    own = [each for each in frames if not each.filename.startswith(others)]
-    line = f"line {own[-1].lineno} of {own[-1].filename}, {own[-1].line}" if own else str(error)
-    return PrepareError(
-        "the forward reads parameters of a module that it does not call, and they are DTensors on a mesh with tp",
-        expected="modules that are called, or that have a style which gives plain tensors to readers",
-        got=line,
-        where="forward, plan.tensor",
-        fix="Let accel.prepare(ctx, model, optimizer, example=batch) find what is read; or name these modules: "
-        'plan=accel.parallel.Plan(tensor={**accel.parallel.tensor_plan(model), "blocks.*.name": "replicated_local"}).',
-    )
 
 
 def compare_batches(ctx: DistContext, view: ModelView) -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm import ranks_of_group
 from accel.context import DistContext
 from accel.errors import PrepareError
+from accel.parallel._labels import name_of, term_of_parameters
 from accel.parallel._modules import is_unit, note_tensor, sharded_roots
-from accel.parallel._private import mixes_dtensors
+from accel.parallel._private import hook_count, mixes_dtensors
 from accel.parallel._torch_fsdp import is_kept, shards_of
 from accel.tensors import is_dtensor, mesh_of
 from accel.topology import Dimension, dimension_of
@@ -56,11 +59,18 @@ def load_plain(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def note_shards(units: Iterable[nn.Module]) -> None:
-    """Note the parameters of modules that `fully_shard` was called on: torch writes their gradients past hooks. Mutates
-    the parameters."""
+    """Note the parameters of modules that `fully_shard` was called on: torch writes their gradients past hooks. A
+    backward that reaches one itself raises `StepError`. Mutates the parameters."""
     for unit in units:
         for part in shards_of(unit):
-            note_tensor(part.parameter, sharded=True)
+            if part.parameter.requires_grad:
+                _ = cast(Any, part.parameter).register_hook(partial(_refuse_direct, name_of(part.parameter)))
+            note_tensor(part.parameter, sharded=hook_count(part.parameter))
+
+
+def _refuse_direct(name: str, _grad: torch.Tensor) -> None:
+    """Refuse the gradient of a loss that computes with shards: ranks would not weigh it by their units."""
+    raise term_of_parameters(f"a term of {name}")
 
 
 def spans_all(ctx: DistContext, named: Mapping[str, nn.Parameter]) -> bool:

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
@@ -14,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from accel.context import DistContext
-from accel.errors import ConfigError
+from accel.errors import ConfigError, PrepareError
 from accel.parallel._modules import (
     has_parameters,
     named_modules,
@@ -65,8 +68,9 @@ class _ParameterChanges(TorchFunctionMode):
         try:
             result = func(*args, **(kwargs or {}))
         except RuntimeError as error:
-            if not mixes_dtensors(error):  # for which there is an error with its line
-                self._refuse_computed(name, args)
+            if mixes_dtensors(error):
+                raise computed_as_kept(error) from error
+            self._refuse_computed(name, args)
             raise
         if name == "__set__":
             return result
@@ -94,8 +98,7 @@ class _ParameterChanges(TorchFunctionMode):
                 expected="parameters that are read as attributes of their modules, such as self.block.weight",
                 got=f"{path.removeprefix('module.')} in {name}, as from named_parameters()",
                 where="the first training forward of a prepared model",
-                fix="Read it as an attribute of its module. Along tp give that module the style replicated_local, by"
-                " plan=accel.parallel.Plan(tensor={...}); or keep parameters whole, on a mesh of dp alone:"
+                fix="Read it as an attribute of its module; or keep parameters whole, on a mesh of dp alone:"
                 ' accel.replace(ctx, strategy="ddp").',
             )
 
@@ -113,6 +116,22 @@ def _is_same(tensor: torch.Tensor, data: torch.Tensor) -> bool:
     own = local_part(tensor)
     other = local_part(data)
     return own.dtype == other.dtype and own.device == other.device and own.data_ptr() == other.data_ptr()
+
+
+def computed_as_kept(error: Exception) -> PrepareError:
+    """Make the error for a forward that computes with a DTensor of `parameters()`, with its line."""
+    within = traceback.extract_tb((error.__cause__ or error).__traceback__)  # a cause that ranks have shared
+    others = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__)
+    own = [each for each in (*traceback.extract_stack(), *within) if not each.filename.startswith(others)]
+    line = f"line {own[-1].lineno} of {own[-1].filename}, {own[-1].line}" if own else str(error)
+    return PrepareError(
+        "the forward computes with a parameter as ranks keep it, a DTensor",
+        expected="parameters that are read as attributes of their modules",
+        got=line,
+        where="forward of a prepared model",
+        fix="Read it as an attribute, such as weight = self.block.weight, and not by parameters(), named_parameters()"
+        " or state_dict(). With the strategy fsdp, read it in the forward of the unit that holds it, which gathers it.",
+    )
 
 
 class _FirstForward:

@@ -29,6 +29,7 @@ from accel.training._window import (
     check_window,
     division,
     mark_followed,
+    refused_alike,
     shortening,
     total_weight,
     whole_norm,
@@ -83,7 +84,8 @@ def clip_norm(
     if engine is not None:
         return engine.clip_norm(ctx, list(parameters), max_norm, norm_type, factor)
     listed = list(parameters)
-    [grads] = window_gradients(ctx, window.accum, listed)
+    with refused_alike(ctx, listed, "clip_grad_norm_"):
+        [grads] = window_gradients(ctx, window.accum, listed)
     norm = whole_norm(ctx, grads, listed, norm_type) * factor
     if isinstance(norm, torch.Tensor):
         # Without reading the norm, so that the host does not wait; a norm that is not finite scales by 1.
@@ -98,7 +100,7 @@ def clip_norm(
 def clip_grad_value_(
     ctx: DistContext, parameters: Iterable[torch.Tensor], clip_value: float, state: TrainState
 ) -> None:
-    """Clamp every element of gradients to [-clip_value, clip_value], in place. No communication.
+    """Clamp every element of gradients to [-clip_value, clip_value], in place. A collective in a pipeline.
 
     The value belongs to the gradient after division, as for `clip_grad_norm_`. Nothing is clipped if a gradient of this
     rank is not finite; the policy of `optimizer_step` then decides.
@@ -125,8 +127,10 @@ def clip_elements(ctx: DistContext, parameters: Iterable[torch.Tensor], clip_val
     if engine is not None:
         engine.clip_value(ctx, list(parameters), clip_value, factor)
         return
-    [grads] = window_gradients(ctx, window.accum, parameters)
-    check_real(grads, "clip_grad_value_")
+    listed = list(parameters)
+    with refused_alike(ctx, listed, "clip_grad_value_"):
+        [grads] = window_gradients(ctx, window.accum, listed)
+        check_real(grads, "clip_grad_value_")
     if not isinstance(factor, torch.Tensor) and factor == 0.0:
         return  # the window is empty, and all gradients are zero
     # Gradients are not divided yet, so the limit is scaled in their place: one pass over them fewer.
@@ -174,7 +178,9 @@ def divide(ctx: DistContext, optimizer: Optimizer | Sequence[Optimizer], window:
     check_window(ctx, window)
     accum = window.accum
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    [grads] = window_gradients(ctx, accum, parameters_of(optimizers))
+    parameters = parameters_of(optimizers)
+    with refused_alike(ctx, parameters, "unscale_gradients"):
+        [grads] = window_gradients(ctx, accum, parameters)
     scale_(grads, division(ctx, accum, total_weight(accum)))
     # Noted in the window: a step that divided once more would go unseen.
     return msgspec.structs.replace(accum, divided=len(grads) or -1, retained=False)

@@ -31,6 +31,7 @@ from accel.training._window import (
     division,
     mark_followed,
     read_outcome,
+    refused_alike,
     total_weight,
     whole_norm,
     window_gradients,
@@ -68,7 +69,8 @@ def _evaluated(
         shared = start_sharing(ctx, added)
         run_backward(ctx, loss, factor)
     window = with_loss(shared(), loss)
-    [grads] = window_gradients(ctx, window, parameters)
+    with refused_alike(ctx, parameters, _WHERE):
+        [grads] = window_gradients(ctx, window, parameters)
     units, norm = total_weight(window), None
     if policy.reads:
         norm = whole_norm(ctx, grads, parameters, 2.0)

@@ -20,7 +20,16 @@ from accel.loop_state import Accumulation
 from accel.parallel import balanced_bias, expert_counts
 from accel.parallel._modules import forget, is_pipelined, matching, named_modules, note_module, notes_of, unwrap_model
 from accel.parallel._private import runs_in_backward, untraced
-from accel.parallel.axes.experts import WITH_OWN_TOKENS, ExpertCalls, calls_around, is_sorted_experts, moe_modules
+from accel.parallel.axes.experts import (
+    LISTS,
+    WITH_OWN_TOKENS,
+    ExpertCalls,
+    calls_around,
+    is_sorted_experts,
+    moe_modules,
+)
+from accel.parallel.parts import PartTensor, plain_of
+from accel.parallel.parts._nested import NestedPart
 from accel.tensors import is_dtensor
 from accel.training._evaluating import Stepped
 from accel.training._train_state import TrainState
@@ -103,7 +112,7 @@ class ExpertLoad:
         speed: float | None = None,
         bias: str = "e_score_correction_bias",
     ) -> None:
-        inner = unwrap_model(model)
+        self._model = inner = unwrap_model(model)
         self._speed, self._bias = speed, bias
         self._window: Accumulation | None = None
         self._micros: set[int] = set()
@@ -111,6 +120,7 @@ class ExpertLoad:
         self._mask: Tensor | None = None
         self._is_real = True
         self._calls = 0
+        self._positions: list[Any] = []  # calls with parts of positions, along cp
         modules = dict(named_modules(inner))
         found = _experts_by_path(inner, experts)
         self._layers = {path: self._layer(modules, path, number, found) for path, number in found.items()}
@@ -157,6 +167,8 @@ class ExpertLoad:
         is_real = not isinstance(state, TrainState) or state.valid is None or state.valid > 0
         self._mask, self._is_real = mask, is_real
         self._is_counting, before = True, self._calls
+        noted = [notes_of(each).get("positions") for each in self._model.modules()]
+        self._positions = [each for each in noted if each is not None]
         try:
             yield self
         finally:
@@ -217,19 +229,20 @@ class ExpertLoad:
         """Yield the modules to count at for a path, each with its hook."""
         above = [".".join(path.split(".")[:at]) for at in range(path.count(".") + 1)]
         around = [calls for each in above if each in modules and (calls := calls_around(modules[each])) is not None]
-        if not isinstance(listed := modules[path], nn.ModuleList):
+        if not isinstance(listed := modules[path], LISTS):
             yield listed, self._hook(path, around)
             return
         yield modules[path.rpartition(".")[0]], self._call_hook()
-        for at, expert in enumerate(cast("Iterable[nn.Module | None]", listed)):
+        entries = listed.values() if isinstance(listed, nn.ModuleDict) else listed
+        for at, expert in enumerate(cast("Iterable[nn.Module | None]", entries)):
             if expert is not None:
                 yield expert, self._row_hook(path, at)
 
     def _call_hook(self) -> Callable[..., None]:
         """Return a hook for the module with the loop over a list of experts; it may call none of them."""
 
-        def called(*_: object) -> None:
-            self._calls += not self._is_skipped()
+        def called(module: nn.Module, *_: object) -> None:
+            self._calls += not self._is_skipped(module)
 
         return untraced(called)
 
@@ -238,33 +251,44 @@ class ExpertLoad:
 
         def count(module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any], output: object) -> None:
             calls = calls_around(module)
-            if self._is_skipped() or not self._is_real or (calls is not None and calls.phase != "replay"):
+            if self._is_skipped(module) or not self._is_real or (calls is not None and calls.phase != "replay"):
                 return
             if self._mask is not None:
                 raise _without_tokens(path)
-            rows = next(each for each in (*inputs, *named.values()) if isinstance(each, Tensor))
-            self._layers[path].counts[expert] += rows.shape[:-1].numel()
+            rows = self._own(next(each for each in (*inputs, *named.values()) if isinstance(each, Tensor)))
+            if rows is not None:
+                self._layers[path].counts[expert] += rows.shape[:-1].numel()
 
         return untraced(count)
 
-    def _is_skipped(self) -> bool:
-        return not self._is_counting or not torch.is_grad_enabled() or runs_in_backward()
+    def _is_skipped(self, module: nn.Module) -> bool:
+        is_first = torch.is_grad_enabled() and not runs_in_backward()
+        return not self._is_counting or not is_first or "proves" in notes_of(module)
+
+    def _own(self, tensor: Tensor) -> Tensor | None:
+        """Return the rows that this rank counts. In a model that computes with parts of positions, ranks along cp have
+        the same tensor if it is no part, and the first of them counts it: None for the others."""
+        part = tensor.rows if isinstance(tensor, NestedPart) else tensor
+        if isinstance(part, PartTensor) and part.division is not None:
+            return plain_of(part)
+        is_counted = any(each.is_running and each.ranks.rank for each in self._positions)
+        return None if is_counted else tensor
 
     def _hook(self, path: str, around: Sequence[ExpertCalls]) -> Callable[..., None]:
         def count(module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any], output: object) -> None:
-            if self._is_skipped() or any(each.phase == "collect" for each in around):
+            if self._is_skipped(module) or any(each.phase == "collect" for each in around):
                 return
             self._calls += 1
             if not self._is_real:
                 return
             layer = self._layers[path]
             given = (*inputs, *named.values())
+            own = self._own(given[0] if layer.is_sorted else _indices(path, given, output))
+            if own is None:
+                return
+            count_rows = _of_rows if layer.is_sorted else expert_counts
             with torch.no_grad():
-                if layer.is_sorted:
-                    _ = layer.counts.add_(_of_rows(given[0], len(layer.counts), self._mask))
-                else:
-                    indices = _indices(path, given, output)
-                    _ = layer.counts.add_(expert_counts(indices, len(layer.counts), mask=self._mask))
+                _ = layer.counts.add_(count_rows(own, len(layer.counts), mask=self._mask))
 
         return untraced(count)
 

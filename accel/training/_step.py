@@ -36,9 +36,10 @@ from accel.training._window import (
     division,
     in_format_of,
     joined,
+    leftovers_of,
     policy_of,
     read_outcome,
-    refuse_leftovers,
+    refused_alike,
     shortening,
     steps_of,
     times,
@@ -63,11 +64,18 @@ def step_here(
     begins to read the norms, the weight and norms of single gradients, where the policy defers that.
     """
     # All refusals come before the first write: a rank that raises leaves parameters and gradients as they were.
-    parts = _parts(ctx, optimizers, window, joint=request.joint)
-    if request.max_value is not None:
-        check_real(itertools.chain(*parts), "max_value=")
-    clips = any(limit is not None for limit in request.max_norms)
     every = parameters_of(optimizers)
+    left = leftovers_of(optimizers)
+    is_staged = ctx.axis("pp").size > 1
+    if not is_staged:
+        left.check(ctx)
+    with refused_alike(ctx, every, "optimizer_step"):
+        parts = _parts(ctx, optimizers, window, joint=request.joint)
+        if is_staged:
+            left.refuse()
+        if request.max_value is not None:
+            check_real(itertools.chain(*parts), "max_value=")
+    clips = any(limit is not None for limit in request.max_norms)
     norms: list[float | torch.Tensor] = []
     factor = request.factor
     looks = policy.reads or policy.defers
@@ -108,6 +116,7 @@ def step_by(
     request: StepRequest,
 ) -> EngineOutcome:
     """Let an engine step, unless the window is known to be empty."""
+    leftovers_of(optimizers).check(ctx)
     # An engine computes its norm itself, so only the weight is read.
     if request.check_finite and read_outcome([], weight).empty:
         return EngineOutcome(stepped=False, finite=True, grad_norm=None)
@@ -414,11 +423,10 @@ def _stepped(scheduler: LRScheduler) -> Iterator[LRScheduler]:
 
 
 def _check_begin(ctx: DistContext, optimizers: list[Optimizer], accum: Accumulation) -> None:
-    """Raise if settings have no effect, a block has replaced the weights, or the window began with gradients."""
+    """Raise if settings have no effect, or a block has replaced the weights."""
     if ctx.launched or ctx.position.opened:
         check_settings(ctx, accum, optimizers)
     refuse_replaced(parameters_of(optimizers), "accel.optimizer_step")
-    refuse_leftovers(ctx, optimizers)
 
 
 def _result(

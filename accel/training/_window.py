@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple, cast, overload
 
 import msgspec
@@ -99,13 +98,9 @@ def window_gradients(
 ) -> list[list[torch.Tensor]]:
     """Return the gradients of groups of parameters as ranks have exchanged them; for sparse ones only the rows.
 
-    A collective if a graph was kept, or where unused parameters have been announced. Sparse gradients are coalesced.
+    A collective if a graph was kept. Sparse gradients are coalesced. Runs in a block of `refused_alike`.
     """
     listed = [list(group) for group in groups]
-    if ctx.world_size > 1:
-        # Before gradients are listed: where no rank used a parameter, the exchange has left zeros, which would be
-        # stepped.
-        drop_unused(ctx, chain.from_iterable(listed))
     found = [_gradients(ctx, window, group) for group in listed]
     # a stage of a pipeline may only hold frozen parameters
     if not any(found) and (ctx.axis("pp").size == 1 or any(each.requires_grad for group in listed for each in group)):
@@ -116,6 +111,22 @@ def window_gradients(
             fix="Call accel.backward first, on a loss of these parameters.",
         )
     return found
+
+
+@contextmanager
+def refused_alike(ctx: DistContext, parameters: Iterable[torch.Tensor], name: str) -> Generator[None]:
+    """Run the checks of a call on the gradients of parameters. A collective of a pipeline, at the block's end, and
+    where unused parameters have been announced.
+
+    Each stage checks other parameters. All ranks of a pipeline raise what a stage refuses, as the others would wait for
+    it. Ranks of a stage hold the same parameters, so they refuse alike.
+    """
+    if ctx.world_size > 1:
+        # Before gradients are listed: where no rank used a parameter, the exchange has left zeros, which would be
+        # stepped.
+        drop_unused(ctx, parameters)
+    with agreed(ctx.comm, Call(name, ordered=False)) if ctx.axis("pp").size > 1 else nullcontext():
+        yield
 
 
 def total_weight(window: Accumulation) -> float | torch.Tensor:
@@ -285,25 +296,33 @@ def clear_here(optimizers: list[Optimizer]) -> None:
 _MOST_NAMED = 3
 
 
-def refuse_leftovers(ctx: DistContext, optimizers: Sequence[Optimizer]) -> None:
-    """Raise `StepError` if `accumulate` found gradients at the start of the window, on parameters of this step."""
-    # Zeros are no gradients. A rank's shard may hold zeros alone, so ranks agree about sharded ones. Whole gradients
-    # are equal on all ranks, unless one ran another backward, which then raises alone.
-    found = [
-        (each, nonzero)
-        for each in parameters_of(optimizers)
-        if (nonzero := found_gradient(each)) is not None and each.grad is not None  # else no optimizer steps it
-    ]
-    if not found:
-        return
-    used = [each for each, nonzero in found if nonzero]
-    is_sharded = any(is_dtensor(each) for each, _ in found)
-    with agreed(ctx.comm, Call("optimizer_step", ordered=False)) if is_sharded else nullcontext():
-        if used:
-            raise _leftovers(used)
+class Leftovers(NamedTuple):
+    """Gradients that `accumulate` found at the start of a window, on parameters of its step."""
+
+    parameters: list[torch.Tensor]  # with a gradient that is still there, as no optimizer steps another
+    used: list[torch.Tensor]  # with a gradient of more than zeros, which are no gradient
+
+    def check(self, ctx: DistContext) -> None:
+        """Raise `StepError` if there are some. A collective if some are sharded, as a rank's shard may be zeros."""
+        # Whole gradients are equal on all ranks, unless one ran another backward, which then raises alone.
+        is_sharded = any(map(is_dtensor, self.parameters))
+        with agreed(ctx.comm, Call("optimizer_step", ordered=False)) if is_sharded else nullcontext():
+            self.refuse()
+
+    def refuse(self) -> None:
+        """Raise `StepError` if this rank has found some."""
+        if self.used:
+            raise _leftover_error(self.used)
 
 
-def _leftovers(parameters: Sequence[torch.Tensor]) -> StepError:
+def leftovers_of(optimizers: Sequence[Optimizer]) -> Leftovers:
+    """Return the gradients of optimizers from before their window."""
+    parameters = parameters_of(optimizers)
+    found = [each for each in parameters if found_gradient(each) is not None and each.grad is not None]
+    return Leftovers(found, [each for each in found if found_gradient(each)])
+
+
+def _leftover_error(parameters: Sequence[torch.Tensor]) -> StepError:
     names = [name_of(each) or f"one of shape {list(each.shape)}" for each in parameters]
     return StepError(
         "the step would use gradients from before its window",

@@ -66,6 +66,20 @@ CALLED = (
     "own = accel.parallel.split_sequence(ctx, {'x': torch.ones(2, 8, 4)})['x'].requires_grad_()\n"
     "prepared = lambda call: accel.prepare_model(ctx, Net(call))\n"
 )
+KERNEL = (
+    "class Kernel(torch.autograd.Function):\n"
+    "    @staticmethod\n    def forward(ctx, x): return torch.from_numpy(2 * x.detach().numpy())\n"
+    "    @staticmethod\n    def backward(ctx, grad): return 2 * grad\n"
+    "class Net(nn.Module):\n    def __init__(self, function):\n        super().__init__()\n"
+    "        self.layer, self.function = nn.Linear(4, 4), function\n"
+    "    def forward(self, x):\n        x = self.function(self.layer(x))\n"
+    "        return torch.softmax(x @ x.transpose(1, 2), -1) @ x\n"
+    "x = torch.arange(64.0).view(2, 8, 4).sin(); part = accel.parallel.split_sequence(ctx, {'x': x})\n"
+    "def call(function):\n"
+    "    net = Net(function); own = accel.parallel.split_sequence(ctx, {'y': net(x).detach()})['y']\n"
+    "    assert torch.allclose(accel.prepare_model(ctx, net)(part['x']), own, atol=1e-5)\n"
+    "function = Kernel.apply\n"
+)
 NESTED = CALLED + (
     "outer = lambda inner: lambda block, x: checkpoint(lambda x: inner(block, x), x, use_reentrant=False)\n"
     "prepared = lambda inner: accel.prepare_model(ctx, Net(outer(inner)))\n"
@@ -238,6 +252,16 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
         ranks=4,
         mesh="dp=2,cp=2",
         strategy="fsdp",
+    ),
+    Program(
+        "parallel/axes/context/_forward.py",
+        "the model would compute other values",
+        KERNEL,
+        "call(function)",
+        'accel.parallel.local_map(function, "rows")',
+        "call({line})",
+        ranks=2,
+        mesh="cp=2",
     ),
     Program(
         "parallel/axes/context/_forward.py",

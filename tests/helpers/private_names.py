@@ -50,6 +50,7 @@ ELSEWHERE = {
     "torch.amp.GradScaler": ("_growth_tracker",),
     "torch.utils.data.DataLoader": ("_get_iterator",),
     "torch.cuda.memory": ("_record_memory_history", "_dump_snapshot"),
+    "torch.distributed.distributed_c10d": ("_resolve_process_group",),
     "torch._C._distributed_c10d": ("_dump_fr_trace",),  # and `_dump_nccl_trace` where torch has NCCL
 }
 LISTED = [

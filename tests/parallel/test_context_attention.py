@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import accel
 from accel.comm import start_shift
 from accel.errors import ConfigError
-from accel.parallel.axes.context import _kernels, _ring
+from accel.parallel.axes.context import _kernels, _ring, check_context_used
 from accel.testing import Simulator
 
 METHODS = ("gather", "ring", "heads")
@@ -163,17 +163,25 @@ def test_autocast_has_its_dtype_before_anything_travels(ranks: Simulator, method
 
 
 @pytest.mark.parametrize(
-    "method", ["gather", *(pytest.param(each, marks=pytest.mark.slow) for each in ("ring", "heads"))]
+    ("method", "terms"),
+    [
+        pytest.param(method, terms, marks=[pytest.mark.slow] * (method != "ring" or bool(terms)))
+        for method in METHODS
+        for terms in ({}, {"causal": False}, {"window": 5}, {"softcap": 2.0, "documents": True})
+    ],
 )
-def test_compiled_layers_break_at_attention_alone(ranks: Simulator, method: Any) -> None:
-    inputs = make_inputs(Case())
+@pytest.mark.usefixtures("own_graphs")
+def test_compiled_layers_are_one_graph(ranks: Simulator, method: Any, terms: Any) -> None:
+    inputs = make_inputs(Case(key_heads=2))
 
     def rank(ctx: accel.DistContext) -> float:
         ctx = accel.replace(ctx, mesh="cp=2")
         part = accel.parallel.split_sequence(ctx, {name: inputs[name] for name in ("q", "k", "v", "grad")}, dim=2)
+        given = accel.parallel.split_sequence(ctx, {"documents": inputs["documents"]}) if "documents" in terms else {}
+        given = terms | {name: each for name, each in given.items() if name == "documents"}
 
         def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return accel.parallel.context_attention(ctx, q.sin(), k.cos(), v, method=method).tanh()
+            return accel.parallel.context_attention(ctx, q.sin(), k.cos(), v, method=method, **given).tanh()
 
         def gradients(function: Any) -> list[Tensor]:
             leaves = [part[name].clone().requires_grad_() for name in "qkv"]
@@ -181,7 +189,8 @@ def test_compiled_layers_break_at_attention_alone(ranks: Simulator, method: Any)
             out.backward(part["grad"])
             return [out.detach(), *(each.grad for each in leaves)]
 
-        compiled = gradients(torch.compile(layer, backend="aot_eager"))
+        compiled = gradients(torch.compile(layer, backend="aot_eager", fullgraph=True))
+        check_context_used(ctx)  # the graph has noted it
         return max((a - b).abs().max().item() for a, b in zip(compiled, gradients(layer), strict=True))
 
     assert max(ranks.run(rank, 2, default_group=True)) < 1e-12

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import accel
 from accel.errors import ConfigError
 from accel.testing import Simulator
+from accel.topology import ContextMethod
 
 pytestmark = [
     pytest.mark.usefixtures("own_graphs"),
@@ -87,6 +88,7 @@ def check(
     *,
     fullgraph: bool = True,
     again: bool = False,
+    method: ContextMethod | None = None,
     then: Callable[[nn.Module, Any], None] = lambda _model, _own: None,
 ) -> None:
     """Compare outputs and gradients of compiled blocks with those of one process; then call a function with the model
@@ -99,7 +101,8 @@ def check(
 
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="cp=2")
-        model = accel.prepare_model(ctx, copy.deepcopy(plain))
+        plan = accel.parallel.Plan(context=method) if method else None
+        model = accel.prepare_model(ctx, copy.deepcopy(plain), plan=plan)
         if again:
             model = accel.checkpoint_activations(model)
         model = accel.compile_model(model, "repeated", backend="aot_eager", fullgraph=fullgraph)
@@ -140,6 +143,27 @@ def test_a_compiled_block_has_one_graph_and_is_refused_alone(
 ) -> None:
     check(ranks, Stack(Mixing(mix), Mixing(mix), again=again), {"x": X}, then=refused_alone)
     assert graphs() == 2  # of each rank
+
+
+def causal(x: Tensor) -> Tensor:
+    """Attention by torch's function."""
+    heads = heads_of(x)
+    return functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).reshape(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("method", "again"),
+    [
+        ("ring", False),
+        pytest.param("ring", True, marks=pytest.mark.slow),
+        pytest.param("heads", False, marks=pytest.mark.slow),
+        pytest.param("heads", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_compiled_block_has_one_graph_with_each_method(ranks: Simulator, method: ContextMethod, again: bool) -> None:
+    check(ranks, Stack(Mixing(causal), Mixing(causal), again=again), {"x": X}, method=method)
+    assert graphs() == 2  # of each rank
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 @pytest.mark.filterwarnings("ignore")

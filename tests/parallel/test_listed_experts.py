@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,11 +84,43 @@ class Block(nn.Module):
         return outputs
 
 
-class Words(nn.Module):
+class BareBlock(Block):
+    """Experts that are single layers of torch, in a list."""
+
     def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+
+
+class DictBlock(Block):
+    """Experts in a dict, by name."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.experts = nn.ModuleDict({f"expert_{at}": Expert() for at in range(EXPERTS)})
+
+    def named(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """The loop of Switch Transformers in transformers 4, by the names of a dict."""
+        outputs = torch.zeros_like(tokens)
+        for at, expert in enumerate(self.experts.values()):
+            row, choice = torch.where(indices == at)
+            outputs = outputs.index_add(0, row, expert(tokens[row]) * weights[row, choice, None])
+        return outputs
+
+
+class BareDictBlock(DictBlock):
+    """Experts that are single layers of torch, in a dict."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.experts = nn.ModuleDict({f"expert_{at}": nn.Linear(WIDTH, WIDTH) for at in range(EXPERTS)})
+
+
+class Words(nn.Module):
+    def __init__(self, kind: str, block: Callable[[str], nn.Module] = Block) -> None:
         super().__init__()
         self.embed = nn.Embedding(99, WIDTH)
-        self.layers = nn.ModuleList([Block(kind), Block(kind)])
+        self.layers = nn.ModuleList([block(kind), block(kind)])
         self.head = nn.Linear(WIDTH, 99)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> SimpleNamespace:
@@ -118,6 +151,22 @@ def test_a_loop_over_experts_trains_as_in_one_process(ranks, monkeypatch, kind, 
     family = Family(functools.partial(Words, kind), "", {})
     monkeypatch.setitem(families.FAMILIES, kind, family)
     assert cell(ranks, kind, Mesh(axes, strategy, _prepared), accumulations=accumulations) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("block", "kind", "axes", "strategy"),
+    [
+        (BareBlock, "hit", "dp=2,ep=2", "ddp"),
+        (BareDictBlock, "named", "dp=2,ep=2", "fsdp"),
+        pytest.param(DictBlock, "named", "dp=4,ep=2", "fsdp", marks=pytest.mark.slow),
+        pytest.param(BareBlock, "every", "dp=4,ep=2", "fsdp", marks=pytest.mark.slow),
+        pytest.param(BareDictBlock, "named", "tp=2,ep=2", "ddp", marks=pytest.mark.slow),
+    ],
+)
+def test_experts_of_single_layers_and_in_dicts_train_as_in_one_process(ranks, monkeypatch, block, kind, axes, strategy):
+    name = block.__name__
+    monkeypatch.setitem(families.FAMILIES, name, Family(functools.partial(Words, kind, block), "", {}))
+    assert cell(ranks, name, Mesh(axes, strategy, _prepared), accumulations=(3,)) <= TOLERANCE
 
 
 class Net(nn.Module):

@@ -118,7 +118,7 @@ def test_recomputed_blocks_are_those_of_one_process(ranks: Simulator, axes: Axes
     ids=str,
 )
 def test_compiled_blocks_are_those_of_one_process(ranks: Simulator, axes: Axes, strategy: str, how: str) -> None:
-    """Along cp and ep the graphs of blocks break, and the parts of recomputed ones are compiled too."""
+    """Along ep the graphs of blocks break, and the parts of recomputed ones are compiled too."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     assert_steps_as_one_process(ranks, axes, strategy, how, rel=1e-12)

@@ -198,6 +198,60 @@ def test_a_loss_in_the_forward_takes_own_words(ranks: Simulator) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
+class WithLoss(nn.Module):
+    """Returns its loss, by a function that takes this rank's words or the weight of the head."""
+
+    def __init__(self, ctx: accel.DistContext, loss: str) -> None:
+        super().__init__()
+        self.ctx, self.loss = ctx, loss
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        hidden = hidden + self.down(self.up(hidden).relu())
+        if self.loss == "linear":
+            total = accel.parallel.linear_cross_entropy(self.ctx, hidden, self.head.weight, targets, reduction="sum")
+        elif self.loss == "logprobs":
+            total = -post_training.token_logprobs(self.ctx, self.head(hidden), targets, vocab_parallel=True).sum()
+        else:
+            total = accel.parallel.vocab_cross_entropy(self.ctx, self.head(hidden), targets)
+        return total / targets.numel()
+
+
+@pytest.mark.parametrize("loss", ["vocab", "linear", "logprobs"])
+def test_a_loss_in_a_forward_with_a_plan_that_is_found(ranks: Simulator, loss: str) -> None:
+    """The plan is found on one rank, so the loss does not communicate then. The head is divided as the plan says."""
+
+    def losses(ctx: accel.DistContext, mesh: str = "", head: Any = "colwise") -> list[float]:
+        torch.manual_seed(0)
+        ctx = accel.replace(ctx, mesh=mesh) if mesh else ctx
+        net = WithLoss(ctx, loss).double()
+        plan = accel.parallel.Plan(head=head)
+        model, optimizer = accel.prepare(
+            ctx, net, torch.optim.SGD(net.parameters(), lr=0.5), example=(IDS, TARGETS), plan=plan
+        )
+        state, found = accel.train_state(ctx), list[float]()
+        for _ in range(3):
+            state = begin_batch(ctx, state)
+            mean = model(IDS, TARGETS)
+            found.append(float(mean.detach()))
+            state = accel.optimizer_step(ctx, optimizer, accel.backward(ctx, mean, state, weight=1))
+        return found
+
+    expected = losses(accel.single())
+    for found in ranks.run(lambda ctx: losses(ctx, "tp=2"), 2, default_group=True):
+        assert found == pytest.approx(expected, rel=1e-10)
+
+    def gathered(ctx: accel.DistContext) -> bool:
+        with assert_raises(ConfigError, fix=r'plan=accel\.parallel\.Plan\(head="colwise"\)'):
+            _ = losses(ctx, "tp=2", None)
+        return True
+
+    if loss != "linear":  # which takes a whole weight too
+        assert ranks.run(gathered, 2, default_group=True) == [True, True]
+
+
 @pytest.mark.parametrize("plan", KINDS, ids=str)
 def test_returned_logits_of_own_words_need_the_flag_and_the_context(ranks: Simulator, plan: dict[str, Any]) -> None:
     """Without them a loss is of a rank's words, without an error where these have all targets."""

@@ -12,6 +12,7 @@ from processes import job, patience, script_ranks
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 EQUAL = """
+from functools import partial
 import torch, accel
 from torch import nn
 
@@ -37,11 +38,10 @@ with accel.session(device="cpu") as ctx:
     part = accel.parallel.split_sequence(ctx, {"q": q, "k": k, "v": v, "grad": grad}, dim=2)
     for method, window in (("gather", None), ("ring", None), ("heads", None), ("ring", 5)):
         expected = accel.parallel.split_sequence(ctx, windowed if window else whole, dim=2, shift=())
-        for _ in range(20):  # messages of many rings in a row keep their order
-            got = attend(
-                lambda *each: accel.parallel.context_attention(ctx, *each, method=method, window=window),
-                *(part[name] for name in ("q", "k", "v", "grad")),
-            )
+        layer = partial(accel.parallel.context_attention, ctx, method=method, window=window)
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        for function in (*[layer] * 20, compiled, compiled):  # messages of many rings in a row keep their order
+            got = attend(function, *(part[name] for name in ("q", "k", "v", "grad")))
             worst = max((got[name] - expected[name]).abs().max().item() for name in got)
             assert worst < 1e-12, (method, window, worst)
 print("equal", flush=True)
@@ -79,6 +79,39 @@ with accel.session(device="cpu", timeout_s=60) as ctx:
         os._exit(0)
 """
 
+LEAVES = """
+import os, sys
+import torch, accel
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        heads = self.linear(x).unflatten(2, (2, 2)).transpose(1, 2)
+        mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return x + mixed.transpose(1, 2).flatten(2)
+
+
+with accel.session(device="cpu", timeout_s=60) as ctx:
+    plan = accel.parallel.Plan(context=sys.argv[1])
+    model = accel.prepare_model(ctx, nn.Sequential(Block(), Block()), plan=plan)
+    model = accel.compile_model(model, "repeated", backend="aot_eager", fullgraph=True)
+    x = accel.parallel.split_sequence(ctx, {"x": torch.randn(1, 8, 4)})["x"]
+    for _ in range(2):
+        model(x).sum().backward()
+    if ctx.rank == 1:
+        os._exit(0)
+    try:
+        model(x)
+    except accel.errors.PeerError as error:
+        print("told:", error, flush=True)
+        os._exit(0)
+"""
+
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_processes_are_one(tmp_path: Path, count: int) -> None:
@@ -101,3 +134,12 @@ def test_others_are_told_of_a_rank_that_dies_inside_the_ring(tmp_path: Path, mes
             assert "told after" in rank.said()
             assert "Another rank has left or hangs" in rank.said()
     assert time.monotonic() - began < patience(45)  # and not the 60 s of the time-out
+
+
+@pytest.mark.parametrize("method", ["ring", "heads"])
+def test_others_are_told_in_a_compiled_block_of_a_rank_that_left(tmp_path: Path, method: str) -> None:
+    script = tmp_path / "leaves.py"
+    script.write_text(LEAVES)
+    with script_ranks(script, job(2, ACCEL_MESH="cp=2"), method, folder=tmp_path) as ranks:
+        assert [rank.wait(60) for rank in ranks] == [0, 0], [rank.said() for rank in ranks]
+        assert "told: the forward of Sequential did not complete" in ranks[0].said()

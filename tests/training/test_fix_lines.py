@@ -688,6 +688,20 @@ PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "parallel/_labels.py",
+        "the loss computes with parameters as ranks keep them",
+        "net = nn.Linear(2, 1); x = torch.ones(4, 2); factor = 0.1; state = accel.train_state(ctx).next()\n",
+        "model = accel.prepare_model(ctx, net)\n"
+        "loss = model(x).mean() + factor * sum(each.square().sum() for each in model.parameters())\n"
+        "accel.backward(ctx, loss, state, weight=4)",
+        "weight_decay=2 * factor",
+        "model, optimizer = accel.prepare(ctx, net, torch.optim.SGD(net.parameters(), lr=0.1, {line}))\n"
+        "state = accel.backward(ctx, model(x).mean(), state, weight=4)\n"
+        "accel.optimizer_step(ctx, optimizer, state)",
+        ranks=2,
+        strategy="fsdp",
+    ),
+    Program(
+        "parallel/_labels.py",
         "hooks on gradients of sharded parameters",
         "model = accel.prepare_model(ctx, nn.Linear(2, 1)); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "state = accel.train_state(ctx).next(); x = torch.ones(4, 2); seen = []\n",
@@ -930,17 +944,18 @@ PROGRAMS: tuple[Program, ...] = (
         mesh="tp=2",
     ),
     Program(
-        "parallel/_same_batches.py",
-        "the forward reads parameters of a module",
+        "parallel/_watches.py",
+        "the forward computes with a parameter as ranks keep it",
         "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        "        self.blocks = nn.ModuleList([nn.ModuleDict({'name': nn.Linear(2, 2), 'up': nn.Linear(2, 4),"
-        " 'down': nn.Linear(4, 2)})])\n"
-        "    def forward(self, x):\n        each = self.blocks[0]\n"
-        "        return each['down'](each['up'](x @ each['name'].weight))\n"
-        "model = Net(); x = torch.ones(4, 2); tensor = {'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}\n",
-        "accel.prepare_model(ctx, model, plan=accel.parallel.Plan(tensor=tensor | {'blocks.*.name': 'replicated'}))(x)",
-        'plan=accel.parallel.Plan(tensor={**accel.parallel.tensor_plan(model), "blocks.*.name": "replicated_local"})',
-        "accel.prepare_model(ctx, model, {line})(x)",
+        "        self.block, self.up, self.down = nn.Linear(2, 2), nn.Linear(2, 4), nn.Linear(4, 2)\n"
+        "    def forward(self, x):\n"
+        "        weight = dict(self.named_parameters())['block.weight']; return self.down(self.up(x @ weight))\n"
+        "net = Net(); x = torch.ones(4, 2); expected = net(x)\n"
+        "plan = accel.parallel.Plan(tensor={'up': 'colwise', 'down': 'rowwise'})\n",
+        "accel.prepare_model(ctx, net, plan=plan)(x)",
+        "weight = self.block.weight",
+        "def forward(self, x): {line}; return self.down(self.up(x @ weight))\n"
+        "Net.forward = forward; torch.testing.assert_close(accel.prepare_model(ctx, net, plan=plan)(x), expected)",
         ranks=2,
         mesh="tp=2",
     ),

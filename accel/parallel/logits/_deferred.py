@@ -31,7 +31,7 @@ from accel.parallel._modules import (
 from accel.parallel._private import user_hooks
 from accel.parallel.logits._head_calls import WHERE, HeadCall, is_resharded
 from accel.parallel.logits._logits import DeferredLogits
-from accel.parallel.parts import leave
+from accel.parallel.parts import PartTensor, leave
 from accel.tensors import word_layers
 
 if TYPE_CHECKING:
@@ -49,14 +49,16 @@ class DefersLogits(Mixin):
     accel_reshards: bool = False  # whether its parameters belong to an FSDP unit around it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the placeholder; the logits in regions of torch.compile, and where users' hooks look at them."""
-        if torch.compiler.is_compiling() or kwargs or len(args) != 1 or "compute" in notes_of(cast(nn.Module, self)):
-            return cast(Any, super()).__call__(*args, **kwargs)
+        """Return the placeholder; the logits in proofs and regions of torch.compile, and where users' hooks look at
+        them."""
         head = cast(nn.Module, self)
+        if torch.compiler.is_compiling() or kwargs or len(args) != 1 or {"compute", "proves"} & notes_of(head).keys():
+            return cast(Any, super()).__call__(*args, **kwargs)
         if cast(Any, torch.jit).is_tracing() or not _is_plain(head) or user_hooks(head):
             return cast(Any, super()).__call__(*args, **kwargs)
-        hidden = leave(args[0])  # of the tokens that ranks share, all
-        if type(hidden) is not Tensor:
+        # own positions along cp stay a part; of the tokens that ranks along tp share, all are needed
+        hidden = args[0] if _has_own_positions(args[0]) else leave(args[0])
+        if type(hidden) not in (Tensor, PartTensor):
             return cast(Any, super()).__call__(hidden)
         if is_unit(head):  # its hooks would gather its parameters for nothing
             return self._deferred(hidden)
@@ -85,6 +87,10 @@ def _is_plain(head: nn.Module) -> bool:
     rule = layer.rule
     is_by_classes = bool(rule.words) or rule.style == "colwise_gather_output"
     return is_by_classes or (not rule.layouts and rule.style in ("replicated", "colwise"))
+
+
+def _has_own_positions(hidden: Any) -> bool:
+    return type(hidden) is PartTensor and hidden.ranks.keeps_rows
 
 
 def _gives_part(head: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from accel.parallel._modules import RANKS, note_module, notes_of
 from accel.parallel._private import is_library_hook, without_subclasses, wrapper_of
 from accel.parallel.logits._head_calls import WHERE, HeadCall, parameters_of
 from accel.parallel.logits._head_chunks import Words, loss_of_rows
-from accel.parallel.parts import RowLayout, make, plain_of
+from accel.parallel.parts import PartTensor, RowLayout, make, plain_of
 from accel.parallel.parts._part import outside
 
 if TYPE_CHECKING:
@@ -135,7 +135,8 @@ class DeferredLogits(Tensor):
     def _outputs(self, function: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """The outputs of the head, or of a function in place of its forward: a part in the forward of a divided
         model."""
-        rows = self.call.hooked(plain_of(self.call.run(function)))
+        found = self.call.run(function)
+        rows = self.call.hooked(found if isinstance(self.call.hidden, PartTensor) else plain_of(found))
         if not self.is_part:
             return rows
         cut = self.call.head.accel_layer.rule.layouts["weight"].cut
@@ -144,6 +145,10 @@ class DeferredLogits(Tensor):
     def own_words(self) -> DeferredLogits:
         """Return the placeholder of this rank's classes, for a part that leaves the model."""
         return self._changed(lambda part: outside(plain_of(part)), classes=_classes(self.call.head), is_part=False)
+
+    def left(self, leave: Callable[[Tensor], Tensor]) -> DeferredLogits:
+        """Return the placeholder of the rows that leave a model for a part of positions. `leave`: returns them."""
+        return self._changed(leave, hidden=leave(self.hidden))
 
     def compute(self, function: Callable[[LogitParts], T]) -> T:
         """Call a function of what the logits are made of, where the head's parameters are gathered."""
@@ -180,7 +185,7 @@ class DeferredLogits(Tensor):
 
         `is_split`: whether logits of this rank's classes are meant. `options` are passed to `loss_of_rows`.
         """
-        if self.is_made or is_split != self.is_split:
+        if self.is_made or is_split != self.is_split or isinstance(self.hidden, PartTensor):
             return None
         if targets.is_floating_point() or targets.shape != self.hidden.shape[:-1]:
             return None

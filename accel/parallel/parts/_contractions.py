@@ -43,10 +43,14 @@ def contracted_cut(cuts: Sequence[RowCut], ranks: Ranks) -> RowCut:
     return need
 
 
+def _of_linear(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
+    """The arguments of `linear` in order."""
+    return input, weight, bias
+
+
 def linear(func: Any, args: Args, kwargs: Named) -> Any:
     """linear."""
-    given = named("input weight bias", args, kwargs)
-    x, weight, bias = given["input"], given["weight"], given.get("bias")
+    x, weight, bias = _of_linear(*args, **kwargs)
     other = layout_of(weight)
     if other is not None and isinstance(x, PartTensor):
         early = x.ranks.product_of_rows(x, weight, bias) if other.dim == 0 else None
@@ -56,11 +60,10 @@ def linear(func: Any, args: Args, kwargs: Named) -> Any:
     ranks = ranks_of(x, weight, bias)
     own = layout_of(x)
     last = x.dim() - 1
-    over = [each.cut for each, dim in ((own, last), (other, 1)) if each is not None and each.dim == dim]
-    if over:
+    if (own and own.dim == last) or (other and other.dim == 1):
         if (own and own.dim != last) or (other and other.dim != 1):
             raise no_rule(_TWO)
-        need = contracted_cut(over, ranks)
+        need = contracted_cut([each.cut for each in (own, other) if each is not None], ranks)
         pair = own_rows(x, last, need, ranks), own_rows(weight, 1, need, ranks)
         total = ranks.ended_product(*pair) if ranks.overlaps and not is_dynamo_compiling() else ranks.ended(func(*pair))
         return total if bias is None else added(total, bias)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any, cast
@@ -20,6 +20,7 @@ from accel.parallel.parts._part import (
     Named,
     PartTensor,
     aligned,
+    alike_part,
     entered,
     make,
     name_of,
@@ -37,11 +38,11 @@ from accel.parallel.parts._part import (
 
 def elementwise(func: Any, args: Args, kwargs: Named) -> Any:
     """A function of elements at the same place, after broadcasting."""
-    first = _alike(args)
+    first = alike_part(args)
     if first is not None and not any(isinstance(each, Tensor) for each in kwargs.values()):
         return make(func(*map(_kept_plain, args), **kwargs), first.division, first.ranks)
     ranks = ranks_of(args, kwargs)
-    own, alignment = aligned(list(tensors_of((args, kwargs))), ranks)
+    own, alignment = aligned(tensors_of((*args, *kwargs.values())), ranks)
     given = map(_kept_plain, own)
 
     def put(value: Any) -> Any:
@@ -75,20 +76,6 @@ def _quotient_by(divisor: Tensor, value: Any) -> Tensor:
 def _chosen(func: Any, args: Args, kwargs: Named) -> Any:
     """`where`, with values to take or only with a condition."""
     return (alike if len(args) == 1 and not kwargs else elementwise)(func, args, kwargs)
-
-
-def _alike(args: Args) -> PartTensor | None:
-    """The first part, where all tensors among arguments are parts of one layout and rank, or numbers."""
-    first: PartTensor | None = None
-    for each in args:
-        if isinstance(each, PartTensor):
-            if first is None:
-                first = each
-            elif each.division != first.division or each.dim() != first.dim():
-                return None
-        elif isinstance(each, Tensor | Sequence):
-            return None
-    return first
 
 
 def _kept_plain(each: Any) -> Any:
@@ -127,7 +114,7 @@ def _changed(func: Any, args: Args, kwargs: Named) -> Any:
     if not isinstance(args[0], PartTensor):
         return written_whole(func, args, kwargs)
     part = args[0]
-    own, alignment = aligned(list(tensors_of((args, kwargs))), part.ranks)
+    own, alignment = aligned(tensors_of((*args, *kwargs.values())), part.ranks)
     if alignment.layout(part.dim()) != part.division:
         raise no_rule("in place, of a tensor that more ranks hold than the other")
     own[0] = written_rows(own[0])

@@ -111,8 +111,7 @@ def get(func: Any, args: Args, kwargs: Named) -> Any:
         return make(part[tuple(entries)], None, part.ranks)
     assert part.division is not None
     source, entries[place] = _of_divided(part, part.division, entries[place])
-    found = part if source is part else source
-    rows = found[tuple(entries)]
+    rows = source[tuple(entries)]
     layout = source.division
     return make(rows, layout and RowLayout(_place_after(entries, place), layout.cut), part.ranks)
 

@@ -204,14 +204,21 @@ def places_of(need: RowCut, have: RowCut | None, rank: int, size: int) -> Places
     return runs_of(found, len(need.listed))
 
 
+def whole_of(own: Sequence[int], layout: RowLayout) -> tuple[int, ...]:
+    """Return the whole shape of a tensor with a layout, from the shape of a rank's rows or from the whole shape."""
+    return (*own[: layout.dim], layout.cut.total, *own[layout.dim + 1 :])
+
+
 @kept
-def viewed(shape: tuple[int, ...], layout: RowLayout, new: tuple[int, ...]) -> tuple[RowLayout, tuple[int, ...]]:
-    """Return the layout and this rank's shape of a view of a whole shape as another, which may have one -1.
+def viewed(own: tuple[int, ...], layout: RowLayout, new: tuple[int, ...]) -> tuple[RowLayout, tuple[int, ...]]:
+    """Return the layout and this rank's shape of a view of a tensor as another whole shape, which may have one -1;
+    `own` is the shape of a rank's rows.
 
     All dimensions are merged into one. Its cut is the cut of the divided dimension, repeated by the dimensions before
     it and lengthened by the dimensions behind it. It is then split again: one dimension of the new shape must have all
     of the cut.
     """
+    shape = whole_of(own, layout)
     count = math.prod(shape)
     if -1 in new:
         others = -math.prod(new)
@@ -219,8 +226,8 @@ def viewed(shape: tuple[int, ...], layout: RowLayout, new: tuple[int, ...]) -> t
     if math.prod(new) != count:
         raise no_rule(f"view of {list(shape)} as {list(new)}, of another number of elements")
     if not count and layout.cut.total:  # of no rows along another dimension, such as a batch of none
-        found, own = viewed(_at_least_one(shape), layout, _at_least_one(new))
-        return found, tuple(length and here for length, here in zip(new, own, strict=True))
+        found, here = viewed(_at_least_one(shape), layout, _at_least_one(new))
+        return found, tuple(length and rows for length, rows in zip(new, here, strict=True))
     if not layout.cut.is_equal:
         kept_dims = len(shape) - layout.dim
         if new[-kept_dims:] != shape[layout.dim :]:
@@ -234,9 +241,9 @@ def viewed(shape: tuple[int, ...], layout: RowLayout, new: tuple[int, ...]) -> t
     before = 1
     for dim, length in enumerate(new):
         after = math.prod(new[dim + 1 :])
-        fits = repeat % before == 0 and all(own % (after * ways) == 0 for own, ways in segments)
+        fits = repeat % before == 0 and all(rows % (after * ways) == 0 for rows, ways in segments)
         if length > 1 and fits and repeat // before * row // after == length:
-            cut = RowCut(repeat // before, tuple((own // after, ways) for own, ways in segments))
+            cut = RowCut(repeat // before, tuple((rows // after, ways) for rows, ways in segments))
             return RowLayout(dim, cut), (*new[:dim], cut.local, *new[dim + 1 :])
         before *= length
     raise no_rule(f"view of {list(shape)} as {list(new)}: no dimension has all that ranks divide")
@@ -306,9 +313,48 @@ def finest(cuts: Sequence[RowCut]) -> RowCut:
     """Return the cut that leaves ranks the fewest rows, the first of several."""
     found = cuts[0]
     for each in cuts[1:]:  # torch.compile knows no min with a key
-        if each.local < found.local:
+        if each != found and each.local < found.local:
             found = each
     return found
+
+
+class Alignment(NamedTuple):
+    """The rows to take of broadcast tensors, so that a rank computes with the rows of one cut."""
+
+    # Of each tensor, the dimension and the rows to take; None for all of them.
+    places: tuple[tuple[int, Places] | None, ...]
+    right: int = 0  # number of the divided dimension, counted from the right, 1 for the last
+    cut: RowCut | None = None  # of it; None where nothing is divided
+
+    def layout(self, rank: int) -> RowLayout | None:
+        """Return the layout of a result of so many dimensions."""
+        return None if self.cut is None else RowLayout(rank - self.right, self.cut)
+
+
+@kept
+def alignment_of(kinds: tuple[tuple[RowLayout | None, tuple[int, ...], bool], ...], rank: int, size: int) -> Alignment:
+    """Return how tensors are cut alike, broadcast from the right as torch does. Of each: its layout, the shape of the
+    rows of a rank, and whether it may be a gradient of this rank's rows."""
+    rights = {len(own) - layout.dim for layout, own, _ in kinds if layout is not None}
+    if not rights:
+        return Alignment((None,) * len(kinds))
+    if len(rights) > 1:
+        raise no_rule(f"a function of parts that ranks divide along dimensions {sorted(rights)} from the right")
+    right = rights.pop()
+    need = finest([layout.cut for layout, _, _ in kinds if layout is not None])
+    places: list[tuple[int, Places] | None] = []
+    for layout, own, may_be_gradient in kinds:
+        shape = own if layout is None else whole_of(own, layout)
+        dim = len(shape) - right
+        if dim < 0 or shape[dim] == 1 or (layout is not None and layout.cut == need):
+            places.append(None)
+        elif shape[dim] == need.total:
+            places.append((dim, places_of(need, layout and layout.cut, rank, size)))
+        elif layout is None and shape[dim] == need.local and may_be_gradient:
+            places.append(None)
+        else:
+            raise no_rule(f"a function of {shape[dim]} rows and a part of {need.total}")
+    return Alignment(tuple(places), right, need)
 
 
 def fit(needed: Sequence[frozenset[int]], length: int) -> RowCut | None:

@@ -13,10 +13,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from accel.parallel._modules import RANKS
 from accel.parallel._private import without_subclasses
 from accel.parallel.parts._elementwise import FACTS
 from accel.parallel.parts._layout import RowLayout, balanced, no_rule
@@ -98,14 +97,6 @@ def no_views(output: Any) -> Any:
         return found
 
     return pytree.tree_map_only(NestedPart, own, output)
-
-
-def hold_plain_rows(model: nn.Module) -> None:
-    """Let parts in a model's forward have plain rows, as no tensor there is a part of positions. Mutates its ranks."""
-    for each in model.modules():
-        ranks: Ranks | None = vars(each).get(RANKS)
-        if ranks is not None and ranks.nests:
-            ranks.hold_plain_rows()
 
 
 def position_pieces(tensor: Tensor) -> int:

@@ -10,8 +10,8 @@ gradient is a summand.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -29,19 +29,21 @@ from accel.parallel._private import (
     without_subclasses,
 )
 from accel.parallel.parts._layout import (
+    Alignment,
     NoRuleError,
     Pieces,
     Places,
     RowCut,
     RowLayout,
     TracedNoRuleError,
-    finest,
+    alignment_of,
     kept,
     no_rule,
     places_of,
     refuse_transform,
     rows_of,
     runs_of,
+    whole_of,
 )
 from accel.tensors import is_view, same_memory, weighted
 
@@ -71,12 +73,14 @@ class Ranks:
         nests: whether rows may be parts along another axis.
         overlaps: whether messages overlap with matmuls, where torch compiles nothing.
         shares_tokens: whether each rank holds its tokens between divided layers.
+        keeps_rows: whether this rank's rows of outputs leave a model, and not all.
         given: layouts of the parts among the leaves of the arguments of a compiled call, by their number; None inside.
     """
 
     nests = False
     overlaps = False
     shares_tokens = False
+    keeps_rows = False
 
     __slots__ = ("_entered", "given", "group", "in_rule", "rank", "size")
 
@@ -158,10 +162,6 @@ class Ranks:
         """Return the output of a module in a model that computes with parts, inside of the model."""
         return output
 
-    def hold_plain_rows(self) -> None:
-        """Let parts have plain rows, as no tensor is a part of positions."""
-        raise NotImplementedError
-
     def in_graph(self, rows: Tensor, layout: RowLayout | None) -> PartTensor:
         """Return this rank's rows of a tensor as a part, at a border of a graph of torch.compile."""
         return make(rows, layout, self)
@@ -229,15 +229,15 @@ class PartTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Args = (), kwargs: Named | None = None, scope: _Scope = without_subclasses
     ) -> Any:
-        from accel.parallel.parts._rules import rule_of  # which imports this file
-
         if not is_dynamo_compiling() and in_function_transform():
             refuse_transform(name_of(func))
-        given = {_NAMES.get(name, name): value for name, value in kwargs.items()} if kwargs else {}
+        given: Named = {}
         try:
             rule = rule_of(func)
-            if given.get("out") is not None:
-                raise no_rule("with out=")
+            if kwargs:
+                given = {_NAMES.get(name, name): value for name, value in kwargs.items()}
+                if given.get("out") is not None:
+                    raise no_rule("with out=")
             if func in _COMPOSED:
                 return rule(func, args, given)
             with scope():
@@ -253,18 +253,27 @@ class PartTensor(Tensor):
         return ranks_of(args, kwargs).without_rule(func, args, kwargs or {}, problem)
 
 
+@kept
+def rule_of(func: Callable[..., Any]) -> Rule:
+    """Return the rule of a function, a method or the getter of an attribute; `NoRuleError` with its name for none."""
+    from accel.parallel.parts._rules import find_rule  # which imports this file
+
+    rule = find_rule(func)
+    if rule is None:
+        raise no_rule(name_of(func))
+    return rule
+
+
 def make(rows: Tensor, layout: RowLayout | None, ranks: Ranks) -> PartTensor:
     """Return this rank's rows of a tensor as a part. A fresh result of torch changes its class, without a node of its
     own in the graph of gradients."""
     if ranks.nests:
         return ranks.nested(rows, layout)
-    if is_dynamo_compiling():
+    if is_dynamo_compiling() or type(rows) is not Tensor or rows.is_leaf or not torch.is_grad_enabled():
         part = rows.as_subclass(PartTensor)
-    elif type(rows) is Tensor and rows.grad_fn is not None and torch.is_grad_enabled():
-        rows.__class__ = PartTensor
-        part: PartTensor = rows  # pyright: ignore[reportAssignmentType]
     else:
-        part = rows.as_subclass(PartTensor)
+        rows.__class__ = PartTensor
+        part = cast(PartTensor, rows)
     part.division = layout
     part.ranks = ranks
     return part
@@ -343,20 +352,21 @@ def whole_shape(tensor: Tensor) -> Any:
     """Return the whole shape of a part, or the shape of a plain tensor, a `torch.Size`."""
     shape = Tensor.size(tensor)
     layout = layout_of(tensor)
-    if layout is None:
-        return shape
-    return torch.Size((*shape[: layout.dim], layout.cut.total, *shape[layout.dim + 1 :]))
+    return shape if layout is None else torch.Size(whole_of(shape, layout))
 
 
-def tensors_of(tree: object) -> Iterator[Tensor]:
-    """Yield the tensors in a nesting of containers."""
+def tensors_of(tree: object) -> list[Tensor]:
+    """Return the tensors in a nesting of containers."""
     if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, tuple | list):
-        for each in cast("Sequence[object]", tree):
-            yield from tensors_of(each)
-    elif isinstance(tree, Mapping):
-        yield from tensors_of(list(cast("Mapping[object, object]", tree).values()))
+        return [tree]
+    if isinstance(tree, Mapping):
+        tree = [*cast("Mapping[object, object]", tree).values()]
+    if not isinstance(tree, tuple | list):
+        return []
+    found: list[Tensor] = []
+    for each in cast("Sequence[object]", tree):
+        found += [each] if isinstance(each, Tensor) else tensors_of(each)
+    return found
 
 
 def ranks_of(*trees: object) -> Ranks:
@@ -414,13 +424,13 @@ def own_rows(tensor: Tensor, dim: int, need: RowCut, ranks: Ranks) -> Tensor:
     layout = layout_of(tensor)
     if layout is not None and layout.dim != dim:
         raise no_rule(f"a function of parts that ranks divide along dimensions {layout.dim} and {dim}")
+    if layout is not None and layout.cut == need:
+        return tensor
     length = whole_shape(tensor)[dim]
     if length != need.total:
         if layout is None and length == need.local and _may_be_gradient(tensor):
             return entered(tensor, ranks)
         raise no_rule(f"a function of {length} rows and a part of {need.total}")
-    if layout is not None and layout.cut == need:
-        return tensor
     return taken(entered(tensor, ranks), dim, places_of(need, layout and layout.cut, ranks.rank, ranks.size))
 
 
@@ -443,48 +453,29 @@ def taken(rows: Tensor, dim: int, places: Places) -> Tensor:
     return rows.index_select(dim, torch.tensor(places).to(rows.device, non_blocking=True))
 
 
-class Alignment(NamedTuple):
-    """The rows to take of broadcast tensors, so that a rank computes with the rows of one cut."""
-
-    # Of each tensor, the dimension and the rows to take; None for all of them.
-    places: tuple[tuple[int, Places] | None, ...]
-    right: int = 0  # number of the divided dimension, counted from the right, 1 for the last
-    cut: RowCut | None = None  # of it; None where nothing is divided
-
-    def layout(self, rank: int) -> RowLayout | None:
-        """Return the layout of a result of so many dimensions."""
-        return None if self.cut is None else RowLayout(rank - self.right, self.cut)
-
-
-@kept
-def alignment_of(kinds: tuple[tuple[RowLayout | None, torch.Size, bool], ...], rank: int, size: int) -> Alignment:
-    """Return how tensors of these layouts and whole shapes are cut alike, broadcast from the right as torch does; the
-    third number of each: whether it may be a gradient of this rank's rows."""
-    rights = {len(shape) - layout.dim for layout, shape, _ in kinds if layout is not None}
-    if not rights:
-        return Alignment((None,) * len(kinds))
-    if len(rights) > 1:
-        raise no_rule(f"a function of parts that ranks divide along dimensions {sorted(rights)} from the right")
-    right = rights.pop()
-    need = finest([layout.cut for layout, _, _ in kinds if layout is not None])
-    places: list[tuple[int, Places] | None] = []
-    for layout, shape, may_be_gradient in kinds:
-        dim = len(shape) - right
-        if dim < 0 or shape[dim] == 1 or (layout is not None and layout.cut == need):
-            places.append(None)
-        elif shape[dim] == need.total:
-            places.append((dim, places_of(need, layout and layout.cut, rank, size)))
-        elif layout is None and shape[dim] == need.local and may_be_gradient:
-            places.append(None)
-        else:
-            raise no_rule(f"a function of {shape[dim]} rows and a part of {need.total}")
-    return Alignment(tuple(places), right, need)
+def alike_part(args: Args) -> PartTensor | None:
+    """Return the first part, where all tensors among arguments are parts of one layout and rank, or numbers."""
+    first: PartTensor | None = None
+    for each in args:
+        if isinstance(each, PartTensor):
+            if first is None:
+                first = each
+            elif each.division != first.division or each.dim() != first.dim():
+                return None
+        elif isinstance(each, Tensor | Sequence):
+            return None
+    return first
 
 
 def aligned(tensors: Sequence[Tensor], ranks: Ranks) -> tuple[list[Tensor], Alignment]:
     """Return the rows of each tensor that this rank computes with, and their alignment."""
+    first = alike_part(tensors)  # most often
+    if first is not None:
+        layout = first.division
+        right, cut = (0, None) if layout is None else (first.dim() - layout.dim, layout.cut)
+        return [*tensors], Alignment((None,) * len(tensors), right, cut)
     kinds = tuple(
-        (layout := layout_of(each), whole_shape(each), layout is None and _may_be_gradient(each)) for each in tensors
+        (layout := layout_of(each), Tensor.size(each), layout is None and _may_be_gradient(each)) for each in tensors
     )
     found = alignment_of(kinds, ranks.rank, ranks.size)
     inside = [entered(each, ranks) for each in tensors]
@@ -494,4 +485,6 @@ def aligned(tensors: Sequence[Tensor], ranks: Ranks) -> tuple[list[Tensor], Alig
 
 def placed(result: Any, alignment: Alignment, ranks: Ranks) -> Any:
     """Return what a function gave on a rank, tensors in it as parts."""
+    if isinstance(result, Tensor):  # most often
+        return make(result, alignment.layout(result.dim()), ranks)
     return pytree.tree_map_only(Tensor, lambda each: make(each, alignment.layout(each.dim()), ranks), result)

@@ -19,7 +19,6 @@ from accel.parallel.parts import (
     _reductions,
     _shapes,
 )
-from accel.parallel.parts._layout import kept, no_rule
 from accel.parallel.parts._part import Rule, name_of
 
 RULES: Mapping[str, Rule] = {
@@ -32,15 +31,6 @@ RULES: Mapping[str, Rule] = {
     **_indexing.RULES,
     **_local_map.RULES,
 }
-
-
-@kept
-def rule_of(func: Callable[..., Any]) -> Rule:
-    """Return the rule of a function, a method or the getter of an attribute; `NoRuleError` with its name for none."""
-    rule = find_rule(func)
-    if rule is None:
-        raise no_rule(name_of(func))
-    return rule
 
 
 def find_rule(func: Callable[..., Any]) -> Rule | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,14 +37,13 @@ def sizes_in(args: Args) -> list[int]:
     return [*(args[0] if isinstance(args[0], list | tuple) else args)]
 
 
-def _reshaped(part: PartTensor, new: Sequence[int], *, is_view: bool = False) -> PartTensor:
-    change = Tensor.view if is_view else Tensor.reshape
+def _reshaped(part: PartTensor, new: Sequence[int], by: Callable[..., Tensor] = Tensor.reshape) -> PartTensor:
     if part.division is None:
-        return make(change(part, new), None, part.ranks)  # pyright: ignore[reportArgumentType]
-    layout, own = viewed(tuple(whole_shape(part)), part.division, tuple(new))
-    if not layout.cut.is_equal:
+        return make(by(part, new), None, part.ranks)
+    layout, own = viewed(tuple(part.size()), part.division, tuple(new))
+    if -1 in own:  # of unequal numbers of rows
         own = [*own[: layout.dim], part.size(part.division.dim), *own[layout.dim + 1 :]]
-    return make(change(part, own), layout, part.ranks)
+    return make(by(part, own), layout, part.ranks)
 
 
 def view(func: Any, args: Args, kwargs: Named) -> Any:
@@ -55,7 +54,7 @@ def view(func: Any, args: Args, kwargs: Named) -> Any:
         if given[0].itemsize != part.dtype.itemsize:
             raise no_rule("view as a dtype of another size")
         return make(part.view(given[0]), part.division, part.ranks)
-    return _reshaped(part, sizes_in(given), is_view=name_of(func) != "reshape")
+    return _reshaped(part, sizes_in(given), func)
 
 
 def view_as(func: Any, args: Args, kwargs: Named) -> Any:
@@ -103,11 +102,14 @@ def permute(func: Any, args: Args, kwargs: Named) -> Any:
 def transpose(func: Any, args: Args, kwargs: Named) -> Any:
     """transpose, swapaxes, swapdims."""
     part = part_of(func, args)
-    rank = part.dim()
-    one, other, *_ = (*args[1:], *kwargs.values())
-    order = list(range(rank))
-    order[one], order[other] = other % rank, one % rank
-    return _ordered(part, order)
+    dims = (*args[1:], *kwargs.values())
+    layout = part.division
+    if layout is not None:
+        one = dims[0] % part.dim()
+        other = dims[1] % part.dim()
+        if layout.dim in (one, other):
+            layout = RowLayout(one + other - layout.dim, layout.cut)
+    return make(part.transpose(*dims), layout, part.ranks)
 
 
 def turned(func: Any, args: Args, kwargs: Named) -> Any:

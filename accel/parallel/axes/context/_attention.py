@@ -5,20 +5,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.utils import checkpoint
+from torch.utils.checkpoint import (
+    checkpoint,  # pyright: ignore[reportUnknownVariableType] - dynamo knows the name
+)
 
 from accel.comm import exchanged, gathered, gathered_summed, peer_error, records
 from accel.context import DistContext, context_first, group_of
 from accel.devices import autocast_dtype
 from accel.errors._checks import check_choice
-from accel.parallel._private import untraced
 from accel.parallel.axes.context._checks import check_fit, check_method, check_terms
 from accel.parallel.axes.context._kernels import Seen, Terms, attend, repeated
 from accel.parallel.axes.context._ring import ring_attention
@@ -92,8 +92,12 @@ def near_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, te
     order = sorted(range(len(arrived)), key=lambda at: arrived[at].start)
     both = torch.cat([parts[at] for at in order]).movedim(0, 2)
     keys, values = torch.split(both, [k.shape[3], v.shape[3]], -1)
-    again: Any = partial(cast(Any, checkpoint).checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
-    return _in_runs(q, keys, values, group, terms, length, [arrived[at] for at in order], again)
+    return _in_runs(q, keys, values, group, terms, length, [arrived[at] for at in order], _attend_again)
+
+
+def _attend_again(q: Tensor, k: Tensor, v: Tensor, terms: Terms, seen: Seen) -> Tensor:
+    """Return what `attend` returns, which runs again in the backward."""
+    return checkpoint(attend, q, k, v, terms, seen, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore[reportUnknownVariableType]
 
 
 def _in_runs(
@@ -174,7 +178,7 @@ def heads_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, t
 def _heads_for_positions(tensors: tuple[Tensor, ...], group: dist.ProcessGroup) -> list[Tensor]:
     """Give away heads of the own positions for all positions of some heads, in their order. A collective."""
     size = group.size()
-    own: list[Tensor] = [cast(Any, each).unflatten(1, (size, -1)).movedim(1, 0) for each in tensors]
+    own = [torch.unflatten(each, 1, (size, -1)).movedim(1, 0) for each in tensors]
     shapes = [each.shape for each in own]
     received = exchanged(torch.cat([each.reshape(size, -1) for each in own], 1), [1] * size, [1] * size, group)
     columns = torch.split(received, [math.prod(shape[1:]) for shape in shapes], 1)
@@ -307,24 +311,18 @@ def _terms(
 def attention_of_all(
     ranks: PositionRanks, q: Tensor, k: Tensor, v: Tensor, method: ContextMethod | None = None, **given: Any
 ) -> Tensor:
-    """Return attention of this rank's queries to the keys of all ranks. Messages of the method "gather" are part of a
-    graph of torch.compile; graphs break at others.
-
-    `given`: arguments of `context_attention`.
-    """
-    ranks.meet(*q.shape)
-    if is_dynamo_compiling() and (method or planned_method(ranks.ctx)) == "gather":
-        q, k, v = _as_autocast(q, k, v)
-        return gather_attention(q, k, v, ranks.group, _terms(q, k.shape[2] * ranks.size, **given))
+    """Return attention of this rank's queries to the keys of all ranks. `given`: arguments of `context_attention`."""
+    ranks.compare(*q.shape)
     return ranks.met(context_attention(ranks.ctx, q, k, v, method=method, **given))
 
 
-@untraced
 def _across(ctx: DistContext, function: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
-    """Run a method. torch.compile breaks its graph here, and compiles the code before and after."""
+    """Run a method."""
+    note_attention(ctx)
+    if is_dynamo_compiling():
+        return function(q, k, v, group_of(ctx, "cp"), terms)
     if records(q):
         return q @ (k.sum() + v.sum()).expand(*q.shape[:2], q.shape[-1], v.shape[-1])
-    note_attention(ctx)
     try:
         return function(q, k, v, group_of(ctx, "cp"), terms)
     except RuntimeError as error:

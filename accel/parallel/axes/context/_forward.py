@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
-from accel.comm import Call, exchange_values, shared_failure
+from accel.comm import Call, exchange_values, peer_error, shared_failure
 from accel.context import DistContext
 from accel.devices import wide_dtype
 from accel.errors import ConfigError, PrepareError
@@ -28,7 +28,6 @@ from accel.parallel.axes.context._positions import PositionRanks
 from accel.parallel.axes.context._proof import DIFFERENT, PROVED, ProofCalls, ProofComparison, evaluated, outputs_of
 from accel.parallel.axes.context._selected import whole_of
 from accel.parallel.axes.context._split import (
-    attends,
     has_all_positions,
     is_cut,
     note_attention,
@@ -37,7 +36,6 @@ from accel.parallel.axes.context._split import (
     own_positions,
 )
 from accel.parallel.parts import PartTensor
-from accel.parallel.parts._nested import hold_plain_rows
 from accel.tree import map_tensors
 
 _LOG = logging.getLogger("accel.parallel")
@@ -48,7 +46,6 @@ class Traits(NamedTuple):
     """Facts of a model that computes with parts of positions."""
 
     is_cut: bool = True  # whether its inputs are cut
-    may_cross: bool = False  # whether it may call `context_attention` itself
     has_own_losses: bool = False  # whether losses in its forward are of this rank's positions
 
 
@@ -68,7 +65,7 @@ class _ByPositions(Mixin, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward, with parts of the inputs that are cut."""
         positions = cast("Positions | None", notes_of(self).get("positions"))
-        if positions is None or positions.crosses:  # None for a new model of the class
+        if positions is None:  # for a new model of the class
             return super().forward(*args, **kwargs)
         return positions.call(self, super().forward, Inputs(args, kwargs), is_traced=torch.compiler.is_compiling())
 
@@ -95,7 +92,6 @@ class Positions:
         uncut: `id`s of the tensors of the present call that all ranks hold.
         dim: dimension of the positions where several could be; None where the first one never is.
         is_proved: whether a call was compared with one of all positions.
-        crosses: whether the model calls `context_attention` itself, and gets own positions as they are.
         is_running: whether a forward of the model runs.
         in_region: whether a `PositionRegion` runs.
         guards: hooks that refuse separate calls of parts of the model.
@@ -114,7 +110,6 @@ class Positions:
         self.within = PositionRanks(ctx)
         self.dim: int | None = 1
         self.is_proved = False
-        self.crosses = False
         self.is_running = False
         self.in_region = False
         self.guards: list[RemovableHandle] = []
@@ -134,7 +129,7 @@ class Positions:
         for module in model.modules():
             if isinstance(module, nn.TransformerEncoder):
                 module.use_nested_tensor = False  # its tokens without padding have other positions
-        for each in runs:
+        for each in (model, *runs):
             note_module(each, positions=self)
         add_mixin(runs, _ByPositions)
 
@@ -155,6 +150,10 @@ class Positions:
         try:
             with own_losses(self.ctx) if self.traits.has_own_losses else contextlib.nullcontext():
                 return self._call(module, forward, given, is_traced=is_traced)
+        except RuntimeError as error:  # of a message in the graph of a compiled block
+            if (lost := peer_error(error, f"the forward of {written_class(module).__name__}")) is not None:
+                raise lost from error
+            raise
         finally:
             self.is_running = False
 
@@ -165,8 +164,6 @@ class Positions:
             note_cut(self.ctx, 0)  # by a first block
         if not self.is_proved:
             self.prove(module, given, partial(self._problem, module, forward, given), is_traced=is_traced)
-        if self.crosses:
-            return forward(*given.inputs, **given.keywords)
         inputs, keywords = self.parts_of(given, self.dim)
         compile_inside(module, self.ranks, self)
         return self.left(forward(*inputs, **keywords))
@@ -288,13 +285,10 @@ class Positions:
             texts = exchange_values(self.ctx.comm, _PROOF, problem, str)
             problems.append(max(texts, key=lambda each: (bool(each), each != DIFFERENT)))
             if not problems[-1]:
-                self.guard([] if self.crosses else self.ranks.across)
-                if self.crosses:
-                    hold_plain_rows(module)
-                else:
-                    note_attention(self.ctx)  # or no position needs another
-                    if self.ctx.is_main_process:
-                        self._log(module, uncompiled_for(module, self.ranks, is_traced=is_traced))
+                self.guard(self.ranks.across)
+                note_attention(self.ctx)  # or no position needs another
+                if self.ctx.is_main_process:
+                    self._log(module, uncompiled_for(module, self.ranks, is_traced=is_traced))
                 self.is_proved = True
                 self.dim = dim
                 return
@@ -303,7 +297,9 @@ class Positions:
             expected="layers that work on positions one by one, and attention of tensors with cut positions",
             got=problems[len(guesses)],
             where=f"first forward of {written_class(module).__name__} on a mesh with cp",
-            fix="Call accel.parallel.context_attention in the model, or leave cp out of the mesh.",
+            fix="Give a function of each position separately a rank's positions: "
+            'accel.parallel.local_map(function, "rows"). Attend by accel.parallel.context_attention. '
+            "Or leave cp out of the mesh.",
         )
 
     def _ways(self, given: Inputs) -> tuple[list[_Way], list[_Way]]:
@@ -362,12 +358,6 @@ class Positions:
             return self.comparison.expected(partial(run, inputs), may_fail=True)
 
         def attempt() -> None:
-            own_call = partial(forward, *own.inputs, **own.keywords)
-            if self.traits.may_cross:
-                self.crosses = attends(self.ctx, own_call)
-            self.ranks.meet(self.crosses)
-            if self.crosses:
-                return
             calls = ProofCalls(partial(run, whole), lambda: run(self.parts_of(own, dim)))
             got = self.comparison.differ(module, calls, list(module.children()))
             if self.outputs.may_be_full(got, whole, own):

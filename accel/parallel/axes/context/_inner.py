@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Sequence
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from accel.mixins import add_mixin
 from accel.parallel._modules import RANKS, note_module, notes_of
 from accel.parallel._private import contains_compiled, forward_pre_hooks, is_compiled, run_eagerly
-from accel.parallel.axes.context._kernels import last_queries
+from accel.parallel.axes.context._kernels import allow_in_graphs
 from accel.parallel.axes.context._positions import PositionRanks
 from accel.parallel.axes.context._split import own_positions
 from accel.parallel.parts import PartRegion, PartsInGraph, PartTensor
@@ -165,7 +165,7 @@ def uncompiled_for(model: nn.Module, ranks: PositionRanks, *, is_traced: bool) -
         return 'compile its blocks alone, accel.compile_model(model, "repeated")'
     divided = any(vars(each).get(RANKS) not in (None, ranks) for each in model.modules())
     if divided and contains_compiled(model):
-        return "ranks along tp divide the same tensors; call accel.parallel.context_attention in its attention"
+        return "ranks along tp divide the same tensors"
     return ""
 
 
@@ -177,7 +177,7 @@ def compile_inside(model: nn.Module, ranks: PositionRanks, positions: Any) -> No
     if uncompiled_for(model, ranks, is_traced=False):
         run_eagerly(model)  # and in a backward that computes blocks again
         return
-    _ = cast(Any, torch.compiler).allow_in_graph(last_queries)
+    allow_in_graphs()
     compiled = [each for each in model.modules() if is_compiled(each)]
     for each in compiled:
         note_module(each, positions=positions)

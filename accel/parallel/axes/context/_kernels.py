@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from accel.parallel._private import subclasses_are_on, with_subclasses
@@ -38,6 +41,7 @@ class Attended(NamedTuple):
 class Kernel(NamedTuple):
     """A way to compute a block and its gradients."""
 
+    name: str
     # Takes (q, k, v, masked, scale). Returns the block's attention.
     forward: Callable[[Tensor, Tensor, Tensor, Masked, float], Attended]
     # Takes (gradient, q, k, v, attended, masked, scale). Returns the gradients of q, k and v. The attention is that
@@ -47,13 +51,14 @@ class Kernel(NamedTuple):
 
 def kernel_of(q: Tensor, k: Tensor, v: Tensor, masked: Masked) -> Kernel:
     """Return the kernel for all blocks of an attention, by the queries, keys and mask of one; if that has a mask of its
-    own, all have."""
+    own, all have. Keys and values may have fewer heads than the queries."""
     if masked.softcap is not None:
         return WRITTEN_OUT
     if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
         return _CPU
     if q.device.type != "cuda" or masked.mask is not None:
         return WRITTEN_OUT
+    k, v = (each[:, :1].expand(-1, q.shape[1], -1, -1) for each in (k, v))
     cuda = cast(Any, torch.backends.cuda)
     asked = cuda.SDPAParams(q, k, v, None, 0.0, masked.causal, False)
     aligned = q.shape[-1] % _HEAD_ALIGNMENT == 0 and q.shape[-1] == v.shape[-1]
@@ -161,10 +166,11 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-WRITTEN_OUT = Kernel(_written_out_forward, _written_out_backward)
-_CPU = Kernel(_cpu_forward, _cpu_backward)
-_FLASH = Kernel(_flash_forward, _flash_backward)
-_EFFICIENT = Kernel(_efficient_forward, _efficient_backward)
+WRITTEN_OUT = Kernel("written out", _written_out_forward, _written_out_backward)
+_CPU = Kernel("cpu", _cpu_forward, _cpu_backward)
+_FLASH = Kernel("flash", _flash_forward, _flash_backward)
+_EFFICIENT = Kernel("efficient", _efficient_forward, _efficient_backward)
+KERNELS = {each.name: each for each in (WRITTEN_OUT, _CPU, _FLASH, _EFFICIENT)}
 
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -229,6 +235,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms, seen: Seen) -> Tensor:
     if not terms.causal or q.shape[2] == k.shape[2]:
         return attention(q, k, v, is_causal=terms.causal, scale=terms.scale)
     return last_queries(q, k, v, terms.scale)
+
+
+def allow_in_graphs() -> None:
+    """Let graphs of torch.compile contain `last_queries`, unless nobody has imported the compiler."""
+    if "torch._dynamo" in sys.modules:
+        _ = cast(Any, torch.compiler).allow_in_graph(last_queries)
 
 
 def last_queries(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -323,10 +335,10 @@ def _lower_right(q: Tensor, k: Tensor) -> Tensor:
     from torch.nn.attention import bias  # its import loads torch.compile and writes to the environment
 
     queries, keys = q.shape[2], k.shape[2]
-    try:
-        return cast(Any, bias).causal_lower_right(queries, keys)
-    except RuntimeError:  # in blocks that keep the outputs of some operators, by `checkpoint_activations(keep=)`
-        return torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+    if not is_dynamo_compiling():  # which traces no sign, if it was imported after `allow_in_graphs`
+        with contextlib.suppress(RuntimeError):  # in blocks that keep the outputs of some operators
+            return cast(Any, bias).causal_lower_right(queries, keys)
+    return torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:

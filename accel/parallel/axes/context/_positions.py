@@ -32,6 +32,7 @@ from accel.parallel.axes.context._selected import (
     whole_of,
 )
 from accel.parallel.axes.context._split import all_positions, has_own_losses, note_attention
+from accel.parallel.logits._logits import DeferredLogits
 from accel.parallel.parts import PartTensor, Ranks, RowLayout, make, plain_of
 from accel.parallel.parts._contractions import terms_of
 from accel.parallel.parts._elementwise import ELEMENTWISE, elementwise, writes
@@ -60,7 +61,7 @@ class _Met(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.ranks.meet(*grads[0].shape)
+        ctx.ranks.compare(*grads[0].shape)
         return grads[0], None
 
 
@@ -78,6 +79,8 @@ class PositionRanks(Ranks):
         agrees: whether ranks compare the next call before each collective, as in a proof, where a single rank may fail.
         in_stages: whether stages of a pipeline compute with the parts.
     """
+
+    keeps_rows = True
 
     __slots__ = ("across", "agrees", "callers", "counts_changes", "ctx", "has_own_loss", "in_stages", "plain", "whole")
 
@@ -118,10 +121,14 @@ class PositionRanks(Ranks):
         return self.met(gathered_summed(rows, dim, self.group))
 
     def meet(self, *facts: int) -> None:
-        """Note that positions need the positions of other ranks, before a collective of these facts. If ranks agree,
-        this is a collective: it raises `DifferentRankError` on all of them if one comes with other facts."""
-        if not is_dynamo_compiling():  # the proof has noted them
-            self.across |= dict.fromkeys(self.callers)
+        """Note that positions need the positions of other ranks, before a collective of these facts, and `compare`
+        them."""
+        self.note_callers()
+        self.compare(*facts)
+
+    def compare(self, *facts: int) -> None:
+        """Raise `DifferentRankError` on all ranks if one comes with other facts before a collective. A collective, if
+        ranks agree before each."""
         if not self.agrees:
             return
         with without_subclasses(), torch.no_grad():
@@ -129,6 +136,11 @@ class PositionRanks(Ranks):
             rows = gathered(own, 0, self.group).view(self.size, -1)
             if not bool((rows == own).all()):
                 raise DifferentRankError("ranks along cp did not compute the same")
+
+    def note_callers(self) -> None:
+        """Note that the modules that run compute something else with own positions alone."""
+        if not is_dynamo_compiling():  # the proof has noted them
+            self.across |= dict.fromkeys(self.callers)
 
     def agree(self, fact: bool) -> bool:
         """Return whether something holds on all ranks. A collective."""
@@ -179,6 +191,8 @@ class PositionRanks(Ranks):
     def left(self, each: Tensor) -> Tensor:
         """Return what leaves a forward for a tensor: own positions as `split_sequence` gives them, others whole. Rows
         other than positions are on all ranks."""
+        if isinstance(each, DeferredLogits):
+            return each.left(self.left)
         if not isinstance(each, PartTensor) or each.division is None:
             return whole_of(each)
         ways = [ways for _, ways in each.division.cut.segments]
@@ -194,6 +208,8 @@ class PositionRanks(Ranks):
             raise refused(name, problem)
         if writes(name):
             return changed(func, args, kwargs)
+        if name == "__getitem__" and isinstance(args[1], PartTensor) and not isinstance(args[0], PartTensor):
+            return _looked_up(self, func, *args)
         if all(not each.is_floating_point() and not each.is_complex() for each in parts):
             return selected(func, args, kwargs)  # ids and the like: a number each
         if name == "scaled_dot_product_attention":
@@ -202,8 +218,6 @@ class PositionRanks(Ranks):
             return _context_attended(self, *args, **kwargs)
         if name in _LOSSES:
             return _loss(self, func, args, kwargs)
-        if name == "__getitem__" and isinstance(args[1], PartTensor) and not isinstance(args[0], PartTensor):
-            return functional.embedding(args[1], args[0]) if args[0].dim() == 2 else func(args[0], whole_of(args[1]))
         note_attention(self.ctx)
         gathers = _GATHERS.get(name)
         if gathers is not None:
@@ -335,6 +349,14 @@ def _loss_of_classes(
     return losses.view(shape), total
 
 
+def _looked_up(ranks: PositionRanks, func: Any, table: Tensor, at: PartTensor) -> Any:
+    """Return the rows of a table for own numbers; all positions for a mask."""
+    if at.dtype == torch.bool or at.division is None:
+        return func(table, whole_of(at))
+    with without_subclasses():
+        return make(func(table, plain_of(at)), at.division, ranks)
+
+
 def _attended(
     ranks: PositionRanks,
     query: Tensor,
@@ -360,6 +382,7 @@ def _attended(
         )
     note_attention(ranks.ctx)
     if _cross(ranks, query, key, value):
+        ranks.note_callers()
         return _across(ranks, query, key, value, causal=is_causal, scale=scale, attn_mask=attn_mask)
     rows = query.dim() - 2
     layout = query.division if isinstance(query, PartTensor) else None
@@ -375,7 +398,8 @@ def _attended(
 
 
 def _context_attended(ranks: PositionRanks, ctx: DistContext, *tensors: Tensor, **given: Any) -> Tensor:
-    """Return what `context_attention` returns, with arguments for all positions. A collective."""
+    """Return what `context_attention` returns, with arguments for all positions. A collective. Of own positions alone
+    it returns the same, so its callers are not noted."""
     if _cross(ranks, *tensors):
         return _across(ranks, *tensors, **given)
     note_attention(ctx)
@@ -420,7 +444,11 @@ def _own(tensor: Any, dim: int, layout: RowLayout | None, ranks: PositionRanks) 
         return plain_of(tensor if whole_shape(tensor)[dim] == 1 else own_rows(tensor, dim, layout.cut, ranks))
 
 
-def has_positions(tensor: Tensor) -> bool:
-    """Return whether a tensor is a part of positions, or has rows along tp that are one."""
-    rows = tensor.rows if isinstance(tensor, NestedPart) else tensor
-    return isinstance(rows, PartTensor) and rows.division is not None and isinstance(rows.ranks, PositionRanks)
+def position_ranks(*tensors: Tensor) -> PositionRanks | None:
+    """Return the ranks of the first tensor that is a part of positions, or has rows along tp that are one; None if
+    there is no such tensor."""
+    for each in tensors:
+        rows = each.rows if isinstance(each, NestedPart) else each
+        if isinstance(rows, PartTensor) and rows.division is not None and isinstance(rows.ranks, PositionRanks):
+            return rows.ranks
+    return None

@@ -14,7 +14,7 @@ from accel.context import DistContext
 from accel.devices import wide_dtype
 from accel.errors import PrepareError, StageError
 from accel.parallel._copies import WideMode, gradients_of
-from accel.parallel._modules import sharded_roots
+from accel.parallel._modules import forget, note_module, sharded_roots
 from accel.parallel._private import is_of_inputs
 from accel.parallel.axes.context._inner import listed, noted
 from accel.parallel.axes.context._positions import DifferentRankError, PositionRanks
@@ -173,17 +173,20 @@ def _tolerance(tensor: Tensor) -> float:
 
 @contextlib.contextmanager
 def evaluated(module: nn.Module, device: torch.device) -> Generator[None]:
-    """Compute without gradients and without dropout; streams of random numbers stay as they are.
+    """Compute without gradients and without dropout, as a proof does; streams of random numbers stay as they are.
 
     Modules and names of modes that a model replaces by the length of its inputs are put back.
     """
     before = [(each, each.training, dict(each.named_children()), dict(vars(each))) for each in module.modules()]
+    for each, *_ in before:
+        note_module(each, proves=True)
     try:
         _ = module.eval()
         with isolated_rng(device), torch.no_grad():
             yield
     finally:
         for each, training, children, own in before:
+            forget(each, "proves")
             for name in [name for name, child in children.items() if getattr(each, name) is not child]:
                 setattr(each, name, children[name])
             vars(each).update({name: value for name, value in own.items() if isinstance(value, str)})

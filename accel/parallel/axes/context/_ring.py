@@ -5,15 +5,18 @@ attention)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_dynamo_compiling
 
-from accel.comm import gathered, start_shift
+from accel.comm import gathered, group_named, start_shift
 from accel.parallel.axes.context._kernels import (
+    KERNELS,
     Attended,
     Kernel,
     Masked,
@@ -32,10 +35,23 @@ from accel.parallel.axes.context._split import ring_block
 class _Ring(NamedTuple):
     """Facts that all blocks of one attention share."""
 
-    group: dist.ProcessGroup  # ranks that share the sequence
-    terms: Terms  # of the attention
     documents: Tensor | None  # numbers of the documents of all positions, by rank, [batch, length]; None without
     ignored: Tensor | None  # the same of the keys that no query sees, [batch, keys]; None without
+    causal: bool
+    scale: float
+    softcap: float | None
+    kernel: Kernel
+    group: dist.ProcessGroup  # ranks that share the sequence
+
+    def named(self) -> tuple[Tensor | None, Tensor | None, bool, float, float | None, str, str]:
+        """Return the facts as arguments of an operator, which takes names of the kernel and the group."""
+        return *self[:5], self.kernel.name, self.group.group_name
+
+
+def _ring(documents: Tensor | None, ignored: Tensor | None, *facts: Any) -> _Ring:
+    """Return the facts for what `named` returned on this rank."""
+    causal, scale, softcap, kernel, group = facts
+    return _Ring(documents, ignored, causal, scale, softcap, KERNELS[kernel], group_named(group))
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, terms: Terms) -> Tensor:
@@ -47,16 +63,21 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, te
     documents, ignored = (
         None if each is None else gathered(each, 1, group) for each in (terms.documents, terms.ignored)
     )
-    ring = _Ring(group, terms._replace(sinks=None), documents, ignored)
+    mask = documents if ignored is None else ignored
+    kernel = kernel_of(q, k, v, Masked(terms.causal and mask is None, mask, terms.softcap))
+    ring = _Ring(documents, ignored, terms.causal, terms.scale, terms.softcap, kernel, group)
     return cast(Any, _RingAttention).apply(q, k, v, terms.sinks, ring)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: _Ring) -> Tensor:
-        attended, kernel = _forward(q, k, v, sinks, ring)
+        if is_dynamo_compiling():
+            out, lse, *seeds = _forward_in_graph(q, k, v, sinks, *ring.named())
+            attended = Attended(out.transpose(1, 2), lse, tuple(seeds))
+        else:
+            attended = _forward(q, k, v, sinks, ring)
         ctx.save_for_backward(q, k, v, attended.out, attended.lse, sinks, *attended.seeds)
-        ctx.kernel = kernel
         ctx.ring = ring
         return attended.out
 
@@ -65,23 +86,66 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - decorated
         q, k, v, out, lse, sinks, *seeds = ctx.saved_tensors
         grad = grad_outputs[0]
-        if grad.stride(-1) != 1:  # such as an expanded one; the kernels take all other layouts
-            grad = grad.contiguous()
-        grads = _backward(grad, q, k, v, Attended(out, lse, tuple(seeds)), ctx.kernel, ctx.ring)
+        if is_dynamo_compiling():
+            grad_q, flat = _backward_in_graph(grad, q, k, v, out, lse, seeds, *ctx.ring.named())
+        else:
+            grad_q, flat = _backward(grad, q, k, v, Attended(out, lse, tuple(seeds)), ctx.ring)
+        grad_k, grad_v = _unflattened(flat, [k, v])
+        grads = grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
         return *grads, _sinks_gradient(grad, out, lse, sinks), None
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: _Ring) -> tuple[Attended, Kernel]:
-    """Return the attention to all keys, and the kernel that computed it."""
+# Of the operators in graphs: `_Ring.named`.
+_FACTS = "Tensor? documents, Tensor? ignored, bool causal, float scale, float? softcap, str kernel, str group"
+_operator = cast(Any, partial(torch.library.custom_op, mutates_args=()))
+
+
+@_operator("accel::ring_attention", schema=f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_FACTS}) -> Tensor[]")
+def _forward_in_graph(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *facts: Any) -> list[Tensor]:
+    """Return the output, [batch, queries, heads, head dim], the log-sum-exp and the seeds.
+
+    A ring is one node of a graph: ranks, which have other blocks, have alike graphs, and messages keep their order.
+    """
+    out, lse, seeds = _forward(q, k, v, sinks, _ring(*facts))
+    return [out.transpose(1, 2).contiguous(), lse, *seeds]
+
+
+@_forward_in_graph.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, _sinks: object, *facts: Any) -> list[Tensor]:
+    kernel = KERNELS[facts[-2]]
+    k, v = (repeated(each, q.shape[1]) for each in (k, v))
+    seeds = kernel.forward(q, k, v, Masked(causal=False), 1.0).seeds
+    batch, heads, length = q.shape[:3]
+    lse = q.new_empty(batch, heads, length, dtype=accumulation_dtype(q))
+    return [q.new_empty(batch, length, heads, v.shape[-1]), lse, *seeds]
+
+
+@_operator(
+    "accel::ring_attention_backward",
+    schema=f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] seeds, {_FACTS}) -> Tensor[]",
+)
+def _backward_in_graph(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
+    """Return the gradients of the queries, and of keys and values side by side."""
+    out, lse, seeds, *facts = others
+    grad_q, flat = _backward(grad, q, k, v, Attended(out, lse, tuple(seeds)), _ring(*facts))
+    return [grad_q.contiguous(), flat]
+
+
+@_backward_in_graph.register_fake
+def _(_grad: object, q: Tensor, k: Tensor, v: Tensor, *_others: object) -> list[Tensor]:
     wide = accumulation_dtype(q)
-    kernel: Kernel | None = None
+    return [q.new_empty(q.shape, dtype=wide), k.new_empty(k.numel() + v.numel(), dtype=wide)]
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: _Ring) -> Attended:
+    """Return the attention to all keys."""
+    wide = accumulation_dtype(q)
     total: Attended | None = None
     for source, held in _arrivals([k, v], ring.group):
         rows, columns, masked = _block(ring, source, q.shape[2], k.shape[2])
         queries = q[:, :, rows]
         keys, values = (repeated(each[:, :, columns], q.shape[1]) for each in held)
-        kernel = kernel or kernel_of(queries, keys, values, masked)
-        block = kernel.forward(queries, keys, values, masked, ring.terms.scale)
+        block = ring.kernel.forward(queries, keys, values, masked, ring.scale)
         if total is None:  # the own keys: a block of all queries
             # copies, as others may keep what a kernel returns: checkpoint_activations(keep=)
             lse = block.lse.to(wide, copy=True, memory_format=torch.contiguous_format)
@@ -89,12 +153,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: _Ring)
         else:
             _merge_(total.out[:, :, rows], total.lse[:, :, rows], block)
     assert total is not None
-    assert kernel is not None
     if sinks is not None:
         _add_sinks_(total, sinks)
     elif ring.ignored is not None:
         _clear_blind_rows_(total, hidden_score(q.dtype) / 2)
-    return Attended(total.out.to(q.dtype), total.lse, total.seeds), kernel
+    return total._replace(out=total.out.to(q.dtype))
 
 
 def _merge_(out: Tensor, lse: Tensor, block: Attended) -> None:
@@ -126,19 +189,18 @@ def _sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None
     return -(chances * (grad * out).sum(-1, dtype=lse.dtype)).sum((0, 2)).to(sinks.dtype)
 
 
-def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, kernel: Kernel, ring: _Ring
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values."""
-    wide = accumulation_dtype(q)
-    grad_q = torch.zeros_like(q, dtype=wide)
+def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, ring: _Ring) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the queries, and of keys and values side by side."""
+    if grad.stride(-1) != 1:  # such as an expanded one; the kernels take all other layouts
+        grad = grad.contiguous()
+    grad_q = torch.zeros_like(q, dtype=accumulation_dtype(q))
     sums: Tensor | None = None  # gradients of the keys that are here, which follow them one step behind
     arriving: Callable[[], list[Tensor]] | None = None
     for source, held in _arrivals([k, v], ring.group):
         rows, columns, masked = _block(ring, source, q.shape[2], k.shape[2])
         part = Attended(attended.out[:, :, rows], attended.lse[:, :, rows].contiguous(), attended.seeds)
         here = [each[:, :, columns] for each in held]
-        own, *shares = _block_gradients(kernel, grad[:, :, rows], q[:, :, rows], here, part, masked, ring.terms.scale)
+        own, *shares = _block_gradients(ring, grad[:, :, rows], q[:, :, rows], here, part, masked)
         grad_q[:, :, rows] += own
         if arriving is None:  # the own keys, all of them
             sums = _joined(shares)
@@ -149,16 +211,15 @@ def _backward(
         del own, shares
         arriving = start_shift([sums], 1, ring.group)
     assert arriving is not None
-    grad_k, grad_v = _unflattened(arriving()[0], [k, v])
-    return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
+    return grad_q, arriving()[0]
 
 
 def _block_gradients(
-    kernel: Kernel, grad: Tensor, q: Tensor, held: list[Tensor], part: Attended, masked: Masked, scale: float
+    ring: _Ring, grad: Tensor, q: Tensor, held: list[Tensor], part: Attended, masked: Masked
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a block's share of the gradients of its queries, and of its keys and values before heads are repeated."""
     keys, values = (repeated(each, q.shape[1]) for each in held)
-    grads = kernel.backward(grad, q, keys, values, part, masked, scale)
+    grads = ring.kernel.backward(grad, q, keys, values, part, masked, ring.scale)
     key_heads = held[0].shape[1]
     return grads[0], _summed_heads(grads[1], key_heads), _summed_heads(grads[2], key_heads)
 
@@ -203,7 +264,7 @@ def _unflattened(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 def _block(ring: _Ring, source: int, queries: int, keys: int) -> tuple[slice, slice, Masked]:
     """Return the block of this rank's queries and the keys of another: rows of both, and its mask."""
     rank = ring.group.rank()
-    block = ring_block(rank, source, ring.group.size(), causal=ring.terms.causal)
+    block = ring_block(rank, source, ring.group.size(), causal=ring.causal)
     rows = slice(*(at * queries // 2 for at in block.queries))
     columns = slice(*(at * keys // 2 for at in block.keys))
     documents, ignored = (
@@ -215,4 +276,4 @@ def _block(ring: _Ring, source: int, queries: int, keys: int) -> tuple[slice, sl
     masks = packed_masks(pair, ignored)
     if masks and block.causal:
         masks.append(near_mask(queries, keys, 0, None, causal=True, device=masks[0].device))
-    return rows, columns, Masked(block.causal and not masks, all_of(masks), ring.terms.softcap)
+    return rows, columns, Masked(block.causal and not masks, all_of(masks), ring.softcap)

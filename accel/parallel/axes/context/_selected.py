@@ -148,5 +148,5 @@ def refused(name: str, problem: str) -> NoRuleError:
         "torch's scaled_dot_product_attention",
         got=problem if problem == name else f"{name}, {problem}",
         where="forward of a model on a mesh with cp",
-        fix="Call accel.parallel.context_attention in its place, or leave cp out of the mesh.",
+        fix="Attend by accel.parallel.context_attention, or leave cp out of the mesh.",
     )

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from accel.comm import Call, exchange_values
 from accel.context import DistContext, context_first
 from accel.errors import ConfigError, DataError
 from accel.errors._checks import check_count, did_you_mean
+from accel.parallel.axes.context._kernels import allow_in_graphs
 from accel.topology import Axis, ContextMethod, dimension_of
 
 Halves = tuple[int, int]
@@ -79,8 +79,8 @@ def near_keys(rank: int, source: int, size: int, length: int, window: int, *, ca
     for piece in places(length, source, size):
         inside = [range(max(each.start, piece.start), min(each.stop, piece.stop)) for each in seen]
         inside = [each for each in inside if each]
-        first = min((each.start for each in inside), default=0)
-        runs.append(range(first, max((each.stop for each in inside), default=first)))
+        first = min([each.start for each in inside] or [0])
+        runs.append(range(first, max([each.stop for each in inside] or [first])))
     return runs
 
 
@@ -111,27 +111,16 @@ def planned_method(ctx: DistContext) -> ContextMethod | None:
 
 
 def note_attention(ctx: DistContext) -> None:
-    """Note that attention crossed the ranks along cp. Mutates the context's handle, unless torch compiles the call: a
-    call before has noted it."""
-    if not is_dynamo_compiling():
+    """Note that attention crossed the ranks along cp. Mutates the context's handle."""
+    if _ATTENDED not in ctx.comm.notes:  # a graph of torch.compile changes nothing outside of a recomputed block
         ctx.comm.notes[_ATTENDED] = "yes"
-
-
-def attends(ctx: DistContext, call: Callable[[], object]) -> bool:
-    """Return whether attention crosses ranks in a call, whatever it raises. Mutates the context's handle."""
-    before = ctx.comm.notes.pop(_ATTENDED, None)
-    with contextlib.suppress(Exception):
-        _ = call()
-    found = _ATTENDED in ctx.comm.notes
-    if before is not None:
-        ctx.comm.notes[_ATTENDED] = before
-    return found
 
 
 def note_cut(ctx: DistContext, own: int) -> None:
     """Note that a loop knows its own positions, and their number. Mutates the context's handle."""
     before = [each for each in ctx.comm.notes.get(_CUT, "").split() if each != str(own)]
     ctx.comm.notes[_CUT] = " ".join([*before[1 - _LENGTHS :], str(own)])
+    allow_in_graphs()
 
 
 def is_cut(ctx: DistContext, own: int) -> bool:

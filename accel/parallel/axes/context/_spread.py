@@ -101,7 +101,7 @@ def _spread(ctx: DistContext, view: ModelView, options: ContextOptions, *, is_em
     for each in models:
         _use_parts(ctx, each)
     if view.inner.model not in models:
-        _begin(ctx, view.inner.model, Traits(may_cross=not models))
+        _begin(ctx, view.inner.model, Traits())
     return view.model
 
 

@@ -23,7 +23,7 @@ from accel.parallel.axes.context._forward import Inputs, Positions, Traits
 from accel.parallel.axes.context._inner import halved, listed
 from accel.parallel.axes.context._positions import PositionRanks
 from accel.parallel.axes.context._proof import DIFFERENT, ProofCalls, evaluated, outputs_of
-from accel.parallel.axes.context._split import all_positions, attends, has_all_positions
+from accel.parallel.axes.context._split import all_positions, has_all_positions
 from accel.parallel.parts import PartTensor, leave, make, plain_of
 from accel.parallel.parts._nested import rows_in
 from accel.parallel.parts._part import outside, own_rows
@@ -89,7 +89,7 @@ class StagePositions(Positions):
 
     def whole(self, batch: MicroBatch) -> MicroBatch:
         """Return a micro-batch with all positions, for a record. A collective."""
-        if self.crosses or has_all_positions(self.ctx):
+        if has_all_positions(self.ctx):
             return batch
         self.note_uncut(Inputs(batch.args, batch.kwargs))
 
@@ -102,7 +102,7 @@ class StagePositions(Positions):
     def cuts(self, batch: MicroBatch) -> Sequence[int | None]:
         """Return the dimension of the positions of each input; None for an input without."""
         self.note_uncut(Inputs(batch.args, batch.kwargs))
-        return [] if self.crosses else [self.cut_dim(each, self.dim) for each in listed((batch.args, batch.kwargs))]
+        return [self.cut_dim(each, self.dim) for each in listed((batch.args, batch.kwargs))]
 
     # --- the proof
 
@@ -132,10 +132,6 @@ class StagePositions(Positions):
                 stack.enter_context(evaluated(each, self.ctx.device))
                 stack.enter_context(called_eagerly(each))
             stack.enter_context(self._proving())
-            if self.traits.may_cross:
-                self.crosses = self._attends(trials)
-            if self.crosses:
-                return ""
             self.dim = dim
             self.got = []
             problem = self._compared(trials, [_batch_of(batch, each) for each in (whole, own)], self._compare_stage)
@@ -162,15 +158,6 @@ class StagePositions(Positions):
             self.is_proving = self.is_running = False
             self.output = None
             self.got = []
-
-    def _attends(self, trials: StageTrials) -> bool:
-        """Return whether attention crosses ranks in a stage that gets own positions as they are. A collective."""
-        self.crosses = True
-        try:
-            found = attends(self.ctx, trials.look)
-        finally:
-            self.crosses = False
-        return any(exchange_values(self.ctx.comm, _PROOF, found, bool))
 
     def _compared(
         self, trials: StageTrials, batches: Sequence[MicroBatch], attempt: Callable[[StageTrial], None]

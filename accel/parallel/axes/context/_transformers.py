@@ -21,7 +21,7 @@ from accel.errors import ConfigError, MissingExtraError
 from accel.parallel._modules import note_module, notes_of
 from accel.parallel.axes.context._attention import context_attention, whole_positions
 from accel.parallel.axes.context._checks import text_decoder
-from accel.parallel.axes.context._positions import has_positions
+from accel.parallel.axes.context._positions import position_ranks
 from accel.parallel.axes.context._split import all_positions
 
 NAME = "accel_context"
@@ -161,8 +161,11 @@ def _attention(
             where=where,
             fix="Prepare the model, or make it with a config of its own.",
         )
-    # plain tensors of a forward on parts have all positions
-    with nullcontext() if any(map(has_positions, (query, key, value))) else all_positions(ctx):
+    # plain tensors have all positions, so a module that is called alone with own ones would compute something else
+    ranks = position_ranks(query, key, value)
+    if ranks is not None:
+        ranks.note_callers()
+    with all_positions(ctx) if ranks is None else nullcontext():
         out = context_attention(
             ctx,
             query,

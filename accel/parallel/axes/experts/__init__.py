@@ -6,6 +6,7 @@ experts for tokens and `_layer.py` dispatches tokens and combines outputs.
 """
 
 from accel.parallel.axes.experts._expert_plan import (
+    LISTS as LISTS,
     exchange_mesh as exchange_mesh,
     expert_modules as expert_modules,
     expert_plan as expert_plan,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 STYLES = get_args(ExpertStyle)
 STYLE = "accel_style"  # attribute of spread experts: one of STYLES, or LISTED
 LISTED = "listed"
+LISTS = (nn.ModuleList, nn.ModuleDict)  # kinds that hold experts as modules, which a loop above calls
 _OF_TRANSFORMERS = "ep_dispatch_experts"  # their name of "dispatch"; their other styles are of single parameters
 _SORTED = "Llama4TextExperts"  # class that transformers lists in no plan: tokens come scaled and sorted by expert
 _WHERE = "prepare_model, Plan.experts"
@@ -31,7 +32,8 @@ _WHERE = "prepare_model, Plan.experts"
 
 _STACK = (
     "Give one module parameters of shape [experts, ...], as torch.stack makes them of the experts' own: every rank"
-    " along ep has a part of each, under one name. Or name a ModuleList of experts alike, with the style dispatch."
+    " along ep has a part of each, under one name. Or name a ModuleList or ModuleDict of experts alike, with the style"
+    " dispatch."
 )
 
 
@@ -78,7 +80,7 @@ def moe_modules(model: nn.Module) -> dict[str, int]:
 
 def _number(module: nn.Module) -> int:
     """Return the number of experts of a module; 0 for one of another pipeline stage."""
-    if isinstance(module, nn.ModuleList):
+    if isinstance(module, LISTS):
         return len(module) if any(True for _ in module.parameters()) else 0
     return next((each.shape[0] for each in module.parameters(recurse=False) if each.ndim), 0)
 
@@ -108,7 +110,7 @@ def resolve_experts(model: nn.Module, experts: Mapping[str, str] | Literal["mode
 
 
 def _is_listed(model: nn.Module, path: str, style: str) -> bool:
-    return style == "dispatch" and isinstance(model.get_submodule(path), nn.ModuleList)
+    return style == "dispatch" and isinstance(model.get_submodule(path), LISTS)
 
 
 def held_experts(model: nn.Module, experts: Mapping[str, str] | Literal["model"]) -> dict[str, str]:
@@ -180,10 +182,10 @@ def _buffer_problems(model: nn.Module, path: str) -> Iterator[str]:
 
 
 def _listed_problems(model: nn.Module, path: str, ranks: int) -> Iterator[str]:
-    """Yield the reasons that keep a list of experts from being divided."""
+    """Yield the reasons that keep a list or dict of experts from being divided."""
     listed = model.get_submodule(path)
     experts = listed_modules(listed)
-    if len(experts) != len(cast(nn.ModuleList, listed)):
+    if len(experts) != len(cast("nn.ModuleList | nn.ModuleDict", listed)):
         yield f"{path}: has None in the place of experts"
     holder = model.get_submodule(path.rpartition(".")[0])
     if len(experts) % ranks or not experts:
@@ -233,7 +235,7 @@ def _bias_problems(model: nn.Module, path: str) -> Iterator[str]:
 
 def _holds_modules(model: nn.Module, path: str) -> bool:
     """Whether experts are modules of a list, so that ranks would have other parameters."""
-    return any(isinstance(each, nn.ModuleList) for each in model.get_submodule(path).modules())
+    return any(isinstance(each, LISTS) for each in model.get_submodule(path).modules())
 
 
 def _suggestion(model: nn.Module) -> str:
@@ -247,7 +249,7 @@ def _suggestion(model: nn.Module) -> str:
 
 
 def _looks_like_experts(path: str, module: nn.Module) -> bool:
-    if isinstance(module, nn.ModuleList):
+    if isinstance(module, LISTS):
         return path.rpartition(".")[2] == "experts" and len(module) > 1
     shapes = [each.shape for each in module.parameters(recurse=False) if each.ndim == 3]
     return len(shapes) > 1 and len({shape[0] for shape in shapes}) == 1

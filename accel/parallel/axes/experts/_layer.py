@@ -18,6 +18,7 @@ from accel.comm import exchanged, gathered, own_part
 from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin
 from accel.parallel.axes.experts._expert_plan import EP
+from accel.parallel.parts._local_map import Independence, on_own_rows
 from accel.tensors import is_dtensor, is_view
 
 if TYPE_CHECKING:
@@ -272,7 +273,11 @@ def run_dispatched(module: Any, run: Callable[..., Any], inputs: Sequence[Any], 
     indices = indices.reshape(rows.shape[0], indices.shape[-1])
     weights = weights.reshape(indices.shape)
     alike = None if module.accel_alike is None else module.accel_alike.get_group()
-    outputs = in_parts(lambda *part: _dispatched(module, run, *part), (rows, indices, weights), alike)
+
+    def run_rows(*own: Tensor) -> Tensor:
+        return in_parts(lambda *part: _dispatched(module, run, *part), cast(Any, own), alike)
+
+    outputs = on_own_rows(run_rows, Independence(0, (0,)), (rows, indices, weights), {})
     shaped = outputs if tokens.ndim == 2 else outputs.view(*tokens.shape[:-1], outputs.shape[-1])
     return shaped.clone() if is_view(shaped) else shaped  # an operation in place on a view would lose FSDP's hooks
 

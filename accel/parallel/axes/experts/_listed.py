@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts that are modules of a list: a loop in the block above calls them one by one, on the rows that it chose.
+"""Experts that are modules of a list or dict: a loop above calls them one by one, on the rows that it chose.
 
 The block's forward runs twice: first to collect the rows of all calls, then with the experts' outputs in their place.
 Between the two runs rows are sent in one message, as with stacked experts. Each rank stores a part of every expert, and
@@ -20,7 +20,7 @@ from accel.comm import exchanged, summed
 from accel.devices import autocast_dtype
 from accel.errors import PrepareError
 from accel.mixins import Mixin, add_mixin
-from accel.parallel._modules import named_modules, note_module, notes_of
+from accel.parallel._modules import listed_modules, named_modules, note_module, notes_of
 from accel.parallel.axes.experts._expert_plan import EP, LISTED
 from accel.parallel.axes.experts._layer import DispatchedTokens, Run, bring_back, dispatch_tokens, in_parts
 from accel.tensors import is_view
@@ -134,7 +134,7 @@ def follow_calls(block: nn.Module, listed: nn.Module, name: str, path: str) -> N
     calls = ExpertCalls(path)
     note_module(block, experts=name)
     vars(listed)["accel_calls"] = calls
-    experts = list(cast("Iterable[nn.Module]", listed))
+    experts = listed_modules(listed)
     add_mixin(experts, ListedExpert)
     for at, each in enumerate(experts):
         vars(each)["accel_calls"] = calls
@@ -212,7 +212,7 @@ def run_listed(listed: Any, rows: Tensor, indices: Tensor, called: Tensor) -> Te
     gradient, as in one process.
     """
     calls: ExpertCalls = listed.accel_calls
-    experts = list(cast("Iterable[nn.Module]", listed))
+    experts = listed_modules(listed)
     group: dist.ProcessGroup = listed.accel_mesh.get_group(EP)
     own = len(experts) // group.size()
     used = _used(called, listed.accel_mesh)

@@ -20,6 +20,7 @@ from accel.parallel._refused import ModelRefusal, PrepareCall, RefusedFact, rais
 from accel.parallel._spread import ModelView, Spread, SpreadOptions, compare_models
 from accel.parallel.axes.experts._expert_plan import (
     EP,
+    LISTS,
     STYLES,
     expert_modules,
     held_experts,
@@ -112,7 +113,7 @@ def _spread(ctx: DistContext, view: ModelView, options: ExpertOptions, *, is_emp
 def _add_forwards(ctx: DistContext, model: nn.Module, styles: Mapping[str, str]) -> None:
     """Let the modules of experts see this rank's parts, hidden from torch.compile, which cannot trace the exchange."""
     hide = cast(Any, torch.compiler).disable
-    lists = [path for path in styles if isinstance(model.get_submodule(path), nn.ModuleList)]
+    lists = [path for path in styles if isinstance(model.get_submodule(path), LISTS)]
     alike = ctx.mesh["tp"] if ctx.mesh is not None and ctx.axes.tp > 1 else None
     named = {path: style for path, style in styles.items() if path not in lists}
     called = {style: [model.get_submodule(path) for path, own in named.items() if own == style] for style in STYLES}

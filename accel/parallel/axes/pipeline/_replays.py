@@ -355,11 +355,6 @@ class StageTrials:
         """The first micro-batch."""
         return of_stage((self._work.probe or self._work.micro_batches)[0], -1)
 
-    def look(self) -> None:
-        """Run the stages on the first micro-batch, without gradients and values. A collective."""
-        replay = agreed_replay(self._comm, lambda: self._replays.record(self.model, self._work))
-        _ = looked(self._comm, self._layout, self.stages, self._work, replay, self._ctx.device)
-
     def replay(self, batch: MicroBatch) -> Replay:
         """Record and cut the forward of a micro-batch. A collective along the pipeline."""
         work = self._work._replace(micro_batches=[batch], probe=None)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ def found_plan(
     with_ends: bool = True,
     in_words: bool = False,
     shares_tokens: bool = False,
+    heads: Collection[str] = (),
 ) -> FoundPlan:
     """Return the plan by which so many ranks compute what the model does. No communication; the model and torch's
     streams are unchanged.
@@ -54,7 +55,8 @@ def found_plan(
     `example` are arguments of the model's forward; None for small ones by the config of a model of transformers.
     `within` are paths of the modules to look in; `with_ends` also divides the embedding and the head. The plan
     has layouts, and `in_words` also the styles that mean them, which are proved too. With `shares_tokens` the plan is
-    proved with ranks that share the tokens; `PrepareError` where they cannot.
+    proved with ranks that share the tokens; `PrepareError` where they cannot. `heads` are paths of layers that are
+    divided by outputs, also where the forward passes their outputs to a loss.
     """
     try:
         recorded = _recorded(model, size if shares_tokens else 1, example)
@@ -65,7 +67,7 @@ def found_plan(
     search = PlanSearch(model, recorded, size)
     proofs = _Proofs(model, recorded, size)
     if with_ends:
-        search.take(proofs.ends())
+        search.take(proofs.ends(heads))
     search.look(within)
     if not search.regions and not search.styles:
         return FoundPlan({}, search.left)
@@ -284,15 +286,15 @@ class _Proofs:
         layer = _layer(self._modules[path])
         return layer.get_parameter("weight").shape[output_dim(layer)]
 
-    def ends(self) -> dict[str, TensorStyle]:
-        """Styles of the embedding of words and of the head, and of all that is tied to them."""
+    def ends(self, named: Collection[str]) -> dict[str, TensorStyle]:
+        """Styles of the embedding of words, of the head and of named heads, and of all that is tied to them."""
         head = self._named("get_output_embeddings")
         words = self._named("get_input_embeddings")
         heads = [each for each in self._linear.values() if each is head]
         first = [each for each in self._modules.values() if each is words and isinstance(each, nn.Embedding)]
         if not hasattr(self._model, "get_input_embeddings"):
             first = self._tables()
-            heads = [self._linear[path] for path in self._heads(first)]
+            heads = [self._linear[path] for path in dict.fromkeys([*self._heads(first), *named])]
         found: dict[str, TensorStyle] = {}
         for weight in {id(each.weight): each.weight for each in (*heads, *first) if not is_adapted(each)}.values():
             found |= self._with_weight(weight)

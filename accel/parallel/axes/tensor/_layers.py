@@ -79,18 +79,21 @@ class LocalParameters(KeepsParameters):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
-        own = cast(Any, self).__dict__
+        own = self.__dict__
         stored = own["_parameters"]
-        own["_parameters"] = self.parameters_here(stored)
+        here = own["_parameters"] = self.parameters_here(stored)
+        own.update(here)  # read without `__getattr__`
         try:
             return super().forward(*args, **kwargs)
         finally:
             own["_parameters"] = stored
+            for name in here:
+                own.pop(name, None)
 
     def __getattr__(self, name: str) -> Any:
         """Return a local part in the place of a parameter that is read outside of the forward."""
         value = cast(Any, super().__getattr__(name))  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
-        if isinstance(value, nn.Parameter) and self.is_read_local(value):
+        if name in vars(self)["_parameters"] and isinstance(value, nn.Parameter) and self.is_read_local(value):
             part = self.parameters_here({name: value})[name]
             return part if torch.compiler.is_compiling() else _noted(value, cast(torch.Tensor, part))
         return value
@@ -111,7 +114,10 @@ class LocalParameters(KeepsParameters):
         rule = self.accel_layer.rule
         if rule.dims:
             refuse_transform(f"a layer of style {rule.style}")
-        return {name: None if each is None else local(each, rule) for name, each in stored.items()}
+        return {
+            name: None if each is None else local_of(each, summands=rule.summands, fresh=rule.fresh)
+            for name, each in stored.items()
+        }
 
 
 class ReadParameters(LocalParameters):
@@ -159,11 +165,6 @@ def _is_along_one_axis(parameter: torch.Tensor) -> bool:
     return is_dtensor(parameter) and parameter.device_mesh.ndim == 1
 
 
-def local(parameter: torch.Tensor, rule: Rule) -> torch.Tensor:
-    """Return this rank's part of a parameter, from which gradients flow back to the whole."""
-    return local_of(parameter, summands=rule.summands, fresh=rule.fresh)
-
-
 def _noted(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """Note on the part of a replicated parameter that it is whole. Losses take other plain tensors for parts."""
     if type(part) is not torch.Tensor or not is_dtensor(parameter) or not parameter.placements[0].is_replicate():
@@ -195,7 +196,7 @@ def needed_rows(
         shapes += coming
     # a rank that sends nothing has a history too, as its backward is a message
     flat = torch.cat(sent) if sent else first[0][:0].flatten()
-    received = torch.split(exchanged(flat, to, back, layer.group), list(map(math.prod, shapes)))
+    received = exchanged(flat, to, back, layer.group).split_with_sizes(list(map(math.prod, shapes)))
     arrived = [each.view(shape) for each, shape in zip(received, shapes, strict=True)]
     needed: list[torch.Tensor] = []
     for at, (own, by) in enumerate(zip(pieces, exchanges, strict=True)):

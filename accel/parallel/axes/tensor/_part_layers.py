@@ -45,7 +45,7 @@ _OF_WHOLE = ("reshape", "scaled_dot_product_attention")
 class LayerRanks(Ranks):
     """The ranks of a layer's group. Copies of a model have one of their own, and pickles one of the layer's.
 
-    On a mesh with cp, tensors may be parts of positions too (`nests`), unless `hold_plain_rows` says that none is.
+    On a mesh with cp, tensors may be parts of positions too (`nests`).
     """
 
     __slots__ = ("depth", "layer", "nests", "overlaps", "sees_tuples")
@@ -63,11 +63,6 @@ class LayerRanks(Ranks):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self), nests=self.nests), (self.layer,)
-
-    def hold_plain_rows(self) -> None:
-        """Let parts have plain rows. Their messages may overlap with matmuls."""
-        self.nests = False
-        self.overlaps = self.layer.rule.overlap
 
     def nested(self, rows: Tensor, layout: RowLayout | None) -> PartTensor:
         """Return this rank's rows of a tensor, plain or a part of positions, as a part."""
@@ -152,29 +147,34 @@ class PartParameters(LocalParameters):
     def parameters_here(self, stored: Mapping[str, nn.Parameter | None]) -> dict[str, Tensor | None]:
         """Return parts, after an exchange of rows where this rank computes with others than it stores."""
         rule = self.accel_layer.rule
-        if is_dynamo_compiling() and not self.accel_ranks.sees_tuples:
-            raise no_rule("torch.compile of a function of modules; compile these, or the model")
         ranks = self.accel_ranks
+        if is_dynamo_compiling() and not ranks.sees_tuples:
+            raise no_rule("torch.compile of a function of modules; compile these, or the model")
         here = super().parameters_here(stored)
         if rule.summands or (rule.tokens and ranks.runs):
             for name, each in stored.items():
                 if each is not None and name not in rule.layouts and (rule.summands or each.dim()):
                     here[name] = make(local_of(each, summands=True, fresh=rule.fresh), None, ranks)
-        exchanges: Mapping[str, RowExchange] = notes_of(cast(nn.Module, self)).get("exchanges", {})
-        alike: dict[torch.dtype, list[str]] = {}  # names of those to exchange
+        if exchanges := notes_of(cast(nn.Module, self)).get("exchanges"):
+            self._exchange(here, exchanges)
         for name, layout in rule.layouts.items():
             own = here.get(name)
-            if own is not None and name in exchanges:
-                alike.setdefault(own.dtype, []).append(name)
-            elif own is not None:
+            if own is not None:
                 here[name] = make(own, shortest(layout), ranks)  # all rows of a single head of keys
+        return here
+
+    def _exchange(self, here: dict[str, Tensor | None], exchanges: Mapping[str, RowExchange]) -> None:
+        """Replace the rows that this rank stores of some parameters by those that it computes with."""
+        alike: dict[torch.dtype, list[str]] = {}  # names of those to exchange
+        for name in exchanges:
+            own = here.get(name)
+            if own is not None:
+                alike.setdefault(own.dtype, []).append(name)
         for names in alike.values():
             own_rows = [cast(Tensor, here[name]) for name in names]
-            dims = [rule.layouts[name].dim for name in names]
+            dims = [self.accel_layer.rule.layouts[name].dim for name in names]
             needed = needed_rows(own_rows, dims, [exchanges[name] for name in names], self.accel_layer)
-            for name, rows in zip(names, needed, strict=True):
-                here[name] = make(rows, shortest(rule.layouts[name]), ranks)
-        return here
+            here.update(zip(names, needed, strict=True))
 
 
 def in_dataclasses(given_back: Callable[[Tensor], Tensor], output: Any) -> Any:

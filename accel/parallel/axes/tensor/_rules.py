@@ -14,7 +14,7 @@ from accel.errors import PrepareError
 from accel.errors._checks import did_you_mean
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._blocks import block_groups, outermost_groups
-from accel.parallel._modules import RANKS, matching, named_modules, note_module
+from accel.parallel._modules import RANKS, has_parameters, matching, named_modules, note_module
 from accel.parallel.axes.tensor._dependence import pattern_of
 from accel.parallel.axes.tensor._layers import Layer, ReadList, Recurrent, mixin_for
 from accel.parallel.axes.tensor._part_layers import GraphedCall, LayerRanks, PartParameters, RegionEnd, exchanges_of
@@ -370,7 +370,8 @@ def install(
         mixin = Recurrent if isinstance(module, nn.RNNBase) else mixin
         if rule.layouts or rule.summands or (rule.tokens and rule.style == "replicated"):
             mixin = PartParameters
-        modules.setdefault(mixin, []).append(module)
+        if has_parameters(module):
+            modules.setdefault(mixin, []).append(module)
     in_parts = [path for path, rule in rules.items() if rule.layouts or rule.summands or rule.ends or rule.tokens]
     within = [model.get_submodule(path) for path in in_parts]
     if ranks is None and within:

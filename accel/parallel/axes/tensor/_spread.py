@@ -165,7 +165,8 @@ def _resolve(ctx: DistContext, view: ModelView, options: TensorOptions) -> Tenso
     plan = _SentPlan({}, {})
     with shared_failure(ctx.comm, call):
         if ctx.rank == 0:
-            plan = _found(ctx, inner, options) if is_found else _found_beside(inner, _size(ctx), options)
+            with ctx.comm.standing_alone():
+                plan = _found(ctx, inner, options) if is_found else _found_beside(inner, _size(ctx), options)
     plan = broadcast_value(ctx.comm, call, plan, _SentPlan)
     if not is_found:
         return msgspec.structs.replace(options, regions=plan.regions, example=None)
@@ -200,7 +201,14 @@ def _inputs(options: TensorOptions) -> Any:
 def _found(ctx: DistContext, model: nn.Module, options: TensorOptions) -> _SentPlan:
     inputs = None if finds(model) else _inputs(options)
     size = _size(ctx)
-    plan = found_for(model, size, inputs, shares_tokens=options.sequence, is_staged=ctx.axis("pp").size > 1)
+    plan = found_for(
+        model,
+        size,
+        inputs,
+        shares_tokens=options.sequence,
+        is_staged=ctx.axis("pp").size > 1,
+        divides_head=options.head is not None,
+    )
     styles = collapsed(model, plan.styles)
     if not plan.is_seen:
         styles = tensor_plan(model)

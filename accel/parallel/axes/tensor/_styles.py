@@ -30,7 +30,7 @@ class RowExchange(NamedTuple):
 
     def pieces(self, rows: Tensor) -> Sequence[Tensor]:
         """Return the pieces of stored rows, [rows, ...]."""
-        return cast(Any, rows).split(self.sizes)
+        return cast(Any, rows).split_with_sizes(self.sizes)
 
 
 def row_exchange(cut: RowCut, rank: int, size: int) -> RowExchange:

@@ -28,9 +28,7 @@ def with_head(model: nn.Module, styles: Mapping[str, TensorStyle], head: HeadSty
     `PrepareError` for no head, or several."""
     check_choice(head, get_args(HeadStyle), "the style of the head is unknown", where="tensor_plan(head=)")
     modules = dict(named_modules(model))
-    # one of another stage is a linear layer without parameters
-    heads = word_layers(model).heads.items()
-    paths = [path for path, each in heads if isinstance(each, nn.Linear) or is_linear(each)]
+    paths = _linear_heads(model)
     if len(paths) != 1:
         raise PrepareError(
             "the head of the model is not known",
@@ -168,11 +166,21 @@ def found_for(
     *,
     shares_tokens: bool = False,
     is_staged: bool = False,
+    divides_head: bool = False,
 ) -> FoundPlan:
     """Return the plan that is found and proved for so many ranks, and why modules stay whole, by path; with `is_staged`
-    only in blocks, which stages call. With `shares_tokens` it is proved with ranks that share the tokens."""
+    only in blocks, which stages call. With `shares_tokens` it is proved with ranks that share the tokens; with
+    `divides_head` it leaves the outputs of the head to another style."""
     blocks = [path for group in outermost_groups(block_groups(model)) for path, _ in group.entries]
-    return found_plan(model, size, example, blocks if is_staged else ("",), shares_tokens=shares_tokens)
+    heads = _linear_heads(model) if divides_head else ()
+    within = blocks if is_staged else ("",)
+    return found_plan(model, size, example, within, shares_tokens=shares_tokens, heads=heads)
+
+
+def _linear_heads(model: nn.Module) -> list[str]:
+    """The paths of the linear layers that may be heads; one of another stage has no parameters."""
+    heads = word_layers(model).heads.items()
+    return [path for path, each in heads if isinstance(each, nn.Linear) or is_linear(each)]
 
 
 def finds(model: nn.Module, example: object = None) -> bool:

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one stage of a pipeline refuses about its gradients, all ranks raise at once: the others would wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from steps import begin_batch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import accel
+from accel.testing import Simulator
+
+BATCH = torch.arange(16.0).view(4, 4) / 16
+
+
+class Block(nn.Module):
+    def __init__(self, *, spare: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.spare = nn.Linear(4, 4) if spare else None  # which nothing calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x)
+
+
+class Net(nn.Module):
+    def __init__(self, spare: int | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(spare=at == spare) for at in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.blocks:
+            x = each(x)
+        return x
+
+
+Finish = Callable[[accel.DistContext, Any, Any, accel.TrainState], object]
+
+
+def _in_stage(ctx: accel.DistContext, stage: int) -> bool:
+    return ctx.axis("pp").rank == stage
+
+
+def _window(ctx: accel.DistContext, model: Any, state: accel.TrainState | None = None) -> accel.TrainState:
+    begun = begin_batch(ctx, state)
+    _, state = accel.forward_backward(ctx, model, begun, BATCH, loss_fn=lambda output: output.square().sum(), weight=4)
+    return state
+
+
+def _stage_parameters(model: nn.Module) -> list[nn.Parameter]:
+    return [each for each in model.parameters() if each.grad is not None]
+
+
+def _step(ctx: accel.DistContext, _model: Any, optimizer: Any, state: accel.TrainState) -> object:
+    return accel.optimizer_step(ctx, optimizer, state).stepped
+
+
+def _step_without_a_look(ctx: accel.DistContext, _model: Any, optimizer: Any, state: accel.TrainState) -> object:
+    return accel.optimizer_step(ctx, optimizer, state, nonfinite="ignore").stepped
+
+
+def _clip(ctx: accel.DistContext, model: Any, _optimizer: Any, state: accel.TrainState) -> object:
+    return accel.clip_grad_norm_(ctx, model.parameters(), 1.0, state)
+
+
+def _clip_values(ctx: accel.DistContext, model: Any, _optimizer: Any, state: accel.TrainState) -> object:
+    return accel.clip_grad_value_(ctx, model.parameters(), 1.0, state)
+
+
+def _unscale(ctx: accel.DistContext, _model: Any, optimizer: Any, state: accel.TrainState) -> object:
+    return accel.unscale_gradients(ctx, optimizer, state)
+
+
+def _cleared(ctx: accel.DistContext, model: Any, optimizer: Any, state: accel.TrainState) -> object:
+    if _in_stage(ctx, 1):
+        accel.training.clear_gradients(model)
+    return accel.optimizer_step(ctx, optimizer, state)
+
+
+def _divided_in_part(ctx: accel.DistContext, model: Any, optimizer: Any, state: accel.TrainState) -> object:
+    held = _stage_parameters(model) if _in_stage(ctx, 0) else _stage_parameters(model)[:1]
+    state = accel.unscale_gradients(ctx, SGD(held, lr=0.1), state)
+    return accel.optimizer_step(ctx, optimizer, state)
+
+
+def _unprepared(ctx: accel.DistContext, _model: Any, optimizer: Any, state: accel.TrainState) -> object:
+    given: list[Any] = [optimizer]
+    if _in_stage(ctx, 1):
+        factor = nn.Parameter(torch.ones(2))
+        factor.grad = torch.ones_like(factor)
+        given.append(SGD([factor], lr=0.1))
+    return accel.optimizer_step(ctx, given, state)
+
+
+def _alike(ranks: Simulator, world_size: int, mesh: str, strategy: str, finish: Finish, spare: int | None) -> str:
+    """Return what all ranks have raised in a step, or "stepped"."""
+
+    def run(ctx: accel.DistContext) -> str:
+        torch.manual_seed(0)
+        ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
+        net = Net(spare)
+        plan = accel.parallel.Plan(micro_batches=2)
+        model, optimizer = accel.prepare(ctx, net, SGD(net.parameters(), lr=0.1), plan=plan)
+        state = _window(ctx, model)
+        try:
+            _ = finish(ctx, model, optimizer, state)
+        except accel.AccelError as error:
+            return f"{type(error).__name__}: {error.problem}"
+        return "stepped"
+
+    [found] = set(ranks.run(run, world_size, default_group=True))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("finish", "strategy"),
+    [
+        (_step, "ddp"),
+        (_step_without_a_look, "ddp"),
+        (_clip, "fsdp"),
+        pytest.param(_step, "fsdp", marks=pytest.mark.slow),
+        pytest.param(_clip_values, "ddp", marks=pytest.mark.slow),
+        pytest.param(_unscale, "fsdp", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(("spare", "rank"), [(0, 0), (3, 2)])
+def test_a_parameter_without_a_gradient_in_one_stage_is_an_error_of_all_ranks(
+    ranks: Simulator, finish: Finish, strategy: str, spare: int, rank: int
+) -> None:
+    told = f"StepError: rank {rank}: parameters took no part in the loss, so gradients were not exchanged"
+    assert _alike(ranks, 4, "dp=2,pp=2", strategy, finish, spare) == told
+
+
+@pytest.mark.parametrize(
+    ("finish", "told"),
+    [
+        (_cleared, "StepError: rank 1: there are no gradients"),
+        (
+            _divided_in_part,
+            "StepError: rank 1: some of the gradients were divided by weight and loss scale",
+        ),
+        (_unprepared, "PrepareError: rank 1: a parameter is not prepared, so its gradient stays on each rank"),
+        (_step, "stepped"),
+    ],
+)
+def test_what_one_stage_refuses_is_an_error_of_all_ranks(ranks: Simulator, finish: Finish, told: str) -> None:
+    assert _alike(ranks, 2, "pp=2", "ddp", finish, None).startswith(told)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_a_gradient_from_before_the_window_in_one_stage_is_an_error_of_all_ranks(
+    ranks: Simulator, strategy: str
+) -> None:
+    def finish(ctx: accel.DistContext, model: Any, optimizer: Any, state: accel.TrainState) -> object:
+        held = _stage_parameters(model)[0]
+        kept = torch.ones_like(held.grad)
+        state = accel.optimizer_step(ctx, optimizer, state)
+        if _in_stage(ctx, 1):
+            held.grad = kept
+        return accel.optimizer_step(ctx, optimizer, _window(ctx, model, state))
+
+    told = "StepError: rank 2: the step would use gradients from before its window"
+    assert _alike(ranks, 4, "dp=2,pp=2", strategy, finish, None) == told

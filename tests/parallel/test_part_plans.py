@@ -639,6 +639,56 @@ def test_large_convolutions_that_nothing_else_divides_gather_their_channels(rank
         assert share > 0.9
 
 
+class PlainTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(40, 8))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.rows[ids, :]
+
+
+class PlainHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.columns, self.bias = nn.Parameter(torch.randn(8, 40)), nn.Parameter(torch.randn(40))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("btd,dv->btv", x, self.columns) + self.bias
+
+
+class PlainEnds(nn.Module):
+    """Plain parameters for the embedding and the head, as in TransformerLens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block, self.head = PlainTable(), Block(), PlainHead()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.block(self.embed(ids)))
+
+
+def test_plain_parameters_of_an_embedding_and_a_head_are_divided(ranks: Simulator) -> None:
+    ids = torch.arange(12).view(3, 4) % 40
+    plan = found_plan(PlainEnds(), 2, [ids])
+    assert plan.regions["head"]["head.columns"].dim == 1
+    assert "embed.rows" in plan.regions["embed"]
+    assert not plan.left
+
+    def rank(ctx: accel.DistContext) -> Any:
+        ctx = accel.replace(ctx, mesh="tp=2") if ctx.world_size > 1 else ctx
+        torch.manual_seed(0)
+        model: Any = PlainEnds().double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+        model, optimizer = accel.prepare(ctx, model, optimizer, example=[ids[:2]])
+        losses = two_steps(ctx, model, optimizer, lambda: model(ids).square().mean())
+        return losses, accel.get_state_dict(ctx, model, dst=None)
+
+    want = rank(accel.single())
+    for got in ranks.run(rank, 2, default_group=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+
+
 class Tables(nn.Module):
     """A head without a layer, which reads the table of words, a bag of neighbours, and a loss in the forward."""
 

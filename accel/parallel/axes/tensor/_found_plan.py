@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -74,7 +74,7 @@ def found_plan(
     before = FoundPlan({**search.styles}, search.left, regions={**search.regions})
     if with_ends:
         search.add(proofs.tables(before, within))
-        search.add(proofs.convolutions(before._replace(regions=search.regions), within))
+        search.add(proofs.leaves(before._replace(regions=search.regions), within))
         search.take(proofs.rest(before._replace(regions=search.regions)))
     words = proofs.words(search.regions) if in_words else {}
     plan = FoundPlan({**words, **search.styles}, search.left, regions=search.regions)
@@ -197,21 +197,25 @@ class _Proofs:
         calls = [call for call in self._trace.calls if call.path == outer]
         return not any(self.verdict(outer, call, styles, regions=inner).problem for call in calls)
 
-    def convolutions(self, plan: FoundPlan, within: Sequence[str]) -> Regions:
-        """Output channels of convolutions that a plan leaves whole, and that are a large part of the model: each rank
-        computes some channels, and gathers all."""
-        weights = self._whole_weights(plan, _is_convolution)
+    def leaves(self, plan: FoundPlan, within: Sequence[str]) -> Regions:
+        """Rows of large parameters of convolutions, and of the user's modules without others in them, such as a head
+        that multiplies by a plain parameter: each rank computes with some, and gathers the results."""
+        whole = {name: each for name, each in self._whole(plan).items() if _is_leaf(self._modules[_owner(name)])}
         called = {call.path for call in self._trace.calls}
         found: dict[str, Mapping[str, RowLayout]] = {}
-        for path in self._large(weights):
-            length = len(weights[path])
-            is_alone = self._around(weights[path], called) == path
-            if length % self._size or not is_alone or not any(is_in(path, each) for each in within):
+        for name in self._large(whole):
+            path, weight = _owner(name), whole[name]
+            if self._around(weight, called) != path or not any(is_in(path, each) for each in within):
                 continue
-            names = [f"{path}.{name}" for name, _ in self._modules[path].named_parameters()]
-            layouts = dict.fromkeys(names, RowLayout(0, even(length, self._size)))
-            if self._is_proved(path, layouts, plan._replace(regions={**plan.regions, **found})):
-                found[path] = layouts
+            module, names, dims = self._modules[path], [name], range(weight.dim())
+            if _is_convolution(module):
+                names, dims = [own for own, _ in module.named_parameters(path)], range(1)
+            for dim in sorted(dims, key=lambda dim, weight=weight: weight.shape[dim], reverse=True):
+                layouts = dict.fromkeys(names, RowLayout(dim, even(weight.shape[dim], self._size)))
+                now = plan._replace(regions={**plan.regions, **found})
+                if weight.shape[dim] % self._size == 0 and self._is_proved(path, layouts, now):
+                    found[path] = {**now.regions.get(path, {}), **layouts}
+                    break
         return found
 
     def _is_large_table(self, weight: Tensor) -> bool:
@@ -234,11 +238,11 @@ class _Proofs:
         """Styles of linear layers that a plan leaves whole, and that are a large part of the model, alone or with the
         layers of one pattern of paths: each rank computes some outputs, and gathers all."""
         called = {call.path for call in self._trace.calls}
-        weights = self._whole_weights(plan, _is_plain_linear)
+        weights = {name: w for name, w in self._whole(plan).items() if _is_plain_linear(self._modules[_owner(name)])}
         found: dict[str, TensorStyle] = {}
-        for path in self._large(weights):
-            if len(weights[path]) >= self._size:
-                found |= self._with_weight(weights[path])
+        for name in self._large(weights):
+            if len(weights[name]) >= self._size:
+                found |= self._with_weight(weights[name])
         units = {self._unit_of(path, called, plan) for path in found}
         for unit in sorted(units, key=len, reverse=True):
             styles, regions = _inside(unit, {**plan.styles, **found}, plan.regions)
@@ -249,27 +253,26 @@ class _Proofs:
                 found = {path: style for path, style in found.items() if self._unit_of(path, called, plan) != unit}
         return found
 
-    def _whole_weights(self, plan: FoundPlan, is_kind: Callable[[nn.Module], bool]) -> dict[str, Tensor]:
-        """Weights that a plan leaves whole, by the path of a called module of the kind."""
+    def _whole(self, plan: FoundPlan) -> dict[str, Tensor]:
+        """Matrices that a plan leaves whole, by name, of called modules."""
         divided = {id(self._model.get_parameter(name)) for layouts in plan.regions.values() for name in layouts}
         divided |= {id(each) for path in plan.styles for each in self._modules[path].parameters(recurse=False)}
         found: dict[str, Tensor] = {}
         for path in dict.fromkeys(call.path for call in self._trace.calls):
-            weight = dict(self._modules[path].named_parameters(recurse=False)).get("weight")  # none if parametrized
-            if weight is not None and id(weight) not in divided and is_kind(self._modules[path]):
-                found[path] = weight
+            own = self._modules[path].named_parameters(path, recurse=False)
+            found |= {name: each for name, each in own if each.dim() > 1 and id(each) not in divided}
         return found
 
     def _large(self, weights: Mapping[str, Tensor]) -> list[str]:
-        """Paths of weights that are a large part of the model, alone or with all of their pattern of paths."""
+        """Names of weights that are a large part of the model, alone or with all of their pattern of names."""
         total = sum(each.numel() for each in self._model.parameters())
         together: Counter[str] = Counter()
-        for path, weight in weights.items():
-            together[pattern_of(path)] += weight.numel()
+        for name, weight in weights.items():
+            together[pattern_of(name)] += weight.numel()
         return [
-            path
-            for path, weight in weights.items()
-            if weight.numel() >= _LEAST_SHARE * total or together[pattern_of(path)] >= _LEAST_TOGETHER * total
+            name
+            for name, weight in weights.items()
+            if weight.numel() >= _LEAST_SHARE * total or together[pattern_of(name)] >= _LEAST_TOGETHER * total
         ]
 
     def _unit_of(self, path: str, called: set[str], plan: FoundPlan) -> str:
@@ -383,6 +386,15 @@ def _table_of(module: nn.Module) -> Tensor | None:
 
 def _is_plain_linear(module: nn.Module) -> bool:
     return type(module).forward is nn.Linear.forward and not is_adapted(module)
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    """Whether a module is a convolution, or not torch's and without modules in it."""
+    return _is_convolution(module) or not (type(module).__module__.startswith("torch.") or [*module.children()])
 
 
 def _is_convolution(module: nn.Module) -> bool:

@@ -207,9 +207,11 @@ class _Proofs:
             path, weight = _owner(name), whole[name]
             if self._around(weight, called) != path or not any(is_in(path, each) for each in within):
                 continue
-            module, names, dims = self._modules[path], [name], range(weight.dim())
-            if _is_convolution(module):
-                names, dims = [own for own, _ in module.named_parameters(path)], range(1)
+            names = [name]
+            dims = range(weight.dim())
+            if _is_convolution(self._modules[path]):
+                names = [own for own, _ in self._modules[path].named_parameters(path)]
+                dims = range(1)
             for dim in sorted(dims, key=lambda dim, weight=weight: weight.shape[dim], reverse=True):
                 layouts = dict.fromkeys(names, RowLayout(dim, even(weight.shape[dim], self._size)))
                 now = plan._replace(regions={**plan.regions, **found})

@@ -602,6 +602,93 @@ def test_small_layers_that_are_many_gather_their_outputs(ranks: Simulator) -> No
         assert share > 0.95
 
 
+class Convolutions(nn.Module):
+    """A block of sounds: positions by a convolution of groups, and a norm of all channels between two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.block = nn.Conv1d(8, 8, 3, padding=1, groups=4), Block()
+        self.into, self.out = nn.Conv1d(8, 32, 1), nn.Conv1d(16, 8, 1, bias=False)
+        self.each, self.norm = nn.Conv1d(16, 16, 3, padding=1, groups=16), nn.GroupNorm(1, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(x + self.positions(x.mT).mT)
+        hidden = functional.glu(self.into(x.mT), 1)
+        return x + self.out(functional.silu(self.norm(self.each(hidden)))).mT
+
+
+def test_large_convolutions_that_nothing_else_divides_gather_their_channels(ranks: Simulator) -> None:
+    plan = found_plan(Convolutions(), 2, [torch.empty(2, 5, 8)])
+    gathered = {path for path in plan.regions if not path.startswith("block")}
+    assert {"positions", "into", "out"} <= gathered
+    assert not plan.left
+    x = torch.linspace(-1, 1, 160, dtype=torch.float64).view(4, 5, 8)
+
+    def rank(ctx: accel.DistContext) -> Any:
+        ctx = accel.replace(ctx, mesh="tp=2") if ctx.world_size > 1 else ctx
+        torch.manual_seed(0)
+        model: Any = Convolutions().double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+        model, optimizer = accel.prepare(ctx, model, optimizer, example=[x[:2]])
+        losses = two_steps(ctx, model, optimizer, lambda: model(x).square().mean())
+        return losses, accel.get_state_dict(ctx, model, dst=None), divided_share(model) if ctx.world_size > 1 else 1.0
+
+    *want, _ = rank(accel.single())
+    for *got, share in ranks.run(rank, 2, default_group=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+        assert share > 0.9
+
+
+class PlainTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(40, 8))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.rows[ids, :]
+
+
+class PlainHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.columns, self.bias = nn.Parameter(torch.randn(8, 40)), nn.Parameter(torch.randn(40))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("btd,dv->btv", x, self.columns) + self.bias
+
+
+class PlainEnds(nn.Module):
+    """Plain parameters for the embedding and the head, as in TransformerLens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block, self.head = PlainTable(), Block(), PlainHead()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.block(self.embed(ids)))
+
+
+def test_plain_parameters_of_an_embedding_and_a_head_are_divided(ranks: Simulator) -> None:
+    ids = torch.arange(12).view(3, 4) % 40
+    plan = found_plan(PlainEnds(), 2, [ids])
+    assert plan.regions["head"]["head.columns"].dim == 1
+    assert "embed.rows" in plan.regions["embed"]
+    assert not plan.left
+
+    def rank(ctx: accel.DistContext) -> Any:
+        ctx = accel.replace(ctx, mesh="tp=2") if ctx.world_size > 1 else ctx
+        torch.manual_seed(0)
+        model: Any = PlainEnds().double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+        model, optimizer = accel.prepare(ctx, model, optimizer, example=[ids[:2]])
+        losses = two_steps(ctx, model, optimizer, lambda: model(ids).square().mean())
+        return losses, accel.get_state_dict(ctx, model, dst=None)
+
+    want = rank(accel.single())
+    for got in ranks.run(rank, 2, default_group=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+
+
 class Tables(nn.Module):
     """A head without a layer, which reads the table of words, a bag of neighbours, and a loss in the forward."""
 

@@ -722,6 +722,11 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
             [(2, 3, 6), (m, 3, 1), (m, 1, 3), (3, m, 1), (m,)],
             [None, RowLayout(0, even), None, RowLayout(1, even), None],
         ),
+        "groups of a full image": Region(
+            lambda x, w, b: functional.conv1d(x, w, b, groups=2 * size, padding=1),
+            [(2, 4 * size, 3), (8 * size, 2, 3), (8 * size,)],
+            [None, *[RowLayout(0, RowCut(1, ((8 * size, size),)))] * 2],
+        ),
         "transposed convolution": Region(
             functional.conv_transpose1d, [(2, m, 6), (m, 3, 2), (3,)], [None, RowLayout(0, even), None]
         ),

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from accel.parallel.parts._contractions import added, contracted_cut
-from accel.parallel.parts._layout import RowLayout, no_rule, scaled
+from accel.parallel.parts._layout import RowLayout, even, no_rule, scaled
 from accel.parallel.parts._part import (
     Args,
     Named,
@@ -46,8 +46,11 @@ def convolved(func: Any, args: Args, kwargs: Named) -> Any:
     if own is None and other is None:
         return make(func(*(entered(each, ranks) for each in (x, weight, bias)), **given), None, ranks)
     if given.get("groups", 1) > 1:
-        if turns or own is None:
+        if turns or (own is None and (other is None or other.dim != out)):
             raise no_rule("of groups")
+        if own is None:  # each rank takes the channels of its groups
+            own = RowLayout(channels, even(x.shape[channels], ranks.size))
+            x = own_rows(x, channels, own.cut, ranks)
         return _by_groups(func, x, weight, bias, own, given, ranks)
     if own is not None or (other is not None and other.dim == into):
         if own is not None and other is not None and other.dim != into:

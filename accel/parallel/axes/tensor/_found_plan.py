@@ -74,6 +74,7 @@ def found_plan(
     before = FoundPlan({**search.styles}, search.left, regions={**search.regions})
     if with_ends:
         search.add(proofs.tables(before, within))
+        search.add(proofs.leaves(before._replace(regions=search.regions), within))
         search.take(proofs.rest(before._replace(regions=search.regions)))
     words = proofs.words(search.regions) if in_words else {}
     plan = FoundPlan({**words, **search.styles}, search.left, regions=search.regions)
@@ -180,17 +181,43 @@ class _Proofs:
                 continue
             divided.add(id(weight))  # tied ones once
             unit = self._around(weight, called)
-            regions = {**plan.regions, **found}
-            outer = min((each for each in regions if is_in(unit, each)), key=len, default=unit)
-            is_large = sum(each.numel() for each in self._modules[outer].parameters()) > LARGEST
-            if is_large or not any(is_in(unit, each) for each in within):
+            layouts = {f"{path}.weight".lstrip("."): RowLayout(0, even(len(weight), self._size))}
+            now = plan._replace(regions={**plan.regions, **found})
+            if any(is_in(unit, each) for each in within) and self._is_proved(unit, layouts, now):
+                found[unit] = {**now.regions.get(unit, {}), **layouts}
+        return found
+
+    def _is_proved(self, unit: str, layouts: Mapping[str, RowLayout], plan: FoundPlan) -> bool:
+        """Whether a module can have further layouts: by a proof of the outermost module with layouts around it."""
+        outer = min((each for each in plan.regions if is_in(unit, each)), key=len, default=unit)
+        if sum(each.numel() for each in self._modules[outer].parameters()) > LARGEST:
+            return False
+        more = {**plan.regions.get(unit, {}), **layouts}
+        styles, inner = _inside(outer, plan.styles, {**plan.regions, unit: more})
+        calls = [call for call in self._trace.calls if call.path == outer]
+        return not any(self.verdict(outer, call, styles, regions=inner).problem for call in calls)
+
+    def leaves(self, plan: FoundPlan, within: Sequence[str]) -> Regions:
+        """Rows of large parameters of convolutions, and of the user's modules without others in them, such as a head
+        that multiplies by a plain parameter: each rank computes with some, and gathers the results."""
+        whole = {name: each for name, each in self._whole(plan).items() if _is_leaf(self._modules[_owner(name)])}
+        called = {call.path for call in self._trace.calls}
+        found: dict[str, Mapping[str, RowLayout]] = {}
+        for name in self._large(whole):
+            path, weight = _owner(name), whole[name]
+            if self._around(weight, called) != path or not any(is_in(path, each) for each in within):
                 continue
-            layout = RowLayout(0, even(len(weight), self._size))
-            more = {**regions.get(unit, {}), f"{path}.weight".lstrip("."): layout}
-            styles, inner = _inside(outer, plan.styles, {**regions, unit: more})
-            calls = [call for call in self._trace.calls if call.path == outer]
-            if not any(self.verdict(outer, call, styles, regions=inner).problem for call in calls):
-                found[unit] = more
+            names = [name]
+            dims = range(weight.dim())
+            if _is_convolution(self._modules[path]):
+                names = [own for own, _ in self._modules[path].named_parameters(path)]
+                dims = range(1)
+            for dim in sorted(dims, key=lambda dim, weight=weight: weight.shape[dim], reverse=True):
+                layouts = dict.fromkeys(names, RowLayout(dim, even(weight.shape[dim], self._size)))
+                now = plan._replace(regions={**plan.regions, **found})
+                if weight.shape[dim] % self._size == 0 and self._is_proved(path, layouts, now):
+                    found[path] = {**now.regions.get(path, {}), **layouts}
+                    break
         return found
 
     def _is_large_table(self, weight: Tensor) -> bool:
@@ -213,18 +240,11 @@ class _Proofs:
         """Styles of linear layers that a plan leaves whole, and that are a large part of the model, alone or with the
         layers of one pattern of paths: each rank computes some outputs, and gathers all."""
         called = {call.path for call in self._trace.calls}
-        whole: dict[str, Styles] = {}
-        elements: Counter[str] = Counter()
-        for path, weight in self._whole_weights(plan).items():
-            if path in called and len(weight) >= self._size and (alike := self._with_weight(weight)):
-                whole[path] = alike
-                elements[pattern_of(path)] += weight.numel()
-        total = sum(each.numel() for each in self._model.parameters())
+        weights = {name: w for name, w in self._whole(plan).items() if _is_plain_linear(self._modules[_owner(name)])}
         found: dict[str, TensorStyle] = {}
-        for path, alike in whole.items():
-            own = self._modules[path].get_parameter("weight").numel()
-            if own >= _LEAST_SHARE * total or elements[pattern_of(path)] >= _LEAST_TOGETHER * total:
-                found |= alike
+        for name in self._large(weights):
+            if len(weights[name]) >= self._size:
+                found |= self._with_weight(weights[name])
         units = {self._unit_of(path, called, plan) for path in found}
         for unit in sorted(units, key=len, reverse=True):
             styles, regions = _inside(unit, {**plan.styles, **found}, plan.regions)
@@ -235,17 +255,27 @@ class _Proofs:
                 found = {path: style for path, style in found.items() if self._unit_of(path, called, plan) != unit}
         return found
 
-    def _whole_weights(self, plan: FoundPlan) -> dict[str, Tensor]:
-        """Weights of torch's linear layers that a plan leaves whole, by the layer's path."""
+    def _whole(self, plan: FoundPlan) -> dict[str, Tensor]:
+        """Matrices that a plan leaves whole, by name, of called modules."""
         divided = {id(self._model.get_parameter(name)) for layouts in plan.regions.values() for name in layouts}
         divided |= {id(each) for path in plan.styles for each in self._modules[path].parameters(recurse=False)}
         found: dict[str, Tensor] = {}
-        for path, each in self._modules.items():
-            weight = dict(each.named_parameters(recurse=False)).get("weight")  # none of one that is parametrized
-            is_torch = type(each).forward is nn.Linear.forward and not is_adapted(each)
-            if is_torch and weight is not None and id(weight) not in divided:
-                found[path] = weight
+        for path in dict.fromkeys(call.path for call in self._trace.calls):
+            own = self._modules[path].named_parameters(path, recurse=False)
+            found |= {name: each for name, each in own if each.dim() > 1 and id(each) not in divided}
         return found
+
+    def _large(self, weights: Mapping[str, Tensor]) -> list[str]:
+        """Names of weights that are a large part of the model, alone or with all of their pattern of names."""
+        total = sum(each.numel() for each in self._model.parameters())
+        together: Counter[str] = Counter()
+        for name, weight in weights.items():
+            together[pattern_of(name)] += weight.numel()
+        return [
+            name
+            for name, weight in weights.items()
+            if weight.numel() >= _LEAST_SHARE * total or together[pattern_of(name)] >= _LEAST_TOGETHER * total
+        ]
 
     def _unit_of(self, path: str, called: set[str], plan: FoundPlan) -> str:
         """The module to prove for a layer in it: the outermost one with layouts, or the one that calls the layer."""
@@ -354,6 +384,23 @@ def _table_of(module: nn.Module) -> Tensor | None:
     """The table of an embedding, also of bags; None for other modules, and for a table that is parametrized."""
     is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
     return dict(module.named_parameters(recurse=False)).get("weight") if is_table else None
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    return type(module).forward is nn.Linear.forward and not is_adapted(module)
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    """Whether a module is a convolution, or not torch's and without modules in it."""
+    return _is_convolution(module) or not (type(module).__module__.startswith("torch.") or [*module.children()])
+
+
+def _is_convolution(module: nn.Module) -> bool:
+    return type(module).forward in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
 
 
 def _layer(module: nn.Module) -> nn.Module:

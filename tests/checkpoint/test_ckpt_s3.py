@@ -17,9 +17,6 @@ from accel.errors import CheckpointError
 from accel.storage import RemotePath, as_place
 from accel.testing import simulate
 
-pytest.importorskip("s3fs", reason="needs accel-torch[s3]")
-server = pytest.importorskip("moto.server", reason="needs moto, an S3 server; it is in accel-torch[tests]")
-
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of the server's and the client's own
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -28,6 +25,9 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[RemotePath]:
+    # here, so that workers that run no test of this file import neither
+    pytest.importorskip("s3fs", reason="needs accel-torch[s3]")
+    server = pytest.importorskip("moto.server", reason="needs moto, an S3 server; it is in accel-torch[tests]")
     import fsspec
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,20 @@ from accel.testing import Simulator
 
 # One thread for each process: a worker of pytest has a core, and threads of OpenMP spin while they wait for one.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+
+if not torch.cuda.is_available():  # else each seed of torch formats a stack, and keeps it for a device that never comes
+    torch.cuda.manual_seed_all = lambda seed: None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Let loggers of libraries propagate, so that pytest adds its handlers to the root logger alone.
+
+    Torch has 60 that do not, one of which writes each step of a compilation as soon as it has a handler.
+    """
+    for each in logging.getLogger().manager.loggerDict.values():
+        if isinstance(each, logging.Logger):
+            each.propagate = True
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -44,9 +44,9 @@ INSERTED = (
     # torch keeps graphs by the first frame that is not torch's own.
     Inserted("_Traced", "parallel/_compile.py", "compile_model"),
     # What follows sees parts in the place of a compiled region's arguments.
+    Inserted("PositionRegion", "parallel/axes/context/_inner.py", "prepare_model: cp"),
     Inserted("PartRegion", "parallel/parts/_region.py", "prepare_model: tp"),
     Inserted("GraphedCall", "parallel/axes/tensor/_part_layers.py", "prepare_model: tp"),
-    Inserted("PositionRegion", "parallel/axes/context/_inner.py", "prepare_model: cp"),
     Inserted("EndedUnit", "parallel/axes/shard/_running.py", "prepare_model: fsdp"),
     # A call of the unit copies and fills containers anew.
     Inserted("CalledUnit", "parallel/axes/shard/_running.py", "prepare_model: fsdp"),

@@ -219,10 +219,11 @@ class OfTransformers(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_blocks_of_transformers_have_one_graph(ranks: Simulator) -> None:
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_compiled_blocks_of_transformers_have_one_graph(ranks: Simulator, method: ContextMethod) -> None:
     transformers: Any = pytest.importorskip("transformers")
     whole = torch.randn(2, LENGTH, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    check(ranks, OfTransformers(transformers), {"x": whole})
+    check(ranks, OfTransformers(transformers), {"x": whole}, method=method)
     assert 0 < graphs() <= 4
     assert not torch._dynamo.utils.counters["graph_break"]
 

@@ -141,5 +141,5 @@ def test_others_are_told_in_a_compiled_block_of_a_rank_that_left(tmp_path: Path,
     script = tmp_path / "leaves.py"
     script.write_text(LEAVES)
     with script_ranks(script, job(2, ACCEL_MESH="cp=2"), method, folder=tmp_path) as ranks:
-        assert [rank.wait(60) for rank in ranks] == [0, 0], [rank.said() for rank in ranks]
+        assert [rank.wait(120) for rank in ranks] == [0, 0], [rank.said() for rank in ranks]
         assert "told: the forward of Sequential did not complete" in ranks[0].said()

@@ -183,26 +183,28 @@ class _Proofs:
             unit = self._around(weight, called)
             layouts = {f"{path}.weight".lstrip("."): RowLayout(0, even(len(weight), self._size))}
             now = plan._replace(regions={**plan.regions, **found})
-            if any(is_in(unit, each) for each in within) and self._is_proved(unit, layouts, now):
+            if any(is_in(unit, each) for each in within) and self._is_proved({unit: layouts}, now):
                 found[unit] = {**now.regions.get(unit, {}), **layouts}
         return found
 
-    def _is_proved(self, unit: str, layouts: Mapping[str, RowLayout], plan: FoundPlan) -> bool:
-        """Whether a module can have further layouts: by a proof of the outermost module with layouts around it."""
-        outer = min((each for each in plan.regions if is_in(unit, each)), key=len, default=unit)
-        if sum(each.numel() for each in self._modules[outer].parameters()) > LARGEST:
-            return False
-        more = {**plan.regions.get(unit, {}), **layouts}
-        styles, inner = _inside(outer, plan.styles, {**plan.regions, unit: more})
-        calls = [call for call in self._trace.calls if call.path == outer]
-        return not any(self.verdict(outer, call, styles, regions=inner).problem for call in calls)
+    def _is_proved(self, more: Regions, plan: FoundPlan) -> bool:
+        """Whether modules can have further layouts: by proofs of the outermost modules with layouts around them."""
+        regions = {**plan.regions, **{unit: {**plan.regions.get(unit, {}), **own} for unit, own in more.items()}}
+        for outer in {_outermost(unit, plan.regions) for unit in more}:
+            if sum(each.numel() for each in self._modules[outer].parameters()) > LARGEST:
+                return False
+            styles, inner = _inside(outer, plan.styles, regions)
+            calls = [call for call in self._trace.calls if call.path == outer]
+            if any(self.verdict(outer, call, styles, regions=inner).problem for call in calls):
+                return False
+        return True
 
     def leaves(self, plan: FoundPlan, within: Sequence[str]) -> Regions:
         """Rows of large parameters of convolutions, and of the user's modules without others in them, such as a head
         that multiplies by a plain parameter: each rank computes with some, and gathers the results."""
         whole = {name: each for name, each in self._whole(plan).items() if _is_leaf(self._modules[_owner(name)])}
         called = {call.path for call in self._trace.calls}
-        found: dict[str, Mapping[str, RowLayout]] = {}
+        alone: dict[str, Mapping[str, RowLayout]] = {}  # proved without the modules around them
         for name in self._large(whole):
             path, weight = _owner(name), whole[name]
             if self._around(weight, called) != path or not any(is_in(path, each) for each in within):
@@ -214,11 +216,23 @@ class _Proofs:
                 dims = range(1)
             for dim in sorted(dims, key=lambda dim, weight=weight: weight.shape[dim], reverse=True):
                 layouts = dict.fromkeys(names, RowLayout(dim, even(weight.shape[dim], self._size)))
-                now = plan._replace(regions={**plan.regions, **found})
-                if weight.shape[dim] % self._size == 0 and self._is_proved(path, layouts, now):
-                    found[path] = {**now.regions.get(path, {}), **layouts}
+                if weight.shape[dim] % self._size == 0 and self._is_proved({path: layouts}, FoundPlan({}, {})):
+                    alone[path] = {**alone.get(path, {}), **layouts}
                     break
-        return found
+        return self._proved(alone, plan)
+
+    def _proved(self, more: Regions, plan: FoundPlan) -> Regions:
+        """The further layouts that modules can have together, with the layouts before: halves are tried in turn where
+        not all can, as a proof of a large module around many takes long."""
+        if self._is_proved(more, plan):
+            return {path: {**plan.regions.get(path, {}), **own} for path, own in more.items()}
+        if len(more) == 1:
+            return {}
+        paths = [*more]
+        middle = len(paths) // 2
+        first = self._proved({path: more[path] for path in paths[:middle]}, plan)
+        rest = {path: more[path] for path in paths[middle:]}
+        return {**first, **self._proved(rest, plan._replace(regions={**plan.regions, **first}))}
 
     def _is_large_table(self, weight: Tensor) -> bool:
         """Whether a table is worth dividing by rows, and each rank gets some of them."""
@@ -388,6 +402,11 @@ def _table_of(module: nn.Module) -> Tensor | None:
 
 def _is_plain_linear(module: nn.Module) -> bool:
     return type(module).forward is nn.Linear.forward and not is_adapted(module)
+
+
+def _outermost(path: str, regions: Regions) -> str:
+    """The outermost module with layouts around a path, or the path."""
+    return min((each for each in regions if is_in(path, each)), key=len, default=path)
 
 
 def _owner(name: str) -> str:

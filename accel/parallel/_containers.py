@@ -140,7 +140,7 @@ def _set(own: Any, copy: Any, kept: Mapping[int, Any]) -> None:
 # --- changes that a call makes, to be repeated ------------------------------------------------------------------------
 
 
-class Item(NamedTuple):
+class HeldItem(NamedTuple):
     """An item of a container after a call."""
 
     key: Any  # its place in a list, its key in a dictionary, or the name of a field
@@ -169,28 +169,28 @@ def items_of(held: Any) -> dict[Any, Any]:
     return dict(enumerate(cast("list[Any]", held)) if isinstance(held, list) else held)
 
 
-def changed_items(before: Mapping[Any, Any], held: Any) -> tuple[Item, ...] | None:
+def changed_items(before: Mapping[Any, Any], held: Any) -> tuple[HeldItem, ...] | None:
     """Return all items of a container that held other items, or in another order, `before`; None if it did not."""
     now = items_of(held)
     if [*now] == [*before] and all(value is before[key] for key, value in now.items()):
         return None
     places = {id(value): key for key, value in before.items()}
-    found: list[Item] = []
+    found: list[HeldItem] = []
     for key, value in now.items():
         if key in before and before[key] is value:
-            found.append(Item(key, key))
+            found.append(HeldItem(key, key))
         else:
-            found.append(Item(key, places.get(id(value)), is_new=id(value) not in places))
+            found.append(HeldItem(key, places.get(id(value)), is_new=id(value) not in places))
     return tuple(found)
 
 
-def new_items(held: Any, items: Sequence[Item]) -> list[Any]:
+def new_items(held: Any, items: Sequence[HeldItem]) -> list[Any]:
     """Return the new items, in order."""
     now = items_of(held)
     return [now[each.key] for each in items if each.is_new]
 
 
-def change_items(held: Any, before: Mapping[Any, Any], items: Sequence[Item], new: Sequence[Any]) -> None:
+def change_items(held: Any, before: Mapping[Any, Any], items: Sequence[HeldItem], new: Sequence[Any]) -> None:
     """Give a container that held some items `before` the items of after a call. Mutates it."""
     made = iter(new)
     set_items(held, {each.key: next(made) if each.is_new else before[each.before] for each in items})

@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 from accel.comm._units import users_line
 from accel.errors import StageError
 from accel.parallel._calls import CacheGrowth, GivenCaches, State, take_apart
-from accel.parallel._containers import Item
+from accel.parallel._containers import HeldItem
 from accel.parallel._modules import aliases_of, named_modules
 
 # --- the record -------------------------------------------------------------------------------------------------------
@@ -88,11 +88,11 @@ class Write(NamedTuple):
     leaf: int  # number, among the leaves of the call, of its value after the call
 
 
-class Change(NamedTuple):
+class ContainerChange(NamedTuple):
     """The items of a list, dictionary or dataclass that a call is given, and changes."""
 
     container: int  # its number, in the order of `changeable_in`
-    items: tuple[Item, ...]  # after the call
+    items: tuple[HeldItem, ...]  # after the call
     rebuild: Callable[[Sequence[Any]], Any]  # returns the new items from their leaves
     leaves: tuple[int, ...]  # their numbers among the leaves of the call
 
@@ -116,7 +116,7 @@ class UnitCall(msgspec.Struct, frozen=True):
     needs: Labels  # sources of its inputs, and of all other tensors that it reads, such as parameters
     stashes: tuple[Stash, ...] = ()  # values with tensors that it leaves in attributes
     writes: tuple[Write, ...] = ()  # arguments that it changes in place
-    changes: tuple[Change, ...] = ()  # of the containers that it is given
+    changes: tuple[ContainerChange, ...] = ()  # of the containers that it is given
     taps: tuple[Tap, ...] = ()  # results that hooks within it are given
     flops: float = 0.0  # of its forward
     reentrant: bool = False  # whether it runs in a reentrant checkpoint, which has no gradient in its first run
@@ -137,7 +137,7 @@ class RunningCall:
         self.stashes: list[Stash] = []
         self.writes: list[Write] = []
         self.given_items: list[tuple[Any, Mapping[Any, Any]]] = []  # containers, and their items before it
-        self.changes: list[Change] = []
+        self.changes: list[ContainerChange] = []
         self.taps: list[Tap] = []
         self.tree = take_apart(None)
         self.flops = 0.0

@@ -38,7 +38,7 @@ from accel.parallel._modules import named_modules, named_tensors
 from accel.parallel._private import asks_for_values, forward_hooks, runs_in_reentrant_checkpoint, written_arguments
 from accel.parallel._record import (
     Argument,
-    Change,
+    ContainerChange,
     Decision,
     ForwardRecord,
     Label,
@@ -450,7 +450,7 @@ class Recorder(TorchDispatchMode):
                 tree = take_apart(new_items(held, items), self._containers)
                 first = len(now.leaves)
                 change_items(held, before, items, tree.rebuild([self._hand_out(now, leaf) for leaf in tree.leaves]))
-                now.changes.append(Change(number, items, tree.rebuild, tuple(range(first, len(now.leaves)))))
+                now.changes.append(ContainerChange(number, items, tree.rebuild, tuple(range(first, len(now.leaves)))))
 
     def _note_taps(self, now: RunningCall, taps: Sequence[tuple[str, Any]]) -> None:
         """Label what hooks have seen: a result of the call, or another leaf."""

@@ -36,9 +36,13 @@ class NotPickled(Mixin, nn.Module):
         )
 
     def __copy__(self) -> Any:
-        return _sharing(self)
+        copy_behind = getattr(super(), "__copy__", None)
+        return _sharing(self) if copy_behind is None else copy_behind()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy_behind = getattr(super(), "__deepcopy__", None)  # of the user's class, or of a parametrized one
+        if copy_behind is not None:
+            return copy_behind(memo)
         make, given, state, *_ = cast("tuple[Any, ...]", super().__reduce_ex__(4))
         found = make(*copy.deepcopy(given, memo))
         memo[id(self)] = found
@@ -56,7 +60,7 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 
 def _sharing(module: nn.Module) -> nn.Module:
     """Make a module of a module's class that shares its attributes."""
-    found = type(module).__new__(type(module))
+    found = nn.Module.__new__(type(module))  # `__new__` of a sharded module's class makes a module of another class
     vars(found).update(vars(module))
     return found
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from catching import assert_raises
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import accel
 from accel.errors import PrepareError
@@ -41,6 +42,26 @@ def _saved(model: nn.Module) -> nn.Module:
 
 def _pickled(model: nn.Module) -> nn.Module:
     return pickle.loads(pickle.dumps(model))
+
+
+class OwnCopy(Net):
+    """A model whose class copies it, and counts the copies."""
+
+    copies = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnCopy:
+        found = OwnCopy()
+        found.load_state_dict(self.state_dict())
+        found.copies = self.copies + 1
+        return found
+
+
+class Weighted(nn.Linear):
+    """A parametrized model, which pickle refuses and `copy.deepcopy` copies."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        _ = weight_norm(self)
 
 
 def _prepared(ctx: accel.DistContext, mesh: str, strategy: Any) -> nn.Module:
@@ -94,5 +115,34 @@ def test_copies_along_cp_share_ranks_and_no_values(ranks: Simulator) -> None:
         assert type(twin) is type(model)
         torch.testing.assert_close(copy.copy(model)(X), model(X))
         assert not torch.equal(twin(X), model(X))
+
+    _ = ranks.run(rank, 2, default_group=True)
+
+
+@pytest.mark.parametrize("kind", [OwnCopy, Weighted])
+def test_a_class_that_copies_its_modules_still_does_so_along_cp(ranks: Simulator, kind: type[nn.Module]) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        model = accel.prepare_model(accel.replace(ctx, mesh="cp=2"), kind())
+        twin = copy.deepcopy(accel.unwrap_model(model))
+        assert getattr(twin, "copies", 1) == 1
+        torch.testing.assert_close(twin.state_dict(), accel.unwrap_model(model).state_dict())
+
+    _ = ranks.run(rank, 2, default_group=True)
+
+
+def test_a_shallow_copy_of_a_sharded_model_computes(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        model = _prepared(ctx, "dp=2", "fsdp")
+        twin = copy.copy(model)
+        assert type(twin) is type(model)
+        torch.testing.assert_close(twin(X), model(X))
+
+    _ = ranks.run(rank, 2, default_group=True)
+
+
+@pytest.mark.filterwarnings("error:backward hook")
+def test_shards_are_saved_without_a_warning_about_hooks(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        torch.save(list(_prepared(ctx, "dp=2", "fsdp").parameters()), io.BytesIO())
 
     _ = ranks.run(rank, 2, default_group=True)

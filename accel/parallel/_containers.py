@@ -19,6 +19,7 @@ from accel.mixins import Mixin, add_mixin, remove_mixin
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, type(None), bool, int, float, str})  # of inputs, as most are
 _DEEPEST = 16
+_VALUES = (type(None), bool, int, float, complex, str, bytes)  # Python has one object for several equal ones
 
 
 class _CallersInputs:
@@ -174,7 +175,7 @@ def changed_items(before: Mapping[Any, Any], held: Any) -> tuple[HeldItem, ...] 
     now = items_of(held)
     if [*now] == [*before] and all(value is before[key] for key, value in now.items()):
         return None
-    places = {id(value): key for key, value in before.items()}
+    places = {id(value): key for key, value in before.items() if not isinstance(value, _VALUES)}
     found: list[HeldItem] = []
     for key, value in now.items():
         if key in before and before[key] is value:

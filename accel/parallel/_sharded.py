@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import unserializable_hook
+from torch.utils import hooks
 
 from accel.comm import ranks_of_group
 from accel.context import DistContext
@@ -68,8 +68,8 @@ def note_shards(units: Iterable[nn.Module]) -> None:
                 continue
             is_trained = part.parameter.requires_grad
             if is_trained:
-                refuse = unserializable_hook(partial(_refuse_direct, name_of(part.parameter)))
-                _ = cast(Any, part.parameter).register_hook(refuse)
+                refuse = partial(_refuse_direct, name_of(part.parameter))
+                _ = cast(Any, part.parameter).register_hook(cast(Any, hooks).unserializable_hook(refuse))
             note_tensor(part.parameter, sharded=int(is_trained))
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,8 @@ from handwritten import Handwritten
 from handwritten._entry import cross_entropy, ids
 from handwritten.manners import Block, Words
 from handwritten_runs import compare, piped, plain
-from torch import Tensor
+from steps import begin_batch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import accel
@@ -126,6 +128,52 @@ def test_stages_repeat_what_blocks_of_other_stages_change(ranks: Simulator, name
         return piped(ctx, each, "pp=3", Plan(micro_batches=3), rows=6, evaluates=name == "pops")
 
     assert compare(ranks.run(run, 3, default_group=True), plain(each, 3, rows=6), outputs=name == "pops") == []
+
+
+class Counts(nn.Module):
+    """Counts calls in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, held: dict[str, int]) -> Tensor:
+        held["calls"] += 1
+        return x + held["calls"] * self.layer(x)
+
+
+class Counting(nn.Module):
+    """The number of forwards equals the number of calls only in the first forward, behind the first block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Counts() for _ in range(4))
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        held = {"forwards": self.forwards, "calls": 0}
+        for block in self.blocks:
+            x = block(x, held)
+        return x
+
+
+def test_a_number_is_no_item_from_before_that_equals_it(ranks: Simulator) -> None:
+    batch = torch.linspace(-1, 1, 32).view(8, 4).sin().double()
+    torch.manual_seed(0)
+    net = Counting().double()
+    expected = net(batch).square().mean()
+
+    def run(ctx: accel.DistContext) -> Tensor:
+        model = accel.prepare_model(accel.replace(ctx, mesh="pp=4"), copy.deepcopy(net), plan=Plan(micro_batches=4))
+        state = begin_batch(ctx)
+        loss, _ = accel.forward_backward(
+            ctx, model, state, batch, loss_fn=lambda output: output.square().sum(), weight=batch.numel()
+        )
+        return loss
+
+    for loss in ranks.run(run, 4, default_group=True):
+        torch.testing.assert_close(loss, expected.detach())
 
 
 @pytest.mark.parametrize("change", [(States, _sets_fields), (Item, _sets_attributes)])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from catching import assert_raises
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils import parametrize
 
 import accel
 from accel.errors import PrepareError
@@ -42,26 +42,6 @@ def _saved(model: nn.Module) -> nn.Module:
 
 def _pickled(model: nn.Module) -> nn.Module:
     return pickle.loads(pickle.dumps(model))
-
-
-class OwnCopy(Net):
-    """A model whose class copies it, and counts the copies."""
-
-    copies = 0
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OwnCopy:
-        found = OwnCopy()
-        found.load_state_dict(self.state_dict())
-        found.copies = self.copies + 1
-        return found
-
-
-class Weighted(nn.Linear):
-    """A parametrized model, which pickle refuses and `copy.deepcopy` copies."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-        _ = weight_norm(self)
 
 
 def _prepared(ctx: accel.DistContext, mesh: str, strategy: Any) -> nn.Module:
@@ -106,30 +86,6 @@ def test_a_replica_or_a_tensor_parallel_model_is_pickled_at_any_time(
     _ = ranks.run(rank, 2, default_group=True)
 
 
-def test_copies_along_cp_share_ranks_and_no_values(ranks: Simulator) -> None:
-    def rank(ctx: accel.DistContext) -> None:
-        model = _prepared(ctx, "cp=2", "ddp")
-        twin = copy.deepcopy(model)
-        with torch.no_grad():
-            _ = accel.unwrap_model(twin).get_parameter("blocks.0.0.weight").zero_()
-        assert type(twin) is type(model)
-        torch.testing.assert_close(copy.copy(model)(X), model(X))
-        assert not torch.equal(twin(X), model(X))
-
-    _ = ranks.run(rank, 2, default_group=True)
-
-
-@pytest.mark.parametrize("kind", [OwnCopy, Weighted])
-def test_a_class_that_copies_its_modules_still_does_so_along_cp(ranks: Simulator, kind: type[nn.Module]) -> None:
-    def rank(ctx: accel.DistContext) -> None:
-        model = accel.prepare_model(accel.replace(ctx, mesh="cp=2"), kind())
-        twin = copy.deepcopy(accel.unwrap_model(model))
-        assert getattr(twin, "copies", 1) == 1
-        torch.testing.assert_close(twin.state_dict(), accel.unwrap_model(model).state_dict())
-
-    _ = ranks.run(rank, 2, default_group=True)
-
-
 def test_a_shallow_copy_of_a_sharded_model_computes(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
         model = _prepared(ctx, "dp=2", "fsdp")
@@ -144,5 +100,59 @@ def test_a_shallow_copy_of_a_sharded_model_computes(ranks: Simulator) -> None:
 def test_shards_are_saved_without_a_warning_about_hooks(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
         torch.save(list(_prepared(ctx, "dp=2", "fsdp").parameters()), io.BytesIO())
+
+    _ = ranks.run(rank, 2, default_group=True)
+
+
+def test_copies_along_cp_share_ranks_and_no_values(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        model = _prepared(ctx, "cp=2", "ddp")
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            _ = accel.unwrap_model(twin).get_parameter("blocks.0.0.weight").zero_()
+        assert type(twin) is type(model)
+        torch.testing.assert_close(copy.copy(model)(X), model(X))
+        assert not torch.equal(twin(X), model(X))
+
+    _ = ranks.run(rank, 2, default_group=True)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+class Copied(Net):
+    """A model that makes its copies."""
+
+    def __copy__(self) -> Net:
+        return Net()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Net:
+        return Net()
+
+
+class Stated(Net):
+    """A model that decides what its copies have."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"name": "a copy"}
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "cp=2"])
+def test_copies_are_made_by_a_model_that_says_how(ranks: Simulator, mesh: str) -> None:
+    def prepared(ctx: accel.DistContext, model: nn.Module) -> nn.Module:
+        return accel.unwrap_model(accel.prepare_model(accel.replace(ctx, mesh=mesh), model))
+
+    def rank(ctx: accel.DistContext) -> None:
+        plain = Net()
+        plain.scale = nn.Parameter(torch.ones(1))
+        parametrized = prepared(ctx, parametrize.register_parametrization(plain, "scale", Doubled()))
+        copied = prepared(ctx, Copied())
+        stated = prepared(ctx, Stated())
+        for way in (copy.copy, copy.deepcopy):
+            assert type(way(parametrized)) is type(parametrized)
+            assert type(way(copied)) is Net
+            assert vars(way(stated))["name"] == "a copy"
 
     _ = ranks.run(rank, 2, default_group=True)

@@ -64,13 +64,17 @@ def note_shards(units: Iterable[nn.Module]) -> None:
     backward that reaches one itself raises `StepError`. Mutates the parameters."""
     for unit in units:
         for part in shards_of(unit):
-            if "sharded" in tensor_notes(part.parameter):
+            parameter = part.parameter
+            if "sharded" in tensor_notes(parameter):
                 continue
-            is_trained = part.parameter.requires_grad
-            if is_trained:
-                refuse = partial(_refuse_direct, name_of(part.parameter))
-                _ = cast(Any, part.parameter).register_hook(cast(Any, hooks).unserializable_hook(refuse))
-            note_tensor(part.parameter, sharded=int(is_trained))
+            is_differentiable = parameter.is_floating_point() or parameter.is_complex()
+            if is_differentiable:
+                is_trained = parameter.requires_grad
+                refuse = partial(_refuse_direct, name_of(parameter))
+                # a hook is of a tensor that requires a gradient, and a frozen one may be trained later
+                _ = cast(Any, parameter.requires_grad_()).register_hook(cast(Any, hooks).unserializable_hook(refuse))
+                _ = parameter.requires_grad_(is_trained)
+            note_tensor(parameter, sharded=int(is_differentiable))
 
 
 def _refuse_direct(name: str, _grad: torch.Tensor) -> None:

@@ -142,6 +142,21 @@ def test_a_loss_that_computes_with_dtensors_is_an_error(
     assert all(ranks.run(refused, 2, default_group=True))
 
 
+def test_a_penalty_on_a_layer_that_is_trained_later_is_an_error(ranks: Simulator) -> None:
+    def refused(ctx: accel.DistContext) -> bool:
+        net = Net().double()
+        up = net.blocks[0].up.requires_grad_(False)
+        model = accel.prepare_model(accel.replace(ctx, strategy="fsdp"), net)
+        assert not up.weight.requires_grad
+        _ = up.requires_grad_()
+        loss, penalty = model(X)
+        with assert_raises(StepError, problem="the loss computes with parameters as ranks", got="blocks.0.up.weight"):
+            _ = accel.backward(ctx, _of_full_sums(up, loss, penalty), begin_batch(ctx))
+        return True
+
+    assert all(ranks.run(refused, 2, default_group=True))
+
+
 @pytest.mark.parametrize(("mesh", "strategy"), [("dp=2", "fsdp"), ("tp=2", "ddp")])
 def test_a_forward_that_computes_with_dtensors_is_an_error(ranks: Simulator, mesh: str, strategy: str) -> None:
     def refused(ctx: accel.DistContext) -> bool:

@@ -85,7 +85,7 @@ def test_ci_runs_a_case_of_each_function(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
 
 
-@pytest.mark.parametrize(("share", "order"), [(0, "abcd"), (1 / 3, "cdab"), (2 / 3, "dabc")])
+@pytest.mark.parametrize(("share", "order"), [(0, "abcd"), (1 / 3, "cdab"), (2 / 3, "dabc"), (4 / 3, "cdab")])
 def test_a_worker_begins_to_collect_behind_its_share_of_the_files(share: float, order: str) -> None:
     assert turns.turned("abcd", [1, 3, 4, 2], share) == list(order)
 

@@ -46,7 +46,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def turned(children: Sequence[T], weights: Sequence[int], share: float) -> list[T]:
-    """Return children from the first one on that has at least a share of all weights before it; the others follow."""
+    """Return children from the first one on that has at least a share of all weights before it; the others follow.
+
+    A share from 1 on, as of a worker that replaces one that has crashed, is without the ones.
+    """
     before = list(accumulate(weights, initial=0))
-    first = next(at for at, weight in enumerate(before) if weight >= share * before[-1])
+    first = next(at for at, weight in enumerate(before) if weight >= share % 1 * before[-1])
     return [*children[first:], *children[:first]]

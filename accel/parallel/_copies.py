@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CellType, FunctionType
 from typing import Any, cast
 
@@ -36,13 +36,21 @@ class NotPickled(Mixin, nn.Module):
         )
 
     def __copy__(self) -> Any:
-        return _sharing(self)
+        own = getattr(super(), "__copy__", None)
+        if own is not None:
+            return own()
+        return _sharing(self) if is_parametrized(self) else self._restored(lambda each: each, {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        own = getattr(super(), "__deepcopy__", None)  # of a parametrized module, or the user's
+        return self._restored(lambda each: copy.deepcopy(each, memo), memo) if own is None else own(memo)
+
+    def _restored(self, copied: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
+        """Make a copy from the state that pickle would write, changed by a function."""
         make, given, state, *_ = cast("tuple[Any, ...]", super().__reduce_ex__(4))
-        found = make(*copy.deepcopy(given, memo))
+        found = make(*copied(given))
         memo[id(self)] = found
-        found.__setstate__(copy.deepcopy(state, memo))
+        found.__setstate__(copied(state))
         return found
 
 

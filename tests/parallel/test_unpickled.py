@@ -13,6 +13,7 @@ import pytest
 import torch
 from catching import assert_raises
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import accel
 from accel.errors import PrepareError
@@ -94,5 +95,46 @@ def test_copies_along_cp_share_ranks_and_no_values(ranks: Simulator) -> None:
         assert type(twin) is type(model)
         torch.testing.assert_close(copy.copy(model)(X), model(X))
         assert not torch.equal(twin(X), model(X))
+
+    _ = ranks.run(rank, 2, default_group=True)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+class Copied(Net):
+    """A model that makes its copies."""
+
+    def __copy__(self) -> Net:
+        return Net()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Net:
+        return Net()
+
+
+class Stated(Net):
+    """A model that decides what its copies have."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"name": "a copy"}
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "cp=2"])
+def test_copies_are_made_by_a_model_that_says_how(ranks: Simulator, mesh: str) -> None:
+    def prepared(ctx: accel.DistContext, model: nn.Module) -> nn.Module:
+        return accel.unwrap_model(accel.prepare_model(accel.replace(ctx, mesh=mesh), model))
+
+    def rank(ctx: accel.DistContext) -> None:
+        plain = Net()
+        plain.scale = nn.Parameter(torch.ones(1))
+        parametrized = prepared(ctx, parametrize.register_parametrization(plain, "scale", Doubled()))
+        copied = prepared(ctx, Copied())
+        stated = prepared(ctx, Stated())
+        for way in (copy.copy, copy.deepcopy):
+            assert type(way(parametrized)) is type(parametrized)
+            assert type(way(copied)) is Net
+            assert vars(way(stated))["name"] == "a copy"
 
     _ = ranks.run(rank, 2, default_group=True)

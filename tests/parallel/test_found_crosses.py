@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Found tensor plans beside pipelines, compiled and recomputed blocks, dropout, and checkpoints of other meshes."""
+"""Found tensor plans beside pipelines, experts, compiled or recomputed blocks, dropout, checkpoints of other meshes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from families import FAMILIES, TOLERANCE, Family, Mesh, cell, loss_of, make, rows
-from steps import begin_batch
+from steps import begin_batch, two_steps
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -284,3 +284,51 @@ def test_checkpoints_of_a_found_plan_go_on_on_other_meshes(
     (expected,) = run("", tmp_path / "alone", loads=True)
     for each in run(loaded, tmp_path / "other", loads=True):
         torch.testing.assert_close(dict(each), dict(expected), rtol=0, atol=1e-10)
+
+
+class Stacked(nn.Module):
+    """Experts in two parameters, which get the rows of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 16, 8) / 4)
+        self.down = nn.Parameter(torch.randn(4, 8, 16) / 4)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = functional.silu(rows.view(self.up.shape[0], -1, 8) @ self.up.mT)
+        return (hidden @ self.down.mT).reshape(-1, 8)
+
+
+class AllExperts(nn.Module):
+    """Gives all tokens to all experts, so that a plan along tp is found in them too."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__()
+        self.style = style
+        self.router = nn.Linear(8, 4, bias=False)
+        self.experts: Any = Stacked() if style == "sorted" else nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).softmax(-1)
+        if self.style == "sorted":
+            return x + self.experts((x * scores.T[..., None]).flatten(0, 1)).view(4, *x.shape).sum(0)
+        return x + sum(expert(x) * scores[:, at, None] for at, expert in enumerate(self.experts))
+
+
+@pytest.mark.parametrize("style", ["sorted", "dispatch"])
+def test_a_plan_that_is_found_along_tp_leaves_experts_to_ranks_along_ep(ranks: Simulator, style: Any) -> None:
+    x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(6, 8).sin()
+
+    def trained(ctx: accel.DistContext, plan: accel.parallel.Plan | None = None) -> Any:
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+        model: Any = nn.Sequential(block, AllExperts(style)).double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+        model, optimizer = accel.prepare(ctx, model, optimizer, example=[x[:3]], plan=plan)
+        losses = two_steps(ctx, model, optimizer, lambda: model(x).square().mean())
+        return losses, accel.get_state_dict(ctx, model, dst=None)
+
+    want = trained(accel.single())
+    plan = accel.parallel.Plan(experts={"1.experts": style})
+    for got in ranks.run(lambda ctx: trained(accel.replace(ctx, mesh="tp=2,ep=2"), plan), 2, default_group=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)

@@ -13,6 +13,7 @@ from catching import assert_raises
 from steps import begin_batch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.parametrizations import weight_norm
 
 import accel
 from accel import post_training
@@ -250,6 +251,31 @@ def test_a_loss_in_a_forward_with_a_plan_that_is_found(ranks: Simulator, loss: s
 
     if loss != "linear":  # which takes a whole weight too
         assert ranks.run(gathered, 2, default_group=True) == [True, True]
+
+
+class ScaledHead(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 40)
+        self.factor = nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("head", "kind"),
+    [(ScaledHead, "a ScaledHead"), (lambda: weight_norm(nn.Linear(8, 40)), "a ParametrizedLinear")],
+    ids=["further parameter", "parametrized"],
+)
+def test_a_head_that_no_style_divides_is_refused_with_a_found_plan(
+    ranks: Simulator, head: Callable[[], nn.Module], kind: str
+) -> None:
+    def rank(ctx: accel.DistContext) -> bool:
+        block = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+        model = nn.Sequential(nn.Embedding(40, 8), block, head())
+        plan = accel.parallel.Plan(head="colwise")
+        with assert_raises(PrepareError, got=f"2: colwise is of linear layers.*{kind}"):
+            _ = accel.prepare_model(accel.replace(ctx, mesh="tp=2"), model, example=IDS, plan=plan)
+        return True
+
+    assert ranks.run(rank, 2, default_group=True) == [True, True]
 
 
 @pytest.mark.parametrize("plan", KINDS, ids=str)

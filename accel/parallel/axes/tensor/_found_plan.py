@@ -313,7 +313,8 @@ class _Proofs:
         first = [each for each in self._modules.values() if each is words and isinstance(each, nn.Embedding)]
         if not hasattr(self._model, "get_input_embeddings"):
             first = self._tables()
-            heads = [self._linear[path] for path in dict.fromkeys([*self._heads(first), *named])]
+            paths = dict.fromkeys([*self._heads(first), *named])
+            heads = [self._linear[path] for path in paths if path in self._linear]
         found: dict[str, TensorStyle] = {}
         for weight in {id(each.weight): each.weight for each in (*heads, *first) if not is_adapted(each)}.values():
             found |= self._with_weight(weight)

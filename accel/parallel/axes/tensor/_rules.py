@@ -57,16 +57,20 @@ def rules_of(
     regions: Regions | None = None,
     shares_tokens: bool = False,
     is_stage: bool = False,
+    is_found: bool = False,
 ) -> dict[str, Rule]:
     """Return the rule of each module that has parameters or that the plan names, by path.
 
     Raises `PrepareError` with all problems. `shares_tokens`: between the regions, each rank holds its tokens.
-    `is_stage`: modules without parameters are other stages', without a rule.
+    `is_stage`: modules without parameters are other stages', without a rule. `is_found`: experts that ranks along ep
+    hold get none, as who found the plan did not know of these ranks.
     """
     styles, problems = match(plan, [path for path, _ in named_modules(model)])
     if is_stage:
         full = (path for path in styles if any(True for _ in model.get_submodule(path).parameters()))
         styles = {path: styles[path] for path in full}
+    if is_found:
+        styles = {path: style for path, style in styles.items() if not _is_sharded(model.get_submodule(path))}
     styles = with_lora(model, _with_attention_outputs(model, styles, problems), problems)
     known = {path: cast(TensorStyle, style) for path, style in styles.items() if style in STYLES}
     complete = {**{path: _unnamed(module) for path, module in named_modules(model) if _holds(module)}, **known}
@@ -141,10 +145,12 @@ def _with_regions(model: nn.Module, rules: Mapping[str, Rule], regions: Regions)
     """Rules that make some parameters parts, in modules that their styles do not divide."""
     found = dict(rules)
     for path, layouts in regions.items():
-        found[path] = msgspec.structs.replace(found.get(path) or Rule(style="replicated"), ends="features")
         parameters = {
             id(model.get_parameter(name)): layout for name, layout in layouts.items() if _is_here(model, name)
         }
+        if not parameters:
+            continue
+        found[path] = msgspec.structs.replace(found.get(path) or Rule(style="replicated"), ends="features")
         for owner, module in named_modules(model):  # tied ones everywhere
             own = {
                 name: parameters[id(each)]
@@ -203,6 +209,12 @@ def match(plan: Mapping[str, str], paths: Iterable[str]) -> tuple[dict[str, str]
 def _holds(module: nn.Module) -> bool:
     """Whether a module has parameters that are not sharded yet. Expert parallelism, for example, shards the experts."""
     return any(not is_dtensor(each) for each in module.parameters(recurse=False))
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether all parameters of a module, and of modules in it, are sharded already, as experts are."""
+    own = list(module.parameters())
+    return bool(own) and all(map(is_dtensor, own))
 
 
 def _unnamed(module: nn.Module) -> TensorStyle:

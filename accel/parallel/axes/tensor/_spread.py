@@ -338,6 +338,7 @@ def _rules(
         regions=options.regions,
         shares_tokens=options.sequence,
         is_stage=is_stage,
+        is_found=options.is_found,
     )
     return with_overlap(model, rules) if options.overlap else rules
 

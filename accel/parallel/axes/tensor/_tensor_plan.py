@@ -40,7 +40,7 @@ def with_head(model: nn.Module, styles: Mapping[str, TensorStyle], head: HeadSty
             f'accel.parallel.Plan(tensor={{**styles, "head": {head!r}}}).',
         )
     path = paths[0]
-    weight = modules[path].get_parameter("weight")
+    weight = dict(modules[path].named_parameters(recurse=False)).get("weight")  # none of one that is parametrized
     tied = [name for name, each in modules.items() if isinstance(each, nn.Embedding) and each.weight is weight]
     return {**styles, **dict.fromkeys(tied, "embedding_rowwise"), path: head}
 

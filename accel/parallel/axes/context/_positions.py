@@ -124,6 +124,17 @@ class PositionRanks(Ranks):
         self.meet(dim, *rows.shape)
         return self.met(gathered_summed(rows, dim, self.group))
 
+    def loss(self, own: Tensor, count: Tensor | None) -> Tensor:
+        """Return the loss of all positions: the sum of what ranks compute of their own, divided by the sum of their
+        counts. A collective, unless a model returns losses of own positions. `count`: None for the sum."""
+        if has_own_losses(self.ctx):
+            self.has_own_loss = True
+            return own if count is None else own / count
+        if count is None and not is_dynamo_compiling():
+            self.has_sum = True
+        total = self.total(own)
+        return total if count is None else total / self.total(count)
+
     def meet(self, *facts: int) -> None:
         """Note that positions need the positions of other ranks, before a collective of these facts, and `compare`
         them."""

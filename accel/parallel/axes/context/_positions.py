@@ -44,6 +44,7 @@ _Named = Mapping[str, Any]
 
 
 _FACTS = 8  # numbers that ranks compare, at most
+_LARGEST = 1e15  # value that they compare: sums with the infinite scores of masks would be equal
 
 
 class DifferentRankError(RuntimeError):
@@ -162,7 +163,9 @@ class PositionRanks(Ranks):
         """Return whether all ranks hold the same values of a tensor, which differ along a dimension: ranks that share
         its positions would hold different ones. A tensor of two values may be a mask, and is never alike. A collective.
         """
-        wide = tensor.to(wide_dtype(tensor.device)).nan_to_num()
+        if not tensor.numel():
+            return False
+        wide = tensor.to(wide_dtype(tensor.device)).nan_to_num().clamp(-_LARGEST, _LARGEST)
         weights = torch.arange(1, wide.numel() + 1, device=wide.device).to(wide.dtype).view(wide.shape)
         sums = gathered((wide * weights).sum().view(1), 0, self.group)
         least, most = wide.aminmax()

@@ -183,7 +183,7 @@ def test_numbers_index_a_table_by_own_positions(ranks: Simulator) -> None:
 def test_a_block_that_only_calls_the_function_may_be_called_alone(ranks: Simulator) -> None:
     def made(ctx: accel.DistContext) -> Any:
         with accel.seeding.seeded(ctx, 0):
-            return beside(by_torch)(ctx).double()
+            return beside(by_torch, counted)(ctx).double()
 
     expected = made(accel.single()).blocks[0](X, {}).detach()
 
@@ -196,8 +196,9 @@ def test_a_block_that_only_calls_the_function_may_be_called_alone(ranks: Simulat
             model.blocks[0](part["x"], {})
         _ = model(**part)
         torch.testing.assert_close(model.blocks[0](part["x"], {}).detach(), want)
-        with assert_raises(ConfigError, problem="called alone"):
-            model.blocks[1](part["x"], {})
+        for block in model.blocks[1:]:  # the latter numbers its positions by their count
+            with assert_raises(ConfigError, problem="called alone"):
+                block(part["x"], {})
 
     _ = ranks.run(rank, 2, default_group=True)
 

@@ -109,6 +109,10 @@ class PositionRanks(Ranks):
         """Return a plain tensor as it is: its gradients are summands."""
         return tensor
 
+    def note_cut(self) -> None:
+        """Note that a tensor of all positions meets own ones. In a call of a module alone it would be a shorter one."""
+        self.note_callers()
+
     def total(self, summand: Tensor) -> Tensor:
         """Return the sum of the ranks' summands; the backward sums the gradients of all who use it.
 

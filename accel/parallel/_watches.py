@@ -134,25 +134,6 @@ def computed_as_kept(error: Exception) -> PrepareError:
     )
 
 
-class _Hook:
-    """A hook of a live model, hidden from torch.compile. A pickle of the model has one that does nothing."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = cast(Any, torch.compiler).disable(call)
-
-    def __call__(self, *given: Any) -> None:
-        self._call(*given)
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (_ended,)
-
-
-def _ended(*_given: Any) -> None: ...
-
-
 class _FirstForward:
     """Looks at the first training forward of a model, by hooks that go after it.
 
@@ -216,7 +197,7 @@ class _ChangesWatch(_FirstForward):
     def __init__(self, view: ModelView) -> None:
         kept = frozenset(id(each) for each in view.parameters.values() if not is_dtensor(each))
         self._changes = _ParameterChanges(view.model, kept)
-        super().__init__(view.model, _Hook)
+        super().__init__(view.model, cast(Any, torch.compiler).disable)
 
     def begin(self, module: nn.Module) -> bool:
         """Enter the mode, unless torch compiles a part of the model."""

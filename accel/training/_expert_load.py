@@ -112,7 +112,7 @@ class ExpertLoad:
         speed: float | None = None,
         bias: str = "e_score_correction_bias",
     ) -> None:
-        self._model = inner = unwrap_model(model)
+        inner = unwrap_model(model)
         self._speed, self._bias = speed, bias
         self._window: Accumulation | None = None
         self._micros: set[int] = set()
@@ -123,6 +123,8 @@ class ExpertLoad:
         self._positions: list[Any] = []  # calls with parts of positions, along cp
         modules = dict(named_modules(inner))
         found = _experts_by_path(inner, experts)
+        paths = dict.fromkeys(each for path in found for each in _paths_above(path) if each in modules)
+        self._above = [modules[each] for each in paths]
         self._layers = {path: self._layer(modules, path, number, found) for path, number in found.items()}
         if self._layers and speed is not None and all(each.holder is None for each in self._layers.values()):
             raise PrepareError(
@@ -167,7 +169,7 @@ class ExpertLoad:
         is_real = not isinstance(state, TrainState) or state.valid is None or state.valid > 0
         self._mask, self._is_real = mask, is_real
         self._is_counting, before = True, self._calls
-        noted = [notes_of(each).get("positions") for each in self._model.modules()]
+        noted = [notes_of(each).get("positions") for each in self._above]
         self._positions = [each for each in noted if each is not None]
         try:
             yield self
@@ -227,8 +229,8 @@ class ExpertLoad:
 
     def _hooks_of(self, modules: Mapping[str, nn.Module], path: str) -> Iterator[tuple[nn.Module, Callable[..., None]]]:
         """Yield the modules to count at for a path, each with its hook."""
-        above = [".".join(path.split(".")[:at]) for at in range(path.count(".") + 1)]
-        around = [calls for each in above if each in modules and (calls := calls_around(modules[each])) is not None]
+        above = [each for each in _paths_above(path) if each in modules]
+        around = [calls for each in above if (calls := calls_around(modules[each])) is not None]
         if not isinstance(listed := modules[path], LISTS):
             yield listed, self._hook(path, around)
             return
@@ -338,6 +340,11 @@ class ExpertLoad:
         self._micros = set()
         for each in self._layers.values():
             _ = each.counts.zero_()
+
+
+def _paths_above(path: str) -> list[str]:
+    """Return the paths of all that contains a module, from the model's."""
+    return [".".join(path.split(".")[:at]) for at in range(path.count(".") + 1)]
 
 
 def _experts_by_path(model: nn.Module, experts: Mapping[str, int] | Literal["model"]) -> dict[str, int]:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import accel
-from accel.errors import ConfigError
+from accel.errors import ConfigError, PrepareError
 from accel.parallel import Plan
 from accel.testing import Simulator
 
@@ -183,7 +183,7 @@ def test_numbers_index_a_table_by_own_positions(ranks: Simulator) -> None:
 def test_a_block_that_only_calls_the_function_may_be_called_alone(ranks: Simulator) -> None:
     def made(ctx: accel.DistContext) -> Any:
         with accel.seeding.seeded(ctx, 0):
-            return beside(by_torch)(ctx).double()
+            return beside(by_torch, counted)(ctx).double()
 
     expected = made(accel.single()).blocks[0](X, {}).detach()
 
@@ -196,8 +196,9 @@ def test_a_block_that_only_calls_the_function_may_be_called_alone(ranks: Simulat
             model.blocks[0](part["x"], {})
         _ = model(**part)
         torch.testing.assert_close(model.blocks[0](part["x"], {}).detach(), want)
-        with assert_raises(ConfigError, problem="called alone"):
-            model.blocks[1](part["x"], {})
+        for block in model.blocks[1:]:  # the latter numbers its positions by their count
+            with assert_raises(ConfigError, problem="called alone"):
+                block(part["x"], {})
 
     _ = ranks.run(rank, 2, default_group=True)
 
@@ -331,3 +332,107 @@ def test_a_loss_in_the_forward_is_of_all_positions(
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
     said = [each.getMessage() for each in caplog.records if "sums a loss" in each.getMessage()]
     assert len(said) == (reduction == "sum")
+
+
+class LinearLoss(LastWords):
+    """Computes its loss without logits, by some options."""
+
+    def __init__(self, ctx: accel.DistContext, **options: Any) -> None:
+        super().__init__(ctx, last=False)
+        self.ctx, self.options, self.head = ctx, options, nn.Linear(WIDTH, 5, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor, times: Tensor) -> Tensor:
+        x = self.block(self.words(ids), {})
+        given = {name: each for name, each in {"token_weights": times}.items() if "weight" in self.options}
+        weight = self.head.weight
+        loss = accel.parallel.linear_cross_entropy(self.ctx, x, weight, labels, **self.options, **given)
+        return loss if loss.dim() == 0 else loss.square().mean()
+
+
+SHARES = torch.tensor([1.0, 2, 3, 4, 5], dtype=torch.float64)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "none": {"reduction": "none"},
+    "weights": {"weight": SHARES, "label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mesh", ["cp=2", pytest.param("cp=2,tp=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_loss_without_logits_in_the_forward_is_of_all_positions(ranks: Simulator, name: str, mesh: str) -> None:
+    ids = torch.arange(2 * LENGTH).view(2, LENGTH) % 5
+    labels = ids.masked_fill(torch.arange(LENGTH) < 5, -100)
+    times = ids % 3 + torch.ones(2, LENGTH, dtype=torch.float64)
+
+    def step(ctx: accel.DistContext, mesh: str) -> dict[str, Tensor]:
+        ctx = accel.replace(ctx, mesh=mesh)
+        with accel.seeding.seeded(ctx, 0):
+            model: Any = LinearLoss(ctx, **OPTIONS[name]).double()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+        plan = Plan(tensor={"block.linear": "colwise_gather_output", "head": "colwise"}) if "tp" in mesh else None
+        example = {"ids": ids, "labels": labels, "times": times}
+        model, optimizer = accel.prepare(ctx, model, optimizer, plan=plan, example=example)
+        part = accel.parallel.split_sequence(ctx, example)
+        state = accel.train_state(ctx).next()
+        with accel.accumulate(ctx, state, model):
+            loss = model(part["ids"], part["labels"], part["times"])
+            state = accel.backward(ctx, loss, state, weight=part["ids"].numel())
+        _ = accel.optimizer_step(ctx, optimizer, state)
+        return {"loss": loss.detach(), **accel.get_state_dict(ctx, model, dst=None)}
+
+    expected = step(accel.single(), "")
+    for found in ranks.run(lambda ctx: step(ctx, mesh), 4 if "tp" in mesh else 2, default_group=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_a_sum_over_words_in_the_forward_is_of_all_positions(ranks: Simulator) -> None:
+    ids = torch.arange(2 * LENGTH).view(2, LENGTH) % 5
+
+    class OfWords(LastWords):
+        def forward(self, ids: Tensor) -> Tensor:
+            return accel.parallel.vocab_cross_entropy(self.ctx, super().forward(ids), ids)
+
+    def loss(ctx: accel.DistContext, mesh: str) -> Tensor:
+        ctx = accel.replace(ctx, mesh=mesh)
+        with accel.seeding.seeded(ctx, 0):
+            model: Any = OfWords(ctx, last=False).double()
+        model.ctx = ctx
+        part = accel.parallel.split_sequence(ctx, {"ids": ids}, shift=())["ids"]
+        return accel.prepare_model(ctx, model)(part).detach()
+
+    expected = loss(accel.single(), "")
+    for found in ranks.run(lambda ctx: loss(ctx, "cp=2"), 2, default_group=True):
+        torch.testing.assert_close(found, expected)
+
+
+class Weighted(torch.autograd.Function):
+    """A sum of products. Ranks sum it in the forward, so each would compute the gradient of its positions alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return (x * weight).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, (ctx.saved_tensors[0] * grads[0]).sum((0, 1))
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Any, Weighted).apply(x.cumsum(1), self.weight * 2)
+
+
+def test_gradients_of_a_loss_alone_are_proved(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, Scalar())
+        with assert_raises(PrepareError, got="a gradient of a parameter"):
+            _ = model(accel.parallel.split_sequence(ctx, {"x": X})["x"])
+
+    _ = ranks.run(rank, 2, default_group=True)

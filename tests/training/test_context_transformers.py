@@ -689,11 +689,15 @@ def test_an_attention_has_the_order_of_its_models_mask(ranks: Simulator, changes
     assert max(ranks.run(rank, 2, default_group=True)) < 1e-10
 
 
-def test_a_prefix_of_images_needs_its_types_or_its_mask(ranks: Simulator) -> None:
-    """PaliGemma's attention has no order, and its mask the causal one, or by token_type_ids a prefix without one."""
+@pytest.mark.parametrize("is_blank", [False, True])
+def test_a_prefix_of_images_needs_its_types_or_its_mask(ranks: Simulator, *, is_blank: bool) -> None:
+    """PaliGemma's attention has no order, and its mask the causal one, or by token_type_ids a prefix without one. Its
+    images, which may be blank, are as tall as a rank has positions."""
     image = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     text = {**SMALL, **HEADS, "num_key_value_heads": 1, "head_dim": 8, "use_cache": False, "model_type": "gemma"}
-    tower = {**image, "image_size": 8, "patch_size": 4, "model_type": "siglip_vision_model", "vision_use_head": False}
+    side = LENGTH // 2
+    tower = {**image, "image_size": side, "patch_size": side // 2, "vision_use_head": False}
+    tower["model_type"] = "siglip_vision_model"
     config = transformers.PaliGemmaConfig(
         text_config=text, vision_config=tower, image_token_id=VOCABULARY - 1, projection_dim=16
     )
@@ -701,7 +705,8 @@ def test_a_prefix_of_images_needs_its_types_or_its_mask(ranks: Simulator) -> Non
     ids = IDS[0] % (VOCABULARY - 1)
     ids[:, :4] = VOCABULARY - 1
     kinds = (torch.arange(LENGTH) >= 6).long().expand(4, -1)  # 0 in the prefix
-    images = torch.randn(4, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    images = torch.randn(4, 3, side, side, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    images = images * (not is_blank)
     at = torch.arange(LENGTH)
     mask = ((at[:, None] >= at) | ((at[:, None] < 6) & (at < 6))).expand(4, 1, -1, -1)
     expected = made(ids, images, token_type_ids=kinds).logits.detach()

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -13,9 +15,13 @@ from accel.comm import adopt, all_gather_flat, copied, ranks_of_group
 from accel.context import DistContext, context_first, group_of
 from accel.parallel._local import local_of
 from accel.parallel._modules import tensor_notes
+from accel.parallel._private import without_subclasses
 from accel.parallel.logits._head_chunks import Reduction, Words, head_error, in_autocast, loss_of_rows
 from accel.parallel.logits._vocabulary import own_words
-from accel.parallel.parts import PartTensor, plain_of
+from accel.parallel.parts import PartTensor, RowLayout, make, plain_of
+from accel.parallel.parts._layout import no_rule
+from accel.parallel.parts._nested import NestedPart
+from accel.parallel.parts._part import own_rows
 from accel.tensors import checksums, integers, is_dtensor, split_dims
 
 
@@ -44,7 +50,8 @@ def linear_cross_entropy(
     `chunk_size` rows at a time, in float32 for 16-bit inputs. Along tp, where ranks have different classes, the forward
     makes one all-gather of two numbers a row (three with label smoothing), and the backward one all-reduce of the
     gradient of `input`. A plain `linear_weight` takes one more message there, and waits for the device, to find whether
-    it is full or this rank's part. Elsewhere there is no communication.
+    it is full or this rank's part. In the forward of a model along cp, the loss is of all positions, with one message
+    for a sum and two for a mean. Elsewhere there is no communication.
 
     Args:
         ctx: the context.
@@ -89,6 +96,13 @@ def linear_cross_entropy(
     """
     _check(input, linear_weight, target, token_weights)
     _check_options(reduction, label_smoothing, softcap, chunk_size)
+    rows = input.rows if isinstance(input, NestedPart) else input
+    if isinstance(rows, PartTensor) and rows.ranks.keeps_rows and rows.division is not None:
+        own = _OwnPositions(rows, rows.division)
+        options = {"linear_bias": linear_bias, "label_smoothing": label_smoothing, "softcap": softcap, "scale": scale}
+        made = {"z_loss": z_loss, "chunk_size": chunk_size, "recompute": recompute}
+        loss_of = partial(linear_cross_entropy, ctx, plain_of(rows), linear_weight, **options, **made)
+        return own.loss(loss_of, target, token_weights, weight, ignore_index, reduction)
     group = group_of(ctx, "tp")
     part = _part_of(_own_rows(linear_weight, group), group)
     words = _words_of(ctx, linear_weight, part, group)
@@ -112,6 +126,44 @@ def linear_cross_entropy(
         chunk_size=chunk_size,
         recompute=recompute,
     )
+
+
+class _OwnPositions(NamedTuple):
+    """Hidden states of this rank's positions, in the forward of a model that computes with parts of them."""
+
+    rows: PartTensor
+    layout: RowLayout
+
+    def loss(
+        self,
+        loss_of: Callable[..., Tensor],
+        target: Tensor,
+        token_weights: Tensor | None,
+        weight: Tensor | None,
+        ignore_index: int | None,
+        reduction: Reduction,
+    ) -> Tensor:
+        """Return the loss of all positions, from the losses of this rank's. A collective, but for "none"."""
+        ranks: Any = self.rows.ranks
+        if self.layout.dim == self.rows.dim() - 1 or self.layout.cut.is_shared(ranks.size):
+            raise no_rule("linear_cross_entropy of other rows than a rank's positions")
+        labels = self._own(target)
+        times = None if token_weights is None else self._own(token_weights)
+        ignored = -100 if ignore_index is None else ignore_index
+        by = "none" if reduction == "none" else "sum"
+        found = loss_of(labels, token_weights=times, weight=weight, ignore_index=ignored, reduction=by)
+        if reduction == "none":
+            return make(found, self.layout, ranks)
+        counted = (labels != ignored).to(found.dtype)
+        if weight is not None:
+            counted = counted * weight.to(found.dtype)[labels.clamp(0, len(weight) - 1)]
+        count = (counted if times is None else counted * times.to(found.dtype)).sum()
+        return ranks.loss(found, count if reduction == "mean" else None)
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.rows if isinstance(tensor, NestedPart) else tensor
+        with without_subclasses():
+            return plain_of(own_rows(tensor, self.layout.dim, self.layout.cut, self.rows.ranks))
 
 
 def _check(input: Tensor, linear_weight: Tensor, target: Tensor, token_weights: Tensor | None) -> None:

@@ -135,8 +135,8 @@ def own_words(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -
 
     `group`: of the ranks along tp in the caller's context; None without any, which is an error for a part.
     """
-    if not isinstance(tensor, PartTensor):
-        return tensor
+    if not isinstance(tensor, PartTensor) or (tensor.ranks.keeps_rows and group is None):
+        return tensor  # with all classes, of this rank's positions along cp in the latter case
     if group is None:
         raise ConfigError(
             "ranks along tp divide the classes, and the context has no tp",

@@ -103,6 +103,9 @@ class Ranks:
             self.keep(tensor, known)
         return known
 
+    def note_cut(self) -> None:
+        """Note that a plain tensor with the rows of all ranks is cut to this rank's."""
+
     @property
     def of_region(self) -> Ranks:
         """The ranks of the regions in which these compute."""
@@ -418,6 +421,8 @@ def own_rows(tensor: Tensor, dim: int, need: RowCut, ranks: Ranks) -> Tensor:
         if layout is None and length == need.local and _may_be_gradient(tensor):
             return entered(tensor, ranks)
         raise no_rule(f"a function of {length} rows and a part of {need.total}")
+    if layout is None:
+        ranks.note_cut()
     return taken(entered(tensor, ranks), dim, places_of(need, layout and layout.cut, ranks.rank, ranks.size))
 
 
@@ -465,6 +470,8 @@ def aligned(tensors: Sequence[Tensor], ranks: Ranks) -> tuple[list[Tensor], Alig
         (layout := layout_of(each), Tensor.size(each), layout is None and _may_be_gradient(each)) for each in tensors
     )
     found = alignment_of(kinds, ranks.rank, ranks.size)
+    if any(at is not None and kind[0] is None for at, kind in zip(found.places, kinds, strict=True)):
+        ranks.note_cut()
     inside = [entered(each, ranks) for each in tensors]
     pairs = zip(inside, found.places, strict=True)
     return [each if at is None else taken(each, *at) for each, at in pairs], found

@@ -20,7 +20,7 @@ from accel.devices import wide_dtype
 from accel.errors import ConfigError, PrepareError
 from accel.mixins import add_mixin
 from accel.parallel._copies import NotPickled
-from accel.parallel._modules import note_module, notes_of, written_class
+from accel.parallel._modules import forward_names, note_module, notes_of, written_class
 from accel.parallel._private import called_eagerly, is_compiled, runs_in_backward, untraced
 from accel.parallel.axes.context._attention import whole_positions
 from accel.parallel.axes.context._checks import refuse_reentrant
@@ -47,6 +47,7 @@ from accel.parallel.axes.context._split import (
 )
 from accel.parallel.parts import PartTensor
 from accel.tree import map_tensors
+from accel.tree._walk import leaves
 
 _LOG = logging.getLogger("accel.parallel")
 _PROOF = Call("positions", "proof", ordered=False)
@@ -56,6 +57,7 @@ class Traits(NamedTuple):
     """Facts of a model that computes with parts of positions."""
 
     is_cut: bool = True  # whether its inputs are cut
+    samples: tuple[str, ...] = ()  # beginnings of the names of arguments that are never cut
     has_own_losses: bool = False  # whether losses in its forward are of this rank's positions
 
 
@@ -90,8 +92,8 @@ class Positions:
     Attributes:
         ranks: of parts that enter the model; `within` are the ranks of parts that its blocks make.
         traits: of the model.
-        alike: whether all ranks hold the same values of inputs that could be cut by their shapes; by argument, and
-            number in it.
+        names: arguments of the model's forward.
+        alike: whether all ranks hold the same values of inputs that could be cut by their shapes; by path.
         uncut: `id`s of the tensors of the present call that all ranks hold.
         dim: dimension of the positions where several could be; None where the first one never is.
         is_proved: whether a call was compared with one of all positions.
@@ -108,7 +110,8 @@ class Positions:
         self.roots = tuple(roots)
         self.ranks = PositionRanks(ctx)
         self.traits = traits
-        self.alike: dict[tuple[int | str, int], bool] = {}
+        self.names: Sequence[str] = ()
+        self.alike: dict[str, bool] = {}
         self.uncut: set[int] = set()
         self.within = PositionRanks(ctx)
         self.dim: int | None = 1
@@ -127,6 +130,7 @@ class Positions:
             runs: modules with its forward: the model, or its stages.
             within: first blocks of stacks.
         """
+        self.names = forward_names(model)
         for block in within:
             _ = block.register_forward_pre_hook(self.divide, with_kwargs=True)
         for module in model.modules():
@@ -232,16 +236,17 @@ class Positions:
 
         Integers for each position are not compared: those of packed documents of one length are alike on all ranks.
         """
-        self.uncut = set()
-        arguments = (*enumerate(given.inputs), *given.keywords.items())
-        found = [((name, number), each) for name, value in arguments for number, each in enumerate(listed(value))]
-        for place, each in found:
-            at = None if isinstance(each, PartTensor) else self.cut_dim(each, 1)
+        known = (*zip(self.names, given.inputs, strict=False), *given.keywords.items())
+        samples = [value for name, value in known if name.startswith(self.traits.samples)]
+        self.uncut = set(map(id, listed(samples)))
+        for path, each in leaves(given):
+            is_plain = isinstance(each, Tensor) and not isinstance(each, PartTensor)
+            at = self.cut_dim(each, 1) if is_plain else None
             if at is None or not (each.is_floating_point() or each.dim() > 3):
                 continue
-            if place not in self.alike:
-                self.alike[place] = self.ranks.hold_alike(each.detach(), at)
-            if self.alike[place]:
+            if path not in self.alike:
+                self.alike[path] = self.ranks.hold_alike(each.detach(), at)
+            if self.alike[path]:
                 self.uncut.add(id(each))
 
     def _has_own(self, given: Inputs) -> bool:

@@ -44,6 +44,7 @@ _Named = Mapping[str, Any]
 
 
 _FACTS = 8  # numbers that ranks compare, at most
+_LARGEST = 1e15  # value that they compare: sums with the infinite scores of masks would be equal
 
 
 class DifferentRankError(RuntimeError):
@@ -108,6 +109,10 @@ class PositionRanks(Ranks):
         """Return a plain tensor as it is: its gradients are summands."""
         return tensor
 
+    def note_cut(self) -> None:
+        """Note that a tensor of all positions meets own ones. In a call of a module alone it would be a shorter one."""
+        self.note_callers()
+
     def total(self, summand: Tensor) -> Tensor:
         """Return the sum of the ranks' summands; the backward sums the gradients of all who use it.
 
@@ -123,6 +128,17 @@ class PositionRanks(Ranks):
         """Concatenate the rows of all ranks; the backward sums the gradients of each row."""
         self.meet(dim, *rows.shape)
         return self.met(gathered_summed(rows, dim, self.group))
+
+    def loss(self, own: Tensor, count: Tensor | None) -> Tensor:
+        """Return the loss of all positions: the sum of what ranks compute of their own, divided by the sum of their
+        counts. A collective, unless a model returns losses of own positions. `count`: None for the sum."""
+        if has_own_losses(self.ctx):
+            self.has_own_loss = True
+            return own if count is None else own / count
+        if count is None and not is_dynamo_compiling():
+            self.has_sum = True
+        total = self.total(own)
+        return total if count is None else total / self.total(count)
 
     def meet(self, *facts: int) -> None:
         """Note that positions need the positions of other ranks, before a collective of these facts, and `compare`
@@ -151,7 +167,9 @@ class PositionRanks(Ranks):
         """Return whether all ranks hold the same values of a tensor, which differ along a dimension: ranks that share
         its positions would hold different ones. A tensor of two values may be a mask, and is never alike. A collective.
         """
-        wide = tensor.to(wide_dtype(tensor.device)).nan_to_num()
+        if not tensor.numel():
+            return False
+        wide = tensor.to(wide_dtype(tensor.device)).nan_to_num().clamp(-_LARGEST, _LARGEST)
         weights = torch.arange(1, wide.numel() + 1, device=wide.device).to(wide.dtype).view(wide.shape)
         sums = gathered((wide * weights).sum().view(1), 0, self.group)
         least, most = wide.aminmax()

@@ -120,7 +120,7 @@ class ProofComparison:
                 continue
             if want.shape != have.shape:
                 return f"output {number} of shape {list(have.shape)}, expected {list(want.shape)}"
-            draw = torch.arange(want.numel(), device=want.device).sin().view(want.shape).to(want.dtype)
+            draw = torch.arange(1, want.numel() + 1, device=want.device).sin().view(want.shape).to(want.dtype)
             layout = have.division if isinstance(have, PartTensor) else None
             if layout is not None and layout.cut.is_shared(self.ranks.size):
                 draw = draw * 0  # several ranks would count a row

@@ -108,7 +108,7 @@ def _begin(ctx: DistContext, model: nn.Module, traits: Traits, within: Sequence[
 def _use_parts(ctx: DistContext, model: Any) -> None:
     """Let a model of transformers compute with parts of positions. Mutates it, by classes and hooks."""
     is_cut = takes_cut_tokens(model)
-    _begin(ctx, model, Traits(is_cut, has_own_losses=is_cut), first_blocks(model))
+    _begin(ctx, model, Traits(is_cut, samples=SAMPLES, has_own_losses=is_cut), first_blocks(model))
     if is_cut:
         _ = model.register_forward_pre_hook(_GivenParts(ctx, model), prepend=True, with_kwargs=True)
 

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs of a model along cp are cut, or are samples that all ranks hold, by their values."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import accel
+from accel.testing import Simulator
+
+LENGTH, OWN, WIDTH = 16, 8, 4
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(2, LENGTH, WIDTH, generator=GENERATOR, dtype=torch.float64)
+FACTORS = torch.randn(2, LENGTH, generator=GENERATOR, dtype=torch.float64)
+IMAGE = torch.randn(2, OWN, WIDTH, generator=GENERATOR, dtype=torch.float64)
+
+
+class Attending(nn.Module):
+    """Attends by torch's function, with a bias, factors of positions and images if it is given some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, given: dict[str, Tensor]) -> Tensor:
+        q = self.linear(x)[:, None]
+        x = functional.scaled_dot_product_attention(q, q, q, attn_mask=given.get("bias"))[:, 0]
+        if "factors" in given:
+            x = x * given["factors"][..., None]
+        if "image" in given:
+            x = x + self.linear(given["image"]).cumsum(1).mean((1, 2))[:, None, None]
+        return x
+
+
+def check(ranks: Simulator, calls: list[dict[str, Tensor]], dims: dict[str, int]) -> None:
+    """Compare calls of one model with calls in one process. `dims`: dimensions of the positions of inputs."""
+    with accel.seeding.seeded(accel.single(), 0):
+        plain = Attending().double()
+    expected = [plain(X, given).detach() for given in calls]
+
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, copy.deepcopy(plain))
+        for given, want in zip(calls, expected, strict=True):
+            part = accel.parallel.split_sequence(ctx, {"x": X, "want": want})
+            cut = {
+                name: accel.parallel.split_sequence(ctx, {name: given[name]}, dim=dims[name])[name]
+                for name in given
+                if name in dims
+            }
+            torch.testing.assert_close(model(part["x"], {**given, **cut}).detach(), part["want"])
+
+    _ = ranks.run(rank, 2, default_group=True)
+
+
+@pytest.mark.parametrize("least", [-torch.inf, torch.finfo(torch.float64).min])
+def test_biases_of_own_queries_with_infinite_scores_are_cut(ranks: Simulator, least: float) -> None:
+    at = torch.arange(LENGTH)
+    bias = (at - at[:, None]).double().masked_fill(at > at[:, None], least)
+    check(ranks, [{"bias": bias.expand(2, 1, -1, -1)}], {"bias": 2})
+
+
+def test_an_input_is_known_by_its_key_in_a_mapping(ranks: Simulator) -> None:
+    calls = [{"factors": FACTORS}, {"image": IMAGE}, {"factors": FACTORS, "image": IMAGE}]
+    check(ranks, calls, {"factors": 1})
+
+
+def test_an_input_without_elements_stays_as_it_is(ranks: Simulator) -> None:
+    check(ranks, [{"none": torch.zeros(2, OWN, 0)}], {})

@@ -100,7 +100,7 @@ def clip_norm(
 def clip_grad_value_(
     ctx: DistContext, parameters: Iterable[torch.Tensor], clip_value: float, state: TrainState
 ) -> None:
-    """Clamp every element of gradients to [-clip_value, clip_value], in place. A collective in a pipeline.
+    """Clamp every element of gradients to [-clip_value, clip_value], in place. A pipeline's first call communicates.
 
     The value belongs to the gradient after division, as for `clip_grad_norm_`. Nothing is clipped if a gradient of this
     rank is not finite; the policy of `optimizer_step` then decides.

@@ -66,13 +66,12 @@ def step_here(
     # All refusals come before the first write: a rank that raises leaves parameters and gradients as they were.
     every = parameters_of(optimizers)
     left = leftovers_of(optimizers)
-    is_staged = ctx.axis("pp").size > 1
-    if not is_staged:
-        left.check(ctx)
-    with refused_alike(ctx, every, "optimizer_step"):
-        parts = _parts(ctx, optimizers, window, joint=request.joint)
-        if is_staged:
+    with refused_alike(ctx, every, "optimizer_step") as agrees:
+        if agrees:
             left.refuse()
+        else:
+            left.check(ctx)
+        parts = _parts(ctx, optimizers, window, joint=request.joint)
         if request.max_value is not None:
             check_real(itertools.chain(*parts), "max_value=")
     clips = any(limit is not None for limit in request.max_norms)

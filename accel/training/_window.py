@@ -113,20 +113,28 @@ def window_gradients(
     return found
 
 
-@contextmanager
-def refused_alike(ctx: DistContext, parameters: Iterable[torch.Tensor], name: str) -> Generator[None]:
-    """Run the checks of a call on the gradients of parameters. A collective of a pipeline, at the block's end, and
-    where unused parameters have been announced.
+_CHECKED = "stages have agreed: "  # a note of a context, with the name of a call
 
-    Each stage checks other parameters. All ranks of a pipeline raise what a stage refuses, as the others would wait for
-    it. Ranks of a stage hold the same parameters, so they refuse alike.
+
+@contextmanager
+def refused_alike(ctx: DistContext, parameters: Iterable[torch.Tensor], name: str) -> Generator[bool]:
+    """Run the checks of a call on the gradients of parameters; yield whether all ranks raise what one refuses.
+
+    Each stage of a pipeline checks other parameters, and the others would wait for a stage that raises alone. So the
+    first call of a name is a collective at the block's end. Later ones are not, as a step has no more messages than one
+    by hand: there the others learn of it when the rank ends. Ranks of a stage hold the same parameters, so they refuse
+    alike. A collective, too, where unused parameters have been announced.
     """
     if ctx.world_size > 1:
         # Before gradients are listed: where no rank used a parameter, the exchange has left zeros, which would be
         # stepped.
         drop_unused(ctx, parameters)
-    with agreed(ctx.comm, Call(name, ordered=False)) if ctx.axis("pp").size > 1 else nullcontext():
-        yield
+    note = f"{_CHECKED}{name}"
+    agrees = ctx.axis("pp").size > 1 and note not in ctx.comm.notes
+    with agreed(ctx.comm, Call(name, ordered=False)) if agrees else nullcontext():
+        yield agrees
+    if agrees:
+        ctx.comm.notes[note] = "yes"
 
 
 def total_weight(window: Accumulation) -> float | torch.Tensor:

@@ -203,6 +203,49 @@ def test_a_block_that_only_calls_the_function_may_be_called_alone(ranks: Simulat
     _ = ranks.run(rank, 2, default_group=True)
 
 
+def test_a_batch_that_was_not_cut_is_refused(ranks: Simulator) -> None:
+    """Also of a length that was cut before into other parts; a call after the error computes."""
+
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        torch.manual_seed(0)
+        net = beside(mean)(ctx).double()
+        model = accel.prepare_model(ctx, net)
+        whole = {**BATCH, "position_ids": torch.arange(LENGTH).expand(ROWS, -1)}
+        own = accel.parallel.split_sequence(ctx, BATCH)
+        with assert_raises(ConfigError, got="queries of 16 positions", fix="split_sequence"):
+            model(**whole)
+        assert model(**own).shape == (ROWS, LENGTH // 2, WIDTH)
+        with assert_raises(ConfigError, got="queries of 16 positions", fix="split_sequence"):
+            model(**whole)
+
+    ranks.run(rank, 2, default_group=True)
+
+
+class Cutting(nn.Module):
+    """A model that cuts its sequences itself."""
+
+    def __init__(self, ctx: accel.DistContext) -> None:
+        super().__init__()
+        self.ctx, self.inner = ctx, Mix(attending(ctx))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(accel.parallel.split_sequence(self.ctx, {"x": x})["x"], {})
+
+
+def test_a_forward_may_cut_its_sequences(ranks: Simulator) -> None:
+    torch.manual_seed(0)
+    expected = Cutting(accel.single()).double()(X).detach()
+
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        torch.manual_seed(0)
+        out = accel.prepare_model(ctx, Cutting(ctx).double())(X)
+        torch.testing.assert_close(out, accel.parallel.split_sequence(ctx, {"out": expected}, shift=())["out"])
+
+    ranks.run(rank, 2, default_group=True)
+
+
 class Experts(nn.Module):
     """Attends, and computes by experts in a list, or by stacked ones."""
 

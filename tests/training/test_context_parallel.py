@@ -190,7 +190,7 @@ def test_a_mesh_whose_ranks_compute_the_same_is_refused(ranks: Simulator) -> Non
         with assert_raises(ConfigError, expected="cp=2", fix=r"accel\.parallel\.split_sequence"):
             _step(ctx, plain, [torch.ones(2, 2)])
         model = accel.prepare_model(ctx, make_model(ctx, Run()))
-        with assert_raises(ConfigError, got="none that were cut"):  # each rank's half is all of the sequence
+        with assert_raises(ConfigError, got="of no sequence that was cut"):  # each rank's half is all of the sequence
             _step(ctx, model, [ids, torch.arange(LENGTH)[None]])
         return _step(accel.replace(ctx, mesh=ctx.mesh), plain, [torch.ones(2, 2)])  # of the user's own
 

@@ -19,7 +19,7 @@ from accel.comm import exchanged, gathered, gathered_summed, peer_error, records
 from accel.context import DistContext, context_first, group_of
 from accel.devices import autocast_dtype
 from accel.errors._checks import check_choice
-from accel.parallel.axes.context._checks import check_fit, check_method, check_terms
+from accel.parallel.axes.context._checks import check_cut, check_fit, check_method, check_terms
 from accel.parallel.axes.context._kernels import Seen, Terms, attend, repeated
 from accel.parallel.axes.context._ring import ring_attention
 from accel.parallel.axes.context._split import (
@@ -285,6 +285,7 @@ def context_attention(
     if size == 1:
         pair = None if documents is None else (documents, documents)
         return attend(q, k, v, terms, Seen(pair, key_padding_mask, terms.mask))
+    check_cut(ctx, q.shape[2])
     chosen = method or planned_method(ctx) or "gather"
     check_method(q, terms, chosen, size)
     function = near_attention if chosen == "ring" and terms.window is not None else _METHODS[chosen]

@@ -16,7 +16,7 @@ from accel.parallel._blocks import ModuleGroup, block_groups, outermost_groups
 from accel.parallel._modules import forward_names, layerdrops, named_modules, source_of, written_class
 from accel.parallel._private import runs_in_reentrant_checkpoint
 from accel.parallel.axes.context._kernels import Terms
-from accel.parallel.axes.context._split import is_cut
+from accel.parallel.axes.context._split import has_uncut_inputs, is_cut
 from accel.parallel.parts import PartTensor
 
 _WHERE = "context_attention"
@@ -288,6 +288,23 @@ def _attention_sources(model: nn.Module) -> list[str]:
     return [source_of(kind) or "" for kind in kinds]
 
 
+def check_cut(ctx: DistContext, own: int) -> None:
+    """Raise `ConfigError` for positions in a forward of inputs that were not cut, if no sequence was cut to so many."""
+    if has_uncut_inputs(ctx) and not is_cut(ctx, own):
+        raise _uncut(f"queries of {own} positions")
+
+
+def _uncut(got: str) -> ConfigError:
+    return ConfigError(
+        "tokens of no sequence that was cut: every rank would see its own alone",
+        expected="tokens of a batch that was cut",
+        got=f"{got}, of no sequence that was cut",
+        where=FORWARD,
+        fix="Pass each batch through accel.parallel.split_sequence. Where your data come cut already, note "
+        "that by accel.parallel.sequence_positions(ctx, length).",
+    )
+
+
 _TOKENS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
 
 
@@ -304,14 +321,7 @@ def check_inputs(ctx: DistContext, known: Mapping[str, Any], *, is_pair: bool) -
     given = {name: known[name] for name in _TOKENS if isinstance(known.get(name), Tensor)}
     for name, tokens in given.items():
         if not isinstance(tokens, PartTensor) and not is_cut(ctx, tokens.shape[1]):
-            raise ConfigError(
-                "tokens of no sequence that was cut: every rank would see its own alone",
-                expected="tokens of a batch that was cut",
-                got=f"{name} of {tokens.shape[1]} tokens, of no sequence that was cut",
-                where=FORWARD,
-                fix="Pass each batch through accel.parallel.split_sequence. Where your data come cut already, note "
-                "that by accel.parallel.sequence_positions(ctx, length).",
-            )
+            raise _uncut(f"{name} of {tokens.shape[1]} tokens")
     if is_pair and not any(name.startswith("decoder") for name in given):
         raise ConfigError(
             "every rank would compute the decoder for all positions, as the model makes its tokens",

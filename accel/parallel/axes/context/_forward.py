@@ -44,6 +44,7 @@ from accel.parallel.axes.context._split import (
     note_cut,
     own_losses,
     own_positions,
+    uncut_inputs,
 )
 from accel.parallel.parts import PartTensor
 from accel.tree import map_tensors
@@ -80,6 +81,11 @@ class _ByPositions(NotPickled, nn.Module):
         if positions is None or positions.in_region:  # None for a new model of the class
             return super().forward(*args, **kwargs)
         return positions.call(self, super().forward, Inputs(args, kwargs), is_traced=torch.compiler.is_compiling())
+
+
+def _has_parts(given: Inputs) -> bool:
+    """Return whether a forward that computes with parts gives these inputs."""
+    return any(isinstance(each, PartTensor) for each in listed(tuple(given)))
 
 
 _Forward = Callable[..., Any]
@@ -166,8 +172,11 @@ class Positions:
             self.is_running = False
 
     def _call(self, module: nn.Module, forward: _Forward, given: Inputs, *, is_traced: bool) -> Any:
-        if has_all_positions(self.ctx) or (self.traits.is_cut and not self.has_own(given)):
+        if has_all_positions(self.ctx):
             return forward(*given.inputs, **given.keywords)
+        if self.traits.is_cut and not self.has_own(given):
+            with contextlib.nullcontext() if _has_parts(given) else uncut_inputs(self.ctx):
+                return forward(*given.inputs, **given.keywords)
         if not self.traits.is_cut:
             note_cut(self.ctx, 0)  # by a first block
         if not self.is_proved:
@@ -250,9 +259,7 @@ class Positions:
                 self.uncut.add(id(each))
 
     def _has_own(self, given: Inputs) -> bool:
-        tensors = listed(tuple(given))
-        is_within = any(isinstance(each, PartTensor) for each in tensors)  # a forward that computes with parts
-        return not is_within and any(self.cut_dim(each, 1) is not None for each in tensors)
+        return not _has_parts(given) and any(self.cut_dim(each, 1) is not None for each in listed(tuple(given)))
 
     def cut_dim(self, each: Tensor, dim: int | None) -> int | None:
         """Return the dimension of a tensor's positions; None where it has none. `dim`: where several could be; None if

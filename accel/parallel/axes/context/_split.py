@@ -95,6 +95,7 @@ _ATTENDED = "context: attention ran"
 _STAGES = "context: attention ran in some stage"
 _CUT = "context: own positions of sequences that were cut"
 _WHOLE = "context: inputs of all positions"
+_UNCUT = "context: inputs that were not cut"
 _LOSSES = "context: losses of own positions"
 _USED = Call("context", "attention of stages", ordered=False)
 _LENGTHS = 256  # that are remembered
@@ -138,6 +139,18 @@ def all_positions(ctx: DistContext) -> Generator[None]:
 def has_all_positions(ctx: DistContext) -> bool:
     """Return whether a forward of `all_positions` runs."""
     return _WHOLE in ctx.comm.notes
+
+
+@contextlib.contextmanager
+def uncut_inputs(ctx: DistContext) -> Generator[None]:
+    """Note that a prepared model computes with inputs of no sequence that was cut. Mutates the context's handle."""
+    with _noted(ctx, _UNCUT):
+        yield
+
+
+def has_uncut_inputs(ctx: DistContext) -> bool:
+    """Return whether a forward of `uncut_inputs` runs."""
+    return _UNCUT in ctx.comm.notes
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from accel.parallel._blocks import block_groups, is_called
 from accel.parallel._modules import NOTES, forget, named_modules, note_module, notes_of
 from accel.parallel._private import forward_hooks, forward_pre_hooks, written_arguments
 from accel.random import set_stream_state, stream_state
-from accel.tensors import is_absent
+from accel.tensors import is_absent, is_dtensor
 from accel.tree._walk import Container, Containers
 
 # --- which calls ------------------------------------------------------------------------------------------------------
@@ -281,7 +281,8 @@ def unchanged(model: nn.Module) -> Generator[None]:
             set_stream_state(generator, state)
         with torch.no_grad():
             for tensor, before in kept.before:
-                _ = tensor.copy_(before)
+                if is_dtensor(tensor) or tensor.untyped_storage().size():  # a unit of `fully_shard` frees some
+                    _ = tensor.copy_(before)
 
 
 def _hooks_of(model: nn.Module) -> frozenset[int]:

@@ -522,6 +522,25 @@ def test_what_stays_whole_in_a_divided_module_is_named() -> None:
     assert lines_of(plan.left) == [f"0 and 1 like it: {why}"]
 
 
+def assert_trains_as_one_process(ranks: Simulator, make: Callable[[], nn.Module], x: Tensor, least: float) -> None:
+    """Assert that two steps on tp=2 equal the steps of one process, and that more than a share of the model is
+    divided."""
+
+    def rank(ctx: accel.DistContext) -> Any:
+        ctx = accel.replace(ctx, mesh="tp=2") if ctx.world_size > 1 else ctx
+        torch.manual_seed(0)
+        model: Any = make().double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+        model, optimizer = accel.prepare(ctx, model, optimizer, example=[x[:2]])
+        losses = two_steps(ctx, model, optimizer, lambda: model(x).square().mean())
+        return losses, accel.get_state_dict(ctx, model, dst=None), divided_share(model) if ctx.world_size > 1 else 1.0
+
+    *want, _ = rank(accel.single())
+    for *got, share in ranks.run(rank, 2, default_group=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+        assert share > least
+
+
 class Projected(nn.Module):
     """A block between two layers that end in a residual and in the result, and a small one."""
 
@@ -541,19 +560,7 @@ def test_large_layers_that_nothing_else_divides_gather_their_outputs(ranks: Simu
     assert "out" not in str(plan.left)
     x = torch.linspace(-1, 1, 60, dtype=torch.float64).view(4, 3, 5)
 
-    def rank(ctx: accel.DistContext) -> Any:
-        ctx = accel.replace(ctx, mesh="tp=2") if ctx.world_size > 1 else ctx
-        torch.manual_seed(0)
-        model: Any = Projected().double()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
-        model, optimizer = accel.prepare(ctx, model, optimizer, example=[x[:2]])
-        losses = two_steps(ctx, model, optimizer, lambda: model(x).square().mean())
-        return losses, accel.get_state_dict(ctx, model, dst=None), divided_share(model) if ctx.world_size > 1 else 1.0
-
-    *want, _ = rank(accel.single())
-    for *got, share in ranks.run(rank, 2, default_group=True):
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
-        assert share > 0.85
+    assert_trains_as_one_process(ranks, Projected, x, 0.85)
 
 
 class Head(nn.Module):
@@ -624,19 +631,7 @@ def test_large_convolutions_that_nothing_else_divides_gather_their_channels(rank
     assert not plan.left
     x = torch.linspace(-1, 1, 160, dtype=torch.float64).view(4, 5, 8)
 
-    def rank(ctx: accel.DistContext) -> Any:
-        ctx = accel.replace(ctx, mesh="tp=2") if ctx.world_size > 1 else ctx
-        torch.manual_seed(0)
-        model: Any = Convolutions().double()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
-        model, optimizer = accel.prepare(ctx, model, optimizer, example=[x[:2]])
-        losses = two_steps(ctx, model, optimizer, lambda: model(x).square().mean())
-        return losses, accel.get_state_dict(ctx, model, dst=None), divided_share(model) if ctx.world_size > 1 else 1.0
-
-    *want, _ = rank(accel.single())
-    for *got, share in ranks.run(rank, 2, default_group=True):
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
-        assert share > 0.9
+    assert_trains_as_one_process(ranks, Convolutions, x, 0.9)
 
 
 class PlainTable(nn.Module):

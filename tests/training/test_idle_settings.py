@@ -210,7 +210,7 @@ def test_a_mesh_along_which_a_model_is_spread_has_its_effect(ranks):
 
 
 class _Stages(nn.Module):
-    """Two blocks, of which only the first has layers that ranks along tp divide."""
+    """Two blocks; ranks along tp divide layers of the first block alone."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -252,7 +252,7 @@ def mixes_dtensors(error: Exception) -> bool:
 
 def is_of_inputs(error: Exception) -> bool:
     """Return whether a function may have raised an error for the shapes or the kind of its tensors, except DTensors."""
-    is_known = isinstance(error, RuntimeError | ValueError | TypeError | IndexError)
+    is_known = isinstance(error, RuntimeError | ValueError | TypeError | IndexError | AssertionError)
     return is_known and not isinstance(error, AccelError) and not mixes_dtensors(error)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters without a dimension or an element: whole on each rank of a sharded model, and trained as in one process."""
+"""Parameters without a dimension or an element: whole on each rank of a sharded model, trained as in one process."""
 
 from __future__ import annotations
 

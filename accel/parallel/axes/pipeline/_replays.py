@@ -288,7 +288,8 @@ class _Alone(TorchFunctionMode):
     """Refuses messages to all ranks, as only some of them run a stage: the others would not answer."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (name := message_of(func)) and (kwargs or {}).get("group") is None:
+        given: dict[str, Any] = kwargs or {}
+        if (name := message_of(func)) and given.get("group") is None:
             raise StageError(
                 "a forward sends a message to all ranks, but one stage runs it",
                 expected=f"{name} with the group of ranks that have the same stage",
@@ -296,7 +297,7 @@ class _Alone(TorchFunctionMode):
                 where="forward of a pipelined model",
                 fix='Pass group=accel.group_of(ctx, "dp"), and send nothing if that is None.',
             )
-        return func(*args, **(kwargs or {}))
+        return func(*args, **given)
 
 
 class StageTrial:

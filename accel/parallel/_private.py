@@ -318,8 +318,14 @@ def mixes_dtensors(error: Exception) -> bool:
 
 def is_of_inputs(error: Exception) -> bool:
     """Return whether a function may have raised an error for the shapes or the kind of its tensors, except DTensors."""
-    is_known = isinstance(error, RuntimeError | ValueError | TypeError | IndexError)
+    is_known = isinstance(error, RuntimeError | ValueError | TypeError | IndexError | AssertionError)
     return is_known and not isinstance(error, AccelError) and not mixes_dtensors(error)
+
+
+def message_of(function: object) -> str:
+    """Return the name of a function that sends messages by torch.distributed; "" for any other."""
+    is_message = getattr(function, "__module__", "") == "torch.distributed.distributed_c10d"
+    return f"torch.distributed.{cast(Any, function).__name__}" if is_message else ""
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:

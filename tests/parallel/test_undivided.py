@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters without a dimension: whole on each rank of a sharded model, and trained as in one process."""
+"""Parameters without a dimension or an element: whole on each rank of a sharded model, trained as in one process."""
 
 from __future__ import annotations
 
@@ -51,18 +51,20 @@ class Times(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Blocks, and scales of the whole: trained, shared by two modules, frozen, and used where it is told to."""
+    """Blocks, no tokens, and scales of the whole: trained, shared by two modules, frozen, and used if it is told to."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Gated() for _ in range(2))
         self.head = nn.Linear(4, 2)
+        self.tokens = nn.Parameter(torch.empty(0, 4))
         self.logit_scale = nn.Parameter(torch.tensor(1.5))
         self.same = Times(self.logit_scale)
         self.frozen = nn.Parameter(torch.tensor(0.5), requires_grad=False)
         self.spare, self.uses = nn.Parameter(torch.tensor(2.0)), True
 
     def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.tokens, x])
         for block in self.blocks:
             x = block(x)
         x = self.same(self.head(x) * self.logit_scale.exp() * self.frozen)

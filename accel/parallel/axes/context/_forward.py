@@ -47,6 +47,7 @@ from accel.parallel.axes.context._selected import whole_of
 from accel.parallel.axes.context._split import (
     has_all_positions,
     is_cut,
+    is_cut_along,
     note_attention,
     note_cut,
     own_losses,
@@ -277,7 +278,11 @@ class Positions:
         if id(each) in self.uncut:
             return None
         last = 2 if each.dim() < 4 else 3  # a mask of queries and keys
-        dims = [at for at, length in enumerate(each.shape[:last]) if self.traits.is_cut and is_cut(self.ctx, length)]
+        dims = [
+            at
+            for at, length in enumerate(each.shape if self.traits.is_cut else ())
+            if is_cut(self.ctx, length) and (at < last or is_cut_along(self.ctx, at))
+        ]
         if dim is None:
             dims = [at for at in dims if at > 0]
         return (dim if dim in dims else dims[-1]) if dims else None
@@ -326,7 +331,7 @@ class Positions:
         raise PrepareError(
             "the model would compute other values if ranks share its positions",
             expected="layers that work on positions one by one, and attention of tensors with cut positions",
-            got=problems[len(guesses)],
+            got=problems[-2],  # of all positions: numbers in it are the user's
             where=f"first forward of {written_class(module).__name__} on a mesh with cp",
             fix="Give a function of each position separately a rank's positions: "
             'accel.parallel.local_map(function, "rows"). Attend by accel.parallel.context_attention. '

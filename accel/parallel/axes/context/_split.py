@@ -94,6 +94,7 @@ _METHOD = "context: method"
 _ATTENDED = "context: attention ran"
 _STAGES = "context: attention ran in some stage"
 _CUT = "context: own positions of sequences that were cut"
+_DIMS = "context: dimensions along which sequences were cut"
 _WHOLE = "context: inputs of all positions"
 _UNCUT = "context: inputs that were not cut"
 _LOSSES = "context: losses of own positions"
@@ -127,6 +128,18 @@ def note_cut(ctx: DistContext, own: int) -> None:
 def is_cut(ctx: DistContext, own: int) -> bool:
     """Return whether sequences of so many own positions were cut."""
     return str(own) in ctx.comm.notes.get(_CUT, "").split()
+
+
+def note_cut_dim(ctx: DistContext, dim: int) -> None:
+    """Note that sequences were cut along a dimension. Mutates the context's handle."""
+    known = ctx.comm.notes.get(_DIMS, "").split()
+    if str(dim) not in known:
+        ctx.comm.notes[_DIMS] = " ".join([*known, str(dim)])
+
+
+def is_cut_along(ctx: DistContext, dim: int) -> bool:
+    """Return whether sequences were cut along a dimension."""
+    return str(dim) in ctx.comm.notes.get(_DIMS, "").split()
 
 
 @contextlib.contextmanager
@@ -288,6 +301,8 @@ def split_sequence(
         whole.update(filled)
     if size > 1:
         note_cut(ctx, (length + missing) // size)
+        for each in batch.values():
+            note_cut_dim(ctx, dim % each.dim())
         whole = {name: _own(each, dim, rank, size) for name, each in whole.items()}
     return whole
 

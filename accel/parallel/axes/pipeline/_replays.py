@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from accel.comm import Call, Comm, agreed_values, broadcast_flat, exchange_values, shared_failure
@@ -21,7 +22,7 @@ from accel.parallel._calls import let_answer, take_apart, unchanged
 from accel.parallel._fakes import ValuesRead
 from accel.parallel._micro_batches import MicroBatch, first_device, first_tensor, of_stage
 from accel.parallel._modules import named_modules
-from accel.parallel._private import called_eagerly
+from accel.parallel._private import called_eagerly, message_of
 from accel.parallel._record import ForwardRecord, Label, check_hidden, check_states
 from accel.parallel.axes.pipeline._cut import Cut, StageCut, cut_record
 from accel.parallel.axes.pipeline._layout import Layout
@@ -278,9 +279,25 @@ def _look(stage: ReplayedModule, work: Work, replay: Replay, device: torch.devic
     received = [noise(replay.fact(each), device, at) for at, each in enumerate(passed)] or [torch.zeros(())]
     runs = running([stage], work, [replay], None, looks=True)
     differs = contextlib.suppress(StageError) if replay.record.decisions else contextlib.nullcontext()
-    with torch.no_grad(), isolated_rng(device), called_eagerly(stage), runs, unchanged(stage.module), differs:
+    with torch.no_grad(), isolated_rng(device), called_eagerly(stage), runs, unchanged(stage.module), differs, _Alone():
         _ = stage(*received, micro=torch.zeros(1, dtype=torch.int64))
     return list(stage.seen.items())
+
+
+class _Alone(TorchFunctionMode):
+    """Refuses messages to all ranks, as only some of them run a stage: the others would not answer."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given: dict[str, Any] = kwargs or {}
+        if (name := message_of(func)) and given.get("group") is None:
+            raise StageError(
+                "a forward sends a message to all ranks, but one stage runs it",
+                expected=f"{name} with the group of ranks that have the same stage",
+                got="group=None",
+                where="forward of a pipelined model",
+                fix='Pass group=accel.group_of(ctx, "dp"), and send nothing if that is None.',
+            )
+        return func(*args, **given)
 
 
 class StageTrial:

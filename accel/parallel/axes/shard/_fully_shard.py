@@ -56,7 +56,7 @@ from accel.parallel.axes.shard._units import (
     together_ids,
     units_in,
 )
-from accel.parallel.axes.shard._whole import keep_whole, see_plain
+from accel.parallel.axes.shard._whole import keep_whole, see_plain, stays_whole
 from accel.tensors import is_dtensor, local_part
 from accel.topology import Plan
 
@@ -344,8 +344,8 @@ def _shard(
 
     own_parameters = list(view.parameters.values())
     below = ignored_ids(whole, options.ignored)
-    alone = [each for each in own_parameters if each.ndim == 0 and id(each) not in below]
-    ignored = {each for each in own_parameters if each.ndim == 0 or id(each) in below}
+    alone = [each for each in own_parameters if stays_whole(each) and id(each) not in below]
+    ignored = {each for each in own_parameters if stays_whole(each) or id(each) in below}
     waiting = set(map(id, own_parameters)) - set(map(id, ignored))
     experts = expert_modules(view.modules)
     same_experts = exchange_mesh(ctx) if experts else mesh

@@ -18,6 +18,7 @@ from accel.parallel._labels import heir_of
 from accel.parallel._modules import is_elsewhere, matching
 from accel.parallel._private import has_hooks
 from accel.parallel._spread import ModelView
+from accel.parallel.axes.shard._whole import stays_whole
 
 Fits = Callable[[nn.Module], str]  # the reason that keeps a module from being a unit; empty if there is none
 
@@ -130,7 +131,7 @@ def plan_units(
     model = view.model
     _check_model(view, ignored)
     paths = _Paths(view, wide)
-    unsharded = ignored | {id(each) for each in view.parameters.values() if each.ndim == 0}
+    unsharded = ignored | {id(each) for each in view.parameters.values() if stays_whole(each)}
     inside = tuple(f"{name}." for name in leaves)
     chosen = [name for name in _chosen(view, units, paths, together) if not name.startswith(inside)]
     blocks = [name for name in chosen if _parameter_ids(model, name) - unsharded]
@@ -254,8 +255,8 @@ def _uniform(module: nn.Module, main: tuple[torch.dtype, bool], taken: set[int],
 
 
 def _trained(parameters: Iterable[nn.Parameter], taken: set[int]) -> Iterator[nn.Parameter]:
-    """The parameters with gradients in one message; parameters without a dimension have separate messages."""
-    return (each for each in parameters if each.requires_grad and each.ndim and id(each) not in taken)
+    """The parameters with gradients in one message; parameters that stay whole have separate messages."""
+    return (each for each in parameters if each.requires_grad and not stays_whole(each) and id(each) not in taken)
 
 
 def _check_model(view: ModelView, ignored: frozenset[int]) -> None:
@@ -279,8 +280,6 @@ def _problem(parameter: nn.Parameter) -> tuple[str, str]:
         return "one that another model shares, and that was sharded with it", "Prepare both as one module."
     if is_lazy(parameter):
         return "one without a shape yet", "Run the model once on the CPU, before it is prepared."
-    if parameter.numel() == 0:
-        return "one without elements", "Take it out of the model."
     if not parameter.is_contiguous():
         return f"strides {parameter.stride()}", "Make it contiguous: parameter.data = parameter.data.contiguous()."
     if has_hooks(parameter):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters without a dimension, which cannot be sharded: replicated, and trained like the sharded parameters.
+"""Parameters without a dimension or an element, which cannot be sharded: replicated, and trained like the sharded ones.
 
 They are stored as replicated DTensors, so that optimizers, norms and checkpoints see parameters of one kind. While the
 forward of their FSDP unit or module runs, plain tensors replace them, as in `fully_shard`. Their gradients await the
@@ -26,6 +26,11 @@ from accel.tensors import is_dtensor, local_part
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
+
+
+def stays_whole(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter has no dimension, or no element, as optional tokens of which a model has none."""
+    return parameter.ndim == 0 or parameter.numel() == 0
 
 
 class _Place(NamedTuple):
@@ -85,7 +90,7 @@ class SeesPlain(Mixin):
 
 
 def see_plain(view: ModelView, units: Sequence[str], kept: frozenset[int]) -> Mapping[int, Sequence[_Group]]:
-    """Let modules with parameters without a dimension, and their units, compute with plain tensors.
+    """Let modules with parameters that stay whole, and their units, compute with plain tensors.
 
     Returns groups by the parameter's `id`, for `keep_whole` to fill; parameters of `kept` stay unchanged.
     """
@@ -110,7 +115,7 @@ def keep_whole(
     *,
     watch: bool,
 ) -> None:
-    """Replace parameters without a dimension by replicated ones, watched by `watch_whole` if asked. Mutates the model;
+    """Replace parameters that stay whole by replicated ones, watched by `watch_whole` if asked. Mutates the model;
     its FSDP units are sharded."""
     for key, found in _places(view, kept).items():
         places = [place for _, place in found]
@@ -125,11 +130,11 @@ def keep_whole(
 
 
 def _places(view: ModelView, kept: frozenset[int]) -> Mapping[int, Sequence[tuple[str, _Place]]]:
-    """Return the modules of each parameter without a dimension, with their paths, by the parameter's `id`."""
+    """Return the modules of each parameter that stays whole, with their paths, by the parameter's `id`."""
     found: dict[int, list[tuple[str, _Place]]] = {}
     for path, module in view.modules.items():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter.ndim == 0 and id(parameter) not in kept:
+            if stays_whole(parameter) and id(parameter) not in kept:
                 found.setdefault(id(parameter), []).append((path, _Place(module, name)))
     return found
 

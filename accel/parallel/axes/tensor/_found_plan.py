@@ -17,7 +17,14 @@ from accel.parallel.axes.tensor._found import LARGEST, PlanSearch, Styles, words
 from accel.parallel.axes.tensor._prove import Verdict, prove, short, tokens_refused
 from accel.parallel.axes.tensor._rules import is_in
 from accel.parallel.axes.tensor._styles import Regions, is_adapted, is_linear, output_dim, problems_of
-from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, ReplacedModulesError, settings_of, trace
+from accel.parallel.axes.tensor._trace import (
+    ForwardTrace,
+    MessageError,
+    ModuleCall,
+    ReplacedModulesError,
+    settings_of,
+    trace,
+)
 from accel.parallel.parts import RowLayout
 from accel.parallel.parts._layout import even
 from accel.topology import TensorStyle
@@ -60,6 +67,8 @@ def found_plan(
     """
     try:
         recorded = _recorded(model, size if shares_tokens else 1, example)
+    except MessageError as error:
+        return FoundPlan({}, {"": str(error)}, is_seen=False)
     except Exception as error:  # whatever a forward raises without values
         return FoundPlan({}, {"": f"its forward, run without values, failed: {short(error)}"}, is_seen=False)
     if recorded is None:

@@ -19,7 +19,7 @@ from accel.fakes import emptied_caches, fake_mode
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._copies import copied_model
 from accel.parallel._modules import KeepsParameters, has_parameters, named_modules, written_class
-from accel.parallel._private import forward_hooks, forward_pre_hooks
+from accel.parallel._private import forward_hooks, forward_pre_hooks, message_of
 from accel.parallel.axes.tensor._styles import is_adapted, is_linear
 
 
@@ -69,6 +69,10 @@ class ForwardTrace(NamedTuple):
         return digest.hexdigest()
 
 
+class MessageError(Exception):
+    """The forward sends messages to other ranks, but one rank records it."""
+
+
 class ReplacedModulesError(Exception):
     """The forward replaces modules, so that its record says nothing of the model's own."""
 
@@ -83,7 +87,8 @@ def trace(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any]) -> Forwar
 
     Modules with control flow that depends on values, such as experts that ask which tokens chose them, are recorded as
     one operation, with an output like their first tensor. If that is not enough, a copy with values runs. Any other
-    error of a forward without values is raised, and `ReplacedModulesError` for a forward that replaces modules.
+    error of a forward without values is raised, `ReplacedModulesError` for a forward that replaces modules, and
+    `MessageError` for one that calls torch.distributed.
     """
     kinds: list[type] = []
     first: Exception | None = None
@@ -267,6 +272,8 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if name := message_of(func):
+            raise MessageError(f"its forward calls {name}, so one rank cannot record it")
         result = func(*args, **kwargs)
         if not self._layers:
             self._record(getattr(func, "__name__", str(func)), args, kwargs, result)

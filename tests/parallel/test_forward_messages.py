@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forwards that call torch.distributed, as a contrastive loss does, are refused where not all ranks run them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from catching import assert_raises
+from processes import job, run_ranks
+from steps import begin_batch
+from torch import Tensor, distributed, nn
+
+import accel
+from accel.errors import PrepareError, StageError
+from accel.testing import Simulator
+
+
+class Gathering(nn.Module):
+    """Compares rows with the rows of all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(torch.relu(self.up(x)))
+        found = [torch.empty_like(x) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(found, x.detach())
+        return x @ torch.cat(found).t()
+
+
+def prepare_tensor(ctx: accel.DistContext) -> None:
+    ctx = accel.replace(ctx, mesh="tp=2")
+    with assert_raises(PrepareError, got=r"its forward calls torch\.distributed\.all_gather"):
+        _ = accel.prepare_model(ctx, Gathering(), example=torch.randn(4, 8))
+
+
+def run_stages(ctx: accel.DistContext) -> None:
+    ctx = accel.replace(ctx, mesh="pp=2")
+    x, plan = torch.randn(4, 8), accel.parallel.Plan(micro_batches=2)
+    model = accel.prepare_model(ctx, Gathering(), plan=plan, example=x)
+
+    with assert_raises(StageError, problem="sends a message to all ranks"):
+        _ = accel.forward_backward(ctx, model, begin_batch(ctx), x, loss_fn=torch.sum, weight=4)
+
+
+def test_a_plan_is_not_searched_in_them(ranks: Simulator) -> None:
+    _ = ranks.run(prepare_tensor, 2, default_group=True)
+
+
+def assert_refused(rank: int, environs: list[dict[str, str]]) -> None:
+    torch.set_num_threads(1)
+    with accel.session(environs[rank], device="cpu") as ctx:
+        prepare_tensor(ctx)
+        run_stages(ctx)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_processes_refuse_them() -> None:
+    """They waited for each other."""
+    run_ranks(assert_refused, job(2))

@@ -319,7 +319,9 @@ def test_a_transformer_of_torch_trains_and_evaluates(ranks):
         pytest.param(
             "LoHaConfig", {"r": 2, "target_modules": ["q_proj", "down_proj"]}, "q_proj.base_layer", marks=SLOW
         ),
-        pytest.param("LoraConfig", {"r": 2, "target_modules": ["q_proj"], "use_dora": True}, "q_proj.base_layer", marks=SLOW),
+        pytest.param(
+            "LoraConfig", {"r": 2, "target_modules": ["q_proj"], "use_dora": True}, "q_proj.base_layer", marks=SLOW
+        ),
     ],
 )
 def test_a_plan_is_found_for_adapters_that_the_declared_plan_does_not_know(ranks, kind, config, divided):

@@ -135,10 +135,6 @@ REFUSED = {
         lambda: nn.Sequential(_with(nn.Linear(1, 1), torch.ones(2, 3).T)),
         {"got": r"strides \(1, 3\)", "where": r"0\.own"},
     ),
-    "no elements": (
-        lambda: nn.Sequential(_with(nn.Linear(1, 1), torch.ones(0, 3))),
-        {"got": "without elements", "where": r"0\.own"},
-    ),
     "list": (lambda: nn.ModuleList([Block()]), {"got": "ModuleList", "fix": "one by one"}),
     "dict": (lambda: nn.ModuleDict({"a": Block()}), {"got": "ModuleDict"}),
     "no forward": (lambda: Holder(a=Block()), {"got": "Holder"}),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters without a dimension: whole on each rank of a sharded model, and trained as in one process."""
+"""Parameters without a dimension or elements: whole on each rank of a sharded model, and trained as in one process."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ SPREADS = [
 
 
 class Gated(nn.Module):
-    """A block behind a gate."""
+    """A block behind a gate, with a memory of no rows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down, self.gate = nn.Linear(4, 8), nn.Linear(8, 4), nn.Parameter(torch.tensor(0.7))
+        self.memory = nn.Parameter(torch.ones(0, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.gate * self.down(torch.tanh(self.up(x)))
+        return x + self.gate * self.down(torch.tanh(self.up(x))) + self.memory.sum(0)
 
 
 class Times(nn.Module):

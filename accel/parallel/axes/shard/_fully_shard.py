@@ -51,6 +51,7 @@ from accel.parallel.axes.shard._running import CalledUnit, EndedUnit, note_units
 from accel.parallel.axes.shard._units import (
     check_ignored,
     ignored_ids,
+    is_indivisible,
     modules_named,
     plan_units,
     together_ids,
@@ -344,8 +345,8 @@ def _shard(
 
     own_parameters = list(view.parameters.values())
     below = ignored_ids(whole, options.ignored)
-    alone = [each for each in own_parameters if each.ndim == 0 and id(each) not in below]
-    ignored = {each for each in own_parameters if each.ndim == 0 or id(each) in below}
+    alone = [each for each in own_parameters if is_indivisible(each) and id(each) not in below]
+    ignored = {each for each in own_parameters if is_indivisible(each) or id(each) in below}
     waiting = set(map(id, own_parameters)) - set(map(id, ignored))
     experts = expert_modules(view.modules)
     same_experts = exchange_mesh(ctx) if experts else mesh

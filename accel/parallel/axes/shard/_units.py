@@ -130,7 +130,7 @@ def plan_units(
     model = view.model
     _check_model(view, ignored)
     paths = _Paths(view, wide)
-    unsharded = ignored | {id(each) for each in view.parameters.values() if each.ndim == 0}
+    unsharded = ignored | {id(each) for each in view.parameters.values() if is_indivisible(each)}
     inside = tuple(f"{name}." for name in leaves)
     chosen = [name for name in _chosen(view, units, paths, together) if not name.startswith(inside)]
     blocks = [name for name in chosen if _parameter_ids(model, name) - unsharded]
@@ -254,8 +254,13 @@ def _uniform(module: nn.Module, main: tuple[torch.dtype, bool], taken: set[int],
 
 
 def _trained(parameters: Iterable[nn.Parameter], taken: set[int]) -> Iterator[nn.Parameter]:
-    """The parameters with gradients in one message; parameters without a dimension have separate messages."""
-    return (each for each in parameters if each.requires_grad and each.ndim and id(each) not in taken)
+    """The parameters with gradients in one message; parameters that are not sharded have separate messages."""
+    return (each for each in parameters if each.requires_grad and not is_indivisible(each) and id(each) not in taken)
+
+
+def is_indivisible(parameter: nn.Parameter) -> bool:
+    """Return whether ranks cannot share a parameter: it has no dimension, or no elements."""
+    return parameter.ndim == 0 or parameter.numel() == 0
 
 
 def _check_model(view: ModelView, ignored: frozenset[int]) -> None:
@@ -279,8 +284,6 @@ def _problem(parameter: nn.Parameter) -> tuple[str, str]:
         return "one that another model shares, and that was sharded with it", "Prepare both as one module."
     if is_lazy(parameter):
         return "one without a shape yet", "Run the model once on the CPU, before it is prepared."
-    if parameter.numel() == 0:
-        return "one without elements", "Take it out of the model."
     if not parameter.is_contiguous():
         return f"strides {parameter.stride()}", "Make it contiguous: parameter.data = parameter.data.contiguous()."
     if has_hooks(parameter):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters without a dimension, which cannot be sharded: replicated, and trained like the sharded parameters.
+"""Parameters without a dimension or elements, which cannot be sharded: replicated, and trained like sharded ones.
 
 They are stored as replicated DTensors, so that optimizers, norms and checkpoints see parameters of one kind. While the
 forward of their FSDP unit or module runs, plain tensors replace them, as in `fully_shard`. Their gradients await the
@@ -21,6 +21,7 @@ from accel.parallel._leftovers import await_mean, awaited_of, watch_whole
 from accel.parallel._modules import note_module, notes_of
 from accel.parallel._private import untraced
 from accel.parallel._spread import ModelView
+from accel.parallel.axes.shard._units import is_indivisible
 from accel.tensors import is_dtensor, local_part
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class SeesPlain(Mixin):
 
 
 def see_plain(view: ModelView, units: Sequence[str], kept: frozenset[int]) -> Mapping[int, Sequence[_Group]]:
-    """Let modules with parameters without a dimension, and their units, compute with plain tensors.
+    """Let modules with parameters that are not sharded, and their units, compute with plain tensors.
 
     Returns groups by the parameter's `id`, for `keep_whole` to fill; parameters of `kept` stay unchanged.
     """
@@ -110,7 +111,7 @@ def keep_whole(
     *,
     watch: bool,
 ) -> None:
-    """Replace parameters without a dimension by replicated ones, watched by `watch_whole` if asked. Mutates the model;
+    """Replace parameters that cannot be sharded by replicated ones, watched by `watch_whole` if asked. Mutates the model;
     its FSDP units are sharded."""
     for key, found in _places(view, kept).items():
         places = [place for _, place in found]
@@ -125,11 +126,11 @@ def keep_whole(
 
 
 def _places(view: ModelView, kept: frozenset[int]) -> Mapping[int, Sequence[tuple[str, _Place]]]:
-    """Return the modules of each parameter without a dimension, with their paths, by the parameter's `id`."""
+    """Return the modules of each parameter that cannot be sharded, with their paths, by the parameter's `id`."""
     found: dict[int, list[tuple[str, _Place]]] = {}
     for path, module in view.modules.items():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter.ndim == 0 and id(parameter) not in kept:
+            if is_indivisible(parameter) and id(parameter) not in kept:
                 found.setdefault(id(parameter), []).append((path, _Place(module, name)))
     return found
 
@@ -153,8 +154,9 @@ def _replicated(
         along += [Partial() if summands else Replicate()] * (wanted - len(along))
     stored = DTensor.from_local(local_part(old), mesh, [Replicate()] * mesh.ndim, run_check=False)
     new = nn.Parameter(stored, old.requires_grad)
-    await_mean(new, along)
-    return new, along
+    if new.numel():
+        await_mean(new, along)
+    return new, along if new.numel() else [Replicate()] * len(along)
 
 
 def _wider(root: nn.Module, ndim: int, name: str) -> DeviceMesh:
@@ -174,7 +176,7 @@ def _wider(root: nn.Module, ndim: int, name: str) -> DeviceMesh:
 def _plain(stored: nn.Parameter, placements: Sequence[Placement]) -> torch.Tensor:
     if not (stored.requires_grad and torch.is_grad_enabled()):
         return local_part(stored)
-    if not awaited_of(stored):  # a new parameter, as model.to(dtype) makes
+    if stored.numel() and not awaited_of(stored):  # a new parameter, as model.to(dtype) makes
         await_mean(stored, placements)
     watch_whole(stored, again=True)
     return own_gradient(cast(Any, stored).to_local(grad_placements=placements))

@@ -19,6 +19,7 @@ from accel.parallel._modules import (
     prepared_of,
     tensor_notes,
     unwrap_model,
+    written_class,
 )
 from accel.parallel._private import hook_count
 from accel.tensors import is_dtensor, is_view, local_part, split_dims
@@ -197,6 +198,25 @@ def term_of_parameters(got: str) -> StepError:
         fix="For an L2 penalty of a factor over model.parameters(), build the optimizer with weight_decay=2 * factor."
         " Compute another penalty in the forward of the module that has the parameter, and return it with the outputs.",
     )
+
+
+def called_again(error: BaseException, got: str) -> StepError | None:
+    """Make the error for a module that a function calls again in its backward, where the unit around it holds shards;
+    None if none was called."""
+    trace = error.__traceback__
+    while trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and trace.tb_frame.f_code.co_name == "forward":
+            kind = written_class(module).__name__
+            return StepError(
+                "the backward calls a module again, outside of the FSDP unit that has its parameters",
+                expected="calls of full units, as a reversible layer makes them where its functions are units",
+                got=f"{kind}: {got}",
+                where="backward",
+                fix=f'Make it a unit: plan=accel.parallel.Plan(units=("{kind}",)).',
+            )
+        trace = trace.tb_next
+    return None
 
 
 def _check_spread(rank: int, parameter: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ from accel.devices import wide_dtype
 from accel.errors import ConfigError, StepError
 from accel.loop_state import Accumulation, LossScale, check_scale
 from accel.parallel._engines import engine_of
-from accel.parallel._labels import term_of_parameters
+from accel.parallel._labels import called_again, term_of_parameters
 from accel.parallel._leftovers import check_kept, has_compiled, note_gradients
 from accel.parallel._private import mixes_dtensors
 from accel.parallel._shared_memory import compiled_leaves, reaches, separate_gradients
@@ -215,7 +215,7 @@ def run_backward(ctx: DistContext, loss: torch.Tensor, factor: float | torch.Ten
         if ctx.world_size > 1:
             _raise_mixed(error)
         if mixes_dtensors(error):
-            raise term_of_parameters(str(error)) from error
+            raise called_again(error, str(error)) or term_of_parameters(str(error)) from error
         raise
 
 

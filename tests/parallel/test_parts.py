@@ -662,6 +662,7 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
         "sums of unequal rows": Region(
             lambda x: x.sum(-1) + x.mean(1) + x.norm(dim=1) + x.norm(1, -1), [(3, 7)], [RowLayout(1, unequal)]
         ),
+        "norm of rows": Region(lambda x: torch.linalg.norm(x, dim=1), [(3, m)], [RowLayout(1, even)]),
         "norm of vectors": Region(lambda x: torch.linalg.vector_norm(x, dim=-1), [(3, m)], [RowLayout(1, even)]),
         "RMS norm over all heads": Region(
             lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * w,

@@ -304,58 +304,42 @@ def test_a_transformer_of_torch_trains_and_evaluates(ranks):
         torch.testing.assert_close(got, expected, **TOLERANCE)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("config", "problem"),
+    ("kind", "config", "divided"),
     [
         (
-            {"target_modules": ["q_proj", "embed_tokens"]},
-            "embed_tokens: an adapter of a layer of style embedding_rowwise",
+            "IA3Config",
+            {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+            "k_proj.base_layer",
         ),
         pytest.param(
-            {"target_modules": ["q_proj"], "use_dora": True},
-            "q_proj: an adapter with lora_magnitude_vector",
-            marks=pytest.mark.nightly,
+            "LoraConfig", {"r": 2, "target_modules": ["q_proj", "embed_tokens"]}, "q_proj.base_layer", marks=SLOW
         ),
         pytest.param(
-            {"target_modules": ["o_proj"], "use_dora": True},
-            "o_proj: an adapter with lora_magnitude_vector",
-            marks=pytest.mark.nightly,
+            "LoHaConfig", {"r": 2, "target_modules": ["q_proj", "down_proj"]}, "q_proj.base_layer", marks=SLOW
+        ),
+        pytest.param(
+            "LoraConfig", {"r": 2, "target_modules": ["q_proj"], "use_dora": True}, "q_proj.base_layer", marks=SLOW
         ),
     ],
 )
-def test_adapters_that_cannot_be_divided_are_refused_with_two_ways_that_train(ranks, config, problem):
-    """Each line of the error's fix is executed, and the model trains as in one process."""
+def test_a_plan_is_found_for_adapters_that_the_declared_plan_does_not_know(ranks, kind, config, divided):
     peft = pytest.importorskip("peft", reason="peft is not installed")
 
-    def made(config: Any) -> Any:
-        model = _seeded(lambda: peft.get_peft_model(_llama(), config))
+    def make() -> nn.Module:
+        model = peft.get_peft_model(_llama(), getattr(peft, kind)(**config))
         for at, each in enumerate(parameter for parameter in model.parameters() if parameter.requires_grad):
             torch.nn.init.normal_(each, std=0.1, generator=torch.Generator().manual_seed(at))
         return model
 
-    def trained(ctx: accel.DistContext, config: Any) -> Any:
-        model = made(config)
-        optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.5)
-        model, optimizer = accel.prepare(ctx, model, optimizer)
-        return [norm for _, norm in two_steps(ctx, model, optimizer, lambda: _language_loss(model))]
+    def placement(ctx: accel.DistContext) -> list[str]:
+        model = accel.prepare_model(accel.replace(ctx, mesh="tp=2"), _seeded(make))
+        weights = [each for name, each in model.named_parameters() if name.endswith(f"{divided}.weight")]
+        return [str(each.placements[0]) for each in weights]
 
-    refused = peft.LoraConfig(r=2, **config)
-    divided = peft.LoraConfig(r=2, target_modules="all-linear", use_dora=False)
-    alone = [trained(accel.single(), each) for each in (refused, divided)]
-
-    def rank(ctx: accel.DistContext) -> None:
-        on_tp = accel.replace(ctx, mesh="tp=2")
-        with assert_raises(PrepareError, got=problem) as caught:
-            trained(on_tp, refused)
-        assert 'peft.LoraConfig(target_modules="all-linear", use_dora=False)' in caught.value.fix
-        scope = {"ctx": on_tp, "accel": accel}
-        exec(caught.value.fix.rstrip(".").partition("tp: ")[2], scope)
-        found = [trained(scope["ctx"], refused), trained(on_tp, divided)]
-        torch.testing.assert_close(found, alone, rtol=0, atol=1e-10)
-
-    ranks.run(rank, 2, default_group=True)
+    assert ranks.run(placement, 2, default_group=True)[1] == ["S(0)"] * 2
+    assert_steps_as_one_process(ranks, make, _language_loss)
 
 
 @pytest.mark.filterwarnings("ignore")

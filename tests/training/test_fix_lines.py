@@ -702,6 +702,39 @@ PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "parallel/_labels.py",
+        "the backward calls a module again",
+        "class Again(torch.autograd.Function):\n"
+        "    @staticmethod\n"
+        "    def forward(ctx, x, blocks):\n"
+        "        ctx.x, ctx.blocks = x, blocks\n"
+        "        return nn.Sequential(*blocks)(x)\n"
+        "    @staticmethod\n"
+        "    def backward(ctx, gradient):\n"
+        "        with torch.enable_grad():\n"
+        "            x = found = ctx.x.detach().requires_grad_()\n"
+        "            for block in ctx.blocks:\n"
+        "                found = block.inner(found)\n"
+        "        found.backward(gradient)\n"
+        "        return x.grad, None\n"
+        "class Inner(nn.Linear): pass\n"
+        "class Block(nn.Module):\n"
+        "    def __init__(self): super().__init__(); self.inner = Inner(2, 2)\n"
+        "    def forward(self, x): return self.inner(x)\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(); self.first = nn.Linear(2, 2); self.blocks = nn.ModuleList([Block(), Block()])\n"
+        "    def forward(self, x): return Again.apply(self.first(x), self.blocks)\n"
+        "net = Net(); x = torch.ones(4, 2); state = accel.train_state(ctx).next()\n",
+        "accel.backward(ctx, accel.prepare_model(ctx, net)(x).mean(), state, weight=4)",
+        'plan=accel.parallel.Plan(units=("Inner",))',
+        "model, optimizer = accel.prepare(ctx, net, torch.optim.SGD(net.parameters(), lr=0.1), {line})\n"
+        "state = accel.backward(ctx, model(x).mean(), state, weight=4)\n"
+        "accel.optimizer_step(ctx, optimizer, state)",
+        ranks=2,
+        strategy="fsdp",
+    ),
+    Program(
+        "parallel/_labels.py",
         "hooks on gradients of sharded parameters",
         "model = accel.prepare_model(ctx, nn.Linear(2, 1)); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "state = accel.train_state(ctx).next(); x = torch.ones(4, 2); seen = []\n",

@@ -167,6 +167,15 @@ def norm(func: Any, args: Args, kwargs: Named) -> Any:
     return _power(total, 1 / order).to(own.dtype)
 
 
+def linalg_norm(func: Any, args: Args, kwargs: Named) -> Any:
+    """linalg.norm, but of matrices."""
+    given = named("input ord dim keepdim", args, kwargs)
+    dims = dims_of(given.get("dim"), part_of(func, args).dim())
+    if len(dims) > 1 and given.get("ord") not in (None, "fro"):
+        raise no_rule("of matrices")
+    return norm(func, args, kwargs)
+
+
 def _reduced_layout(layout: RowLayout, dims: Sequence[int], *, keepdim: bool) -> RowLayout:
     """The layout of a reduction over other dimensions than the divided one."""
     return RowLayout(layout.dim if keepdim else layout.dim - sum(each < layout.dim for each in dims), layout.cut)
@@ -306,6 +315,7 @@ RULES = {
     "glu": halved,
     **dict.fromkeys(_OVER, reduced),
     **dict.fromkeys(("norm", "linalg_vector_norm", "vector_norm"), norm),
+    "linalg_norm": linalg_norm,
     "normalize": normalized,
     **dict.fromkeys(("layer_norm", "rms_norm"), normed),
     "group_norm": group_normed,

@@ -42,7 +42,14 @@ from accel.parallel.axes.context._inner import (
     log_uncompiled,
 )
 from accel.parallel.axes.context._positions import PositionRanks
-from accel.parallel.axes.context._proof import DIFFERENT, PROVED, ProofComparison, evaluated, outputs_of
+from accel.parallel.axes.context._proof import (
+    DIFFERENT,
+    FAILED_ALONE,
+    PROVED,
+    ProofComparison,
+    evaluated,
+    outputs_of,
+)
 from accel.parallel.axes.context._selected import whole_of
 from accel.parallel.axes.context._split import (
     has_all_positions,
@@ -399,8 +406,12 @@ class Positions:
             if self.outputs.may_be_full(got, whole, own):
                 self.outputs.note_full(got, run_whole(halved(whole, own)))
 
-        with evaluated(module, self.ctx.device), called_eagerly(module), self.ranks.agreeing():
-            return self.comparison.attempted(attempt)
+        def problem_in(*, trains: bool, may_train: bool) -> str:
+            with evaluated(module, self.ctx.device, trains=trains), called_eagerly(module), self.ranks.agreeing():
+                return self.comparison.attempted(attempt, may_train=may_train)
+
+        problem = problem_in(trains=False, may_train=module.training)
+        return problem_in(trains=True, may_train=False) if problem == FAILED_ALONE else problem
 
     def paired(self, given: Inputs, dim: int | None, most: int | None) -> tuple[Inputs, Inputs]:
         """Return the inputs of a call with all positions, `most` at most, and with the own among them. A collective."""

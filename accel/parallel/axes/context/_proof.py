@@ -25,9 +25,23 @@ from accel.random import isolated_rng
 from accel.tensors import is_dtensor
 
 DIFFERENT = "ranks along cp did not compute the same"
+FAILED_ALONE = "the model does not run in evaluation mode"
 PROVED = 8  # positions of a rank in the proof
 _LARGEST = 2**28  # most parameter elements for comparing all gradients; larger models: vectors
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _WIDEST = 2**29  # elements of the largest parameter that the proof copies in a wide dtype: 4 GiB
+
+
+class _FailedAloneError(Exception):
+    """The model fails with all positions, too.
+
+    Attributes:
+        error: of the model.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
 
 
 class ProofComparison:
@@ -42,8 +56,11 @@ class ProofComparison:
         self.ctx = ctx
         self.ranks = ranks
 
-    def attempted(self, attempt: Callable[[], None]) -> str:
-        """Return the problem that a comparison finds on this rank; "" for none. A collective."""
+    def attempted(self, attempt: Callable[[], None], *, may_train: bool = False) -> str:
+        """Return the problem that a comparison finds on this rank; "" for none. A collective.
+
+        `may_train`: whether the caller tries once more in training modes where this returns `FAILED_ALONE`.
+        """
         try:
             attempt()
             self.ranks.meet(PROVED)
@@ -53,7 +70,9 @@ class ProofComparison:
                 return DIFFERENT
             with contextlib.suppress(DifferentRankError):  # which the other ranks raise
                 self.ranks.meet(-1)
-            return _problem_of(error)
+            if isinstance(error, _FailedAloneError) and may_train:
+                return FAILED_ALONE
+            return _problem_of(error.error if isinstance(error, _FailedAloneError) else error)
         return ""
 
     def differ(
@@ -102,9 +121,9 @@ class ProofComparison:
         with all_positions(self.ctx):
             try:
                 found = call()
-            except Exception:
+            except Exception as error:
                 if not may_fail:
-                    raise
+                    raise _FailedAloneError(error) from error
                 found = None
         self.ranks.meet(found is None)
         return found
@@ -144,7 +163,10 @@ class ProofComparison:
         if not parameters or not want.requires_grad:
             return ""
         with all_positions(self.ctx):  # where blocks are recomputed
-            expected = gradients_of(want, parameters)
+            try:
+                expected = gradients_of(want, parameters)
+            except Exception as error:
+                raise _FailedAloneError(error) from error
         own = gradients_of(have, parameters)
         with torch.no_grad():
             largest = max(_norm(each) for each in expected)
@@ -171,16 +193,19 @@ def _tolerance(tensor: Tensor) -> float:
 
 
 @contextlib.contextmanager
-def evaluated(module: nn.Module, device: torch.device) -> Generator[None]:
+def evaluated(module: nn.Module, device: torch.device, *, trains: bool = False) -> Generator[None]:
     """Compute without gradients and without dropout, as a proof does; streams of random numbers stay as they are.
 
-    Modules and names of modes that a model replaces by the length of its inputs are put back.
+    Modules and names of modes that a model replaces by the length of its inputs are put back. `trains`: only layers of
+    dropout change their mode, and buffers that the forward changes are put back.
     """
     before = [(each, each.training, dict(each.named_children()), dict(vars(each))) for each in module.modules()]
+    values = [(each, each.clone()) for each in module.buffers()] if trains else []
     for each, *_ in before:
         note_module(each, proves=True)
     try:
-        _ = module.eval()
+        for each in [each for each in module.modules() if isinstance(each, _DROPOUTS)] if trains else [module]:
+            _ = each.eval()
         with isolated_rng(device), torch.no_grad():
             yield
     finally:
@@ -190,6 +215,9 @@ def evaluated(module: nn.Module, device: torch.device) -> Generator[None]:
                 setattr(each, name, children[name])
             vars(each).update({name: value for name, value in own.items() if isinstance(value, str)})
             each.training = training
+        with torch.no_grad():
+            for buffer, value in values:
+                _ = buffer.copy_(value)
 
 
 def _of_forward(error: Exception) -> Exception:

@@ -270,10 +270,7 @@ class _Search:
         even_ones: list[_Contraction] = []
         for matmuls in self._together():
             length = matmuls[0].weight.shape[matmuls[0].dims[1]]
-            alike = all(
-                each.input.requires_grad and each.input.shape[each.dims[0]] == length == each.weight.shape[each.dims[1]]
-                for each in matmuls
-            )
+            alike = all(each.input.shape[each.dims[0]] == length == each.weight.shape[each.dims[1]] for each in matmuls)
             if not alike or length % self._size:
                 continue
             ways = {"": even(length, self._size)}
@@ -312,7 +309,9 @@ class _Search:
         return [several for several in found.values() if len(several) > 1]
 
     def _together(self) -> list[list[_Matmul]]:
-        """Groups of matmuls that are divided together, because they have a weight or an input in common."""
+        """Groups of matmuls that are divided together, because they have a weight or an input in common. A constant
+        input, such as an identity matrix, can be divided in any way."""
+        matmuls = [each for each in self._recorder.matmuls if each.input.requires_grad]
         head: dict[object, object] = {}
 
         def root(key: object) -> object:
@@ -320,11 +319,11 @@ class _Search:
                 key = head[key]
             return key
 
-        for each in self._recorder.matmuls:
+        for each in matmuls:
             for name in self._made_of(each.weight):
                 head[root(name)] = root(id(each.input))
         found: dict[object, list[_Matmul]] = defaultdict(list)
-        for each in self._recorder.matmuls:
+        for each in matmuls:
             found[root(id(each.input))].append(each)
         return list(found.values())
 

@@ -276,6 +276,13 @@ def _parts(module: nn.Module, style: str) -> Iterator[tuple[str, str]]:
             yield f"{name}.{key}", of_each
 
 
+def is_foreign(module: nn.Module, style: str) -> bool:
+    """Return whether a layer with adapters is of another kind than its style."""
+    if "base_layer" not in dict(module.named_children()):
+        return False
+    return not is_adapted(module) or any(_problems(module, style))
+
+
 ADAPTER = "an adapter"  # as problems of adapters begin
 
 

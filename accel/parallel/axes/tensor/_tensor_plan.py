@@ -18,7 +18,7 @@ from accel.parallel._blocks import block_groups, outermost_groups
 from accel.parallel._modules import example_of, matching, named_modules
 from accel.parallel.axes.tensor._found_plan import FoundPlan, found_plan
 from accel.parallel.axes.tensor._rules import is_in, modules_around, passed_over
-from accel.parallel.axes.tensor._styles import COLWISE, is_linear
+from accel.parallel.axes.tensor._styles import COLWISE, is_foreign, is_linear
 from accel.tensors import word_layers
 from accel.topology import HeadStyle, TensorStyle
 
@@ -190,12 +190,16 @@ def finds(model: nn.Module, example: object = None) -> bool:
 
 
 def declares(model: nn.Module) -> bool:
-    """Return whether a model declares styles of its blocks. Pure."""
+    """Return whether a model declares styles of its blocks that its modules can have: adapters, other than of linear
+    layers, compute with more than their layer's parameters. Pure."""
     try:
-        around = modules_around(_declared_styles(model))
-        return any(path in around for group in block_groups(model) for path, _ in group.entries)
+        declared = _declared_styles(model)
     except PrepareError:  # styles that have no counterpart here
         return False
+    if any(is_foreign(model.get_submodule(path), style) for path, style in _own_styles(model, declared).items()):
+        return False
+    around = modules_around(declared)
+    return any(path in around for group in block_groups(model) for path, _ in group.entries)
 
 
 def _tied(model: nn.Module, declared: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that run in training mode only are proved along cp in that mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from catching import assert_raises
+from steps import two_steps
+from torch import Tensor, nn
+
+import accel
+from accel.errors import PrepareError
+from accel.testing import Simulator
+
+WIDTH, LENGTH = 8, 16
+
+
+class TrainedOnly(nn.Module):
+    """Computes a bidirectional attention, whose backward, or forward, fails in evaluation mode."""
+
+    calls: Tensor
+
+    def __init__(self, fails: str) -> None:
+        super().__init__()
+        self.fails = fails
+        self.embed, self.mix, self.drop = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if not self.training and self.fails == "forward":
+            raise ValueError("the number of steps is drawn in training only")
+        if self.training:
+            self.calls += 1
+        x = self.embed(ids)
+        mixed = (x @ x.transpose(-1, -2)).softmax(-1) @ self.mix(x)
+        if self.fails == "backward":
+            mixed.register_hook(self.changed)
+        return x + mixed + 0 * self.drop(x)
+
+    def changed(self, gradient: Tensor) -> Tensor:
+        if not self.training:
+            raise TypeError("no state of random numbers was kept")
+        return gradient
+
+
+class OtherPositions(torch.autograd.Function):
+    """The values of all positions, with the gradient of some."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Any) -> Tensor:
+        (gradient,) = gradients
+        return gradient * torch.arange(gradient.shape[1]).view(1, -1, 1)
+
+
+class Wrong(TrainedOnly):
+    """Has other gradients where ranks share the positions."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return accel.parallel.local_map(OtherPositions.apply, "rows")(super().forward(ids))
+
+
+def _made(kind: type[TrainedOnly], fails: str) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return kind(fails).double()
+
+
+def _steps(ctx: accel.DistContext, kind: type[TrainedOnly], fails: str) -> Any:
+    model: Any = _made(kind, fails)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+    ids = torch.randint(32, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    if ctx.world_size > 1:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        ids = accel.parallel.split_sequence(ctx, {"ids": ids})["ids"]
+    model, optimizer = accel.prepare(ctx, model, optimizer)
+    norms = [norm for _, norm in two_steps(ctx, model, optimizer, lambda: model(ids).square().mean())]
+    return norms, dict(accel.unwrap_model(model).state_dict())
+
+
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+def test_a_model_that_fails_in_evaluation_mode_is_proved_in_training_mode(ranks: Simulator, fails: str) -> None:
+    """The buffer counts two calls: the proof leaves none."""
+    expected = _steps(accel.single(), TrainedOnly, fails)
+    for found in ranks.run(lambda ctx: _steps(ctx, TrainedOnly, fails), 2, default_group=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_wrong_gradients_of_such_a_model_are_refused(ranks: Simulator) -> None:
+    with assert_raises(PrepareError, got="a gradient of a parameter"):
+        _ = ranks.run(lambda ctx: _steps(ctx, Wrong, "forward"), 2, default_group=True)

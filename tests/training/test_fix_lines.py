@@ -371,6 +371,22 @@ PROGRAMS: tuple[Program, ...] = (
         "{line}\nstate = accel.backward(ctx, model(batch.data[0]).sum(), state)" + STEP,
     ),
     Program(
+        "training/_train_state.py",
+        "the batch does not begin at the state's position",
+        BATCHES,
+        "state.next(other)",
+        "state = accel.training.discard(state.next(batch), model)",
+        "{line}\nstate = accel.backward(ctx, model(other.data[0]).sum(), state.next(other))" + STEP,
+    ),
+    Program(
+        "training/_train_state.py",
+        "the batch was taken already",
+        BATCHES + "state = accel.backward(ctx, model(batch.data[0]).sum(), state.next(batch))" + STEP + "\n",
+        "state.next(batch)",
+        "state = state.next()",
+        "{line}\nstate = accel.backward(ctx, model(batch.data[0]).sum(), state, weight=batch.valid)" + STEP,
+    ),
+    Program(
         "training/_step.py",
         "some of the gradients were divided",
         TWO,

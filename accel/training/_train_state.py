@@ -115,8 +115,8 @@ def _misplaced(cursor: Cursor, batch: Batch) -> StepError:
             expected="state.next(batch) once for each batch",
             got="a second time for the latest one",
             where="state.next",
-            fix="For another step on the same batch, such as another model's: state = state.next(), and weight=batch.valid"
-            " in its backward.",
+            fix="For another step on the same batch, such as another model's: state = state.next(), and"
+            " weight=batch.valid in its backward.",
         )
     return StepError(
         "the batch does not begin at the state's position",

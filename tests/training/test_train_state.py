@@ -176,7 +176,9 @@ def test_calls_out_of_order_name_the_line_to_write() -> None:
     summed = accel.backward(ctx, run.loss(batch), begun)
     with assert_raises(accel.errors.StepError, problem="the window has not ended"):
         run.step(summed)
-    with assert_raises(accel.errors.StepError, problem="the batch was taken already", fix=r"state.next\(\), and weight="):
+    with assert_raises(
+        accel.errors.StepError, problem="the batch was taken already", fix=r"state.next\(\), and weight="
+    ):
         summed.next(batch)
     with assert_raises(
         accel.errors.StepError, problem="does not begin at the state's position", expected="epoch 0, 0 samples"

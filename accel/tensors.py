@@ -60,6 +60,14 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()  # pyright: ignore[reportPrivateUsage]
 
 
+def is_in_base(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a view of another and has its memory, which it leaves by `tensor.data = values`."""
+    base = tensor._base
+    return base is not None and (
+        base.data_ptr() + (tensor.storage_offset() - base.storage_offset()) * tensor.element_size() == tensor.data_ptr()
+    )
+
+
 class _SameMemory(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

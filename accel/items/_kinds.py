@@ -22,6 +22,7 @@ from accel.items._optimizer import OPTIMIZER
 from accel.items._source import Captured, ItemHandler
 from accel.items._values import RECORD, STATEFUL, VALUE, Stateful
 from accel.parallel._engines import ENGINES, engine_items
+from accel.parallel._labels import refuse_assigned
 
 HANDLERS: tuple[ItemHandler, ...] = (
     MODULE,
@@ -147,12 +148,15 @@ def chosen_items(items: Mapping[str, object], only: Sequence[str] | None) -> Map
 
 
 def refuse_replaced_items(items: object, call: str) -> None:
-    """Raise `StepError` if a block holds other values in the tensors of modules, or in what optimizers step."""
+    """Raise `StepError` if a block holds other values in the tensors of modules, or in what optimizers step, or an
+    assignment to them had no effect."""
     if not hasattr(items, "keys"):
         return  # refused with the other arguments
     for name, item in without_parts(cast("Mapping[str, object]", items)).items():
         if (tensors := handler_of(item).tensors) is not None:
-            refuse_replaced_memory(tensors(item), call, f"{call}, item {name}")
+            held = list(tensors(item))
+            refuse_replaced_memory(held, call, f"{call}, item {name}")
+            refuse_assigned(held, f"{call}, item {name}")
 
 
 def without_parts(items: Mapping[str, object]) -> dict[str, object]:

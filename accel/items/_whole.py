@@ -19,6 +19,7 @@ from accel.items._module import EXTRA_STATE
 from accel.items._source import Facts
 from accel.parallel._empty import check_filled
 from accel.parallel._engines import whole_model
+from accel.parallel._labels import refuse_assigned
 from accel.parallel._modules import clean_name, unwrap_model
 from accel.parallel.axes.pipeline import pipeline_of
 from accel.storage import dtype_name
@@ -101,12 +102,14 @@ def get_state_dict(ctx: DistContext, model: nn.Module, *, dst: int | None = 0) -
         CollectiveMismatch: ranks hold different models.
         ConfigError: no such rank.
         PrepareError: the model was prepared empty, and nobody has filled it.
+        StepError: a line `parameter.data = values` had no effect, as on a sharded parameter.
     """
     site = call_site()
     with shared_failure(ctx.comm, Call("get_state_dict", f"dst={dst}", site)):
         check_rank(ctx, dst, "get_state_dict, dst=")
         model = whole_model(ctx, model)
         check_filled(model, where="get_state_dict")
+        refuse_assigned(model.parameters(), "get_state_dict")
         tensors = live_tensors(model)
     stages = staged_tensors(ctx, model, tensors)
     named = tensors if stages is None else stages.facts

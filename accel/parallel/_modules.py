@@ -196,6 +196,7 @@ class TensorNotes(TypedDict, total=False):
     exchanger: Any  # the latest `Replica` with its gradient. By prepare_model, ddp; read by the next one and by steps
     found: bool  # whether a window found a gradient with other values than zero. Until the gradient is cleared
     heir: nn.Parameter  # the parameter in its place. By prepare_model; read by prepare_optimizer and steps
+    memory: Any  # its `Memory`, of a DTensor; None in a tensor read from a file. By prepare_model; read by steps
     name: str  # its name in the prepared model. By prepare_model; read by errors
     needed: bool  # a step needs its gradient. By prepare_model; read by steps
     on_host: bool  # the optimizer keeps its state on the host. By prepare_model; read by prepare_optimizer and steps

@@ -32,6 +32,8 @@ from accel.training._refused import refuse_in_closure
 from accel.training._train_state import TrainState, after_backward, begun_window, carries_state, weight_of, window_of
 from accel.training._window import StepWindow, mark_followed, times, with_loss
 
+_SUM = 2  # what torch's nodes of losses save for reduction="sum"
+_MOST_TERMS = 64  # of a loss that are looked at
 _BELOW_ZERO = -1e-30  # of a number of units: below it is none
 
 
@@ -355,7 +357,7 @@ def backward(
         The state with the weight added.
 
     Raises:
-        StepError: not a scalar loss with a gradient, or calls out of order.
+        StepError: not a scalar loss with a gradient, a sum of torch's losses without `weight`, or calls out of order.
         ConfigError: a weight that is no number from 0; no `TrainState`; `create_graph` or `inputs` where ranks exchange
             or divide what they are about.
         PeerError: another rank was lost while gradients were exchanged.
@@ -366,7 +368,9 @@ def backward(
         True
     """
     began = perf_counter()
-    weight = weight_of(state, weight, same_units=same_units)
+    given, weight = weight, weight_of(state, weight, same_units=same_units)
+    if given is None and isinstance(weight, SampleCount):
+        _check_mean(ctx, loss, weight, state.accum)
     if ctx.comm.closure is not None:
         refuse_in_closure(ctx)
     graph = Graph(retain_graph, create_graph, inputs)
@@ -400,6 +404,38 @@ def add_loss(
     shared = start_sharing(ctx, added)
     run_backward(ctx, loss, factor, graph)
     return with_loss(shared(), loss)
+
+
+def _check_mean(ctx: DistContext, loss: torch.Tensor, weight: SampleCount, accum: Accumulation) -> None:
+    """Raise `StepError` for a sum in the place of a mean, if several ranks or micro-batches have the samples of a step.
+
+    A sum of one rank's samples is no mean over them, so its gradient would change with the number of ranks.
+    """
+    counted = weight.world * weight.copies
+    is_divided = weight.copies < ctx.world_size or ctx.axes.cp > 1 or accum.steps > 1
+    if is_divided and counted > ctx.world_size and isinstance(loss, torch.Tensor) and _is_sum(loss):  # pyright: ignore[reportUnnecessaryIsInstance] - check_loss refuses others
+        raise StepError(
+            "the loss is a sum, and without weight= it must be a mean over the samples of the batch",
+            expected="a mean, so that the result does not depend on the number of ranks and micro-batches",
+            got='a loss of torch with reduction="sum"',
+            where="backward",
+            fix="Divide it: state = accel.backward(ctx, loss / max(batch.valid, 1), state). Or pass the function that"
+            " makes the sum to accel.train_step.",
+        )
+
+
+def _is_sum(loss: torch.Tensor) -> bool:
+    """Return whether a term of a loss is one of torch's losses with `reduction="sum"`, by its graph."""
+    waiting = [loss.grad_fn]
+    for _ in range(_MOST_TERMS):
+        node = waiting.pop() if waiting else None
+        if node is None:
+            return False
+        if getattr(node, "_saved_reduction", None) == _SUM:
+            return True
+        if node.name() in ("AddBackward0", "SubBackward0"):
+            waiting += [each for each, _ in node.next_functions if each is not None]
+    return False
 
 
 def check_loss(loss: torch.Tensor, where: str, fix: str) -> None:

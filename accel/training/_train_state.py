@@ -107,6 +107,27 @@ def _not_begun(call: str, fix: str = "") -> StepError:
     )
 
 
+def _misplaced(cursor: Cursor, batch: Batch) -> StepError:
+    """Make the error for a batch that does not begin where the state is."""
+    if batch.next == cursor:
+        return StepError(
+            "the batch was taken already",
+            expected="state.next(batch) once for each batch",
+            got="a second time for the latest one",
+            where="state.next",
+            fix="For another step on the same batch, such as another model's: state = state.next(), and"
+            " weight=batch.valid in its backward.",
+        )
+    return StepError(
+        "the batch does not begin at the state's position",
+        expected=_position(cursor),
+        got=_position(batch.start),
+        where="state.next",
+        fix="Keep the result in every batch: state = state.next(batch). To leave one out: state ="
+        " accel.training.discard(state.next(batch), model). A second loader needs a separate cursor.",
+    )
+
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -187,7 +208,8 @@ class TrainState(msgspec.Struct, frozen=True, weakref=True):
             last: whether the window ends with this batch, full or not; the epoch's last batch always ends it.
 
         Raises:
-            StepError: the result of an earlier call was dropped, or the batch begins at another position.
+            StepError: the result of an earlier call was dropped, the batch begins at another position, or it was taken
+                before.
         """
         if self.sync or is_begun(self.accum):
             raise dropped(self.accum, "state.next")
@@ -197,14 +219,7 @@ class TrainState(msgspec.Struct, frozen=True, weakref=True):
             accum = next_micro_batch(self.accum, last=last)
             return msgspec.structs.replace(self, accum=accum, valid=None, figures=figures)
         if batch.start is not self.cursor and batch.start != self.cursor:
-            raise StepError(
-                "the batch does not begin at the state's position",
-                expected=_position(self.cursor),
-                got=_position(batch.start),
-                where="state.next",
-                fix="Keep the result in every batch: state = state.next(batch). A second loader needs a separate"
-                " cursor.",
-            )
+            raise _misplaced(self.cursor, batch)
         accum = next_micro_batch(self.accum, last=last or batch.is_last)
         return msgspec.structs.replace(self, cursor=batch.next, accum=accum, valid=batch.valid, figures=figures)
 

@@ -30,7 +30,13 @@ from accel.optim import (
     total_norm,
     wide_norm,
 )
-from accel.parallel._labels import check_exchanged, decide_independently, has_state_on_host, name_of
+from accel.parallel._labels import (
+    check_exchanged,
+    decide_independently,
+    has_state_on_host,
+    name_of,
+    refuse_assigned_gradients,
+)
 from accel.parallel._leftovers import drop_unused, found_gradient
 from accel.parallel._spread import average_
 from accel.parallel.axes.pipeline import is_tied_copy
@@ -276,6 +282,8 @@ def _gradients(ctx: DistContext, window: Accumulation, parameters: list[torch.Te
     grads = gradients(parameters)
     if ctx.world_size > 1:
         check_exchanged(ctx.rank, parameters)
+        if window.divided:  # the user may have changed them since
+            refuse_assigned_gradients(parameters, f"rank {ctx.rank}, optimizer_step")
     if torch.sparse_coo in {grad.layout for grad in grads}:
         if window.retained and ctx.world_size > 1:
             raise StepError(

@@ -29,6 +29,7 @@ ELSEWHERE = {
     "torch._ops.OpOverload": ("_schema",),
     "torch.Tensor": ("_is_view", "_make_wrapper_subclass", "_version"),
     "torch._C": ("_disabled_torch_function_impl", "_set_throw_on_mutable_data_ptr", "_swap_tensor_impl"),
+    "torch._C._functions.MseLossBackward0": ("_saved_reduction",),
     "torch.nn.Module": ("_apply", "_call_impl"),
     "torch.utils._pytree": (
         "tree_flatten",

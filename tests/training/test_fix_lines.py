@@ -371,6 +371,31 @@ PROGRAMS: tuple[Program, ...] = (
         "{line}\nstate = accel.backward(ctx, model(batch.data[0]).sum(), state)" + STEP,
     ),
     Program(
+        "training/_train_state.py",
+        "the batch does not begin at the state's position",
+        BATCHES,
+        "state.next(other)",
+        "state = accel.training.discard(state.next(batch), model)",
+        "{line}\nstate = accel.backward(ctx, model(other.data[0]).sum(), state.next(other))" + STEP,
+    ),
+    Program(
+        "training/_backward.py",
+        "the loss is a sum, and without weight= it must be a mean over the samples of the batch",
+        BATCHES + "state = accel.train_state(ctx, accumulation=2).next(batch)\n"
+        "loss = nn.functional.mse_loss(model(batch.data[0]), torch.ones(2, 1), reduction='sum')\n",
+        "accel.backward(ctx, loss, state)",
+        "state = accel.backward(ctx, loss / max(batch.valid, 1), state)",
+        "{line}; state = state.next(other); loss = model(other.data[0]).mean(); {line}" + STEP,
+    ),
+    Program(
+        "training/_train_state.py",
+        "the batch was taken already",
+        BATCHES + "state = accel.backward(ctx, model(batch.data[0]).sum(), state.next(batch))" + STEP + "\n",
+        "state.next(batch)",
+        "state = state.next()",
+        "{line}\nstate = accel.backward(ctx, model(batch.data[0]).sum(), state, weight=batch.valid)" + STEP,
+    ),
+    Program(
         "training/_step.py",
         "some of the gradients were divided",
         TWO,

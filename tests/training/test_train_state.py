@@ -177,9 +177,13 @@ def test_calls_out_of_order_name_the_line_to_write() -> None:
     with assert_raises(accel.errors.StepError, problem="the window has not ended"):
         run.step(summed)
     with assert_raises(
-        accel.errors.StepError, problem="does not begin at the state's position", expected="epoch 0, 6 samples"
+        accel.errors.StepError, problem="the batch was taken already", fix=r"state.next\(\), and weight="
     ):
         summed.next(batch)
+    with assert_raises(
+        accel.errors.StepError, problem="does not begin at the state's position", expected="epoch 0, 0 samples"
+    ):
+        run.start.next(list(accel.batches(ctx, run.loader, run.start))[1])
     with assert_raises(accel.errors.ConfigError, problem="needs the full state", got="Accumulation"):
         accel.backward(ctx, run.loss(batch), begun, begun.accum)  # pyright: ignore[reportCallIssue, reportArgumentType]
 

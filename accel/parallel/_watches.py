@@ -131,7 +131,8 @@ def computed_as_kept(error: Exception) -> PrepareError:
         got=line,
         where="forward of a prepared model",
         fix="Read it as an attribute, such as weight = self.block.weight, and not by get_parameter(), parameters(),"
-        " named_parameters() or state_dict(). With the strategy fsdp, read it in the forward of the unit that holds it, which gathers it.",
+        " named_parameters() or state_dict(). With the strategy fsdp, read it in the forward of the unit that holds it,"
+        " which gathers it.",
     )
 
 

@@ -129,6 +129,11 @@ def is_cut(ctx: DistContext, own: int) -> bool:
     return str(own) in ctx.comm.notes.get(_CUT, "").split()
 
 
+def is_part(ctx: DistContext, tensor: Tensor) -> bool:
+    """Return whether `split_sequence` has returned a tensor. Copies and what is computed of it are not known."""
+    return ctx.comm.marks.find(tensor, "cut") is not None
+
+
 @contextlib.contextmanager
 def all_positions(ctx: DistContext) -> Generator[None]:
     """Let attention only see the positions of its inputs, if these are all. Mutates the context's handle."""
@@ -289,6 +294,8 @@ def split_sequence(
     if size > 1:
         note_cut(ctx, (length + missing) // size)
         whole = {name: _own(each, dim, rank, size) for name, each in whole.items()}
+        for each in whole.values():
+            ctx.comm.marks.put(each, "cut")
     return whole
 
 

@@ -86,6 +86,14 @@ class Mixin:
 
         def forward(self, *args: Any, **kwargs: Any) -> Any: ...
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an object. FSDP's classes make objects of the classes that they stand before, as for a slice of an
+        `nn.Sequential`, but only if they are asked without the mixins before them."""
+        mixed = _description(cls)
+        if mixed is None or mixed.bare.__new__ is object.__new__:
+            return super().__new__(cls)
+        return mixed.bare.__new__(mixed.bare, *args, **kwargs)
+
     def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
         kind = type(self)
         mixed = _description(kind)

@@ -7,6 +7,7 @@ import ast
 import copy
 import inspect
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from operator import attrgetter
@@ -165,3 +166,24 @@ def test_tests_check_the_fields_of_an_error_and_not_its_text() -> None:
         assert list(matched_texts(f"with pytest.raises({kind}, match='no'): pass"))
     for allowed in ("pytest.raises(ConfigError)", "pytest.raises((KeyError, OSError), match='no')"):
         assert not list(matched_texts(f"with {allowed}: pass"))
+
+
+def is_a_name(path: str) -> bool:
+    """Whether attributes and modules of the package have a path, such as accel.parallel.Plan."""
+    found: object = accel
+    for at, name in enumerate(path.split(".")):
+        try:
+            found = getattr(found, name) if at else accel
+        except AttributeError:
+            return False
+    return True
+
+
+def test_calls_that_errors_and_examples_name_exist() -> None:
+    """A line to write that ends in an error of a name helps nobody."""
+    package = Path(accel.__file__).parent
+    called = re.compile(r"\baccel(?:\.[A-Za-z]\w*)+(?=\()")
+    names = {name for path in package.rglob("*.py") for name in called.findall(path.read_text())}
+    assert len(names) > 100
+    assert [name for name in sorted(names) if not is_a_name(name)] == []
+    assert not is_a_name("accel.Container")

@@ -310,7 +310,7 @@ def check_packable(path: str, leaf: torch.Tensor, device: torch.device) -> None:
     if leaf.device.type != "cpu" and leaf.device != device:
         raise TreeError(
             "a tensor on a device that is not this rank's",
-            expected=f"{device} or cpu",
+            expected=" or ".join(dict.fromkeys((str(device), "cpu"))),
             got=str(leaf.device),
             where=path,
             fix="Move it with .to(ctx.device).",

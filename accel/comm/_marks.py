@@ -34,8 +34,9 @@ class Uncompared:
 # Marks that guards put on frozen records: by object identity, weakly, and no part of the record. A copy, or an equal
 # record made afresh, is not marked. A record finds its own by its weak references, so that no context is needed.
 Subject = Literal[
-    "followed", "spent", "left", "watched", "passed", "broken off", "deferred", "replaced", "narrow", "noted", "stepped"
-]
+    "followed", "spent", "left", "watched", "passed", "broken off", "deferred", "replaced", "narrow", "noted",
+    "stepped", "agreed", "axes", "cut",
+]  # fmt: skip
 
 
 class Mark(weakref.ref[object]):

@@ -257,6 +257,14 @@ class _Kinds(NamedTuple):
 
 def _sorted(model: nn.Module, muon: Sequence[str], adamw: Sequence[str]) -> _Kinds:
     """Give each parameter to Muon or AdamW."""
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - other optimizers take lists
+        raise ConfigError(
+            "Muon takes a model, of which it chooses the matrices",
+            expected="a torch.nn.Module",
+            got=type(model).__name__,
+            where="Muon",
+            fix="accel.optim.Muon(model, adamw=[...]) leaves parameters to AdamW by their names.",
+        )
     kept_ids = _embeddings_and_head(model)
     kinds = _Kinds({}, {})
     used = set[str]()

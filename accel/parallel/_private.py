@@ -316,6 +316,11 @@ def mixes_dtensors(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error)
 
 
+def is_no_parameter(error: Exception) -> bool:
+    """Return whether an error is that of `get_parameter` where a module has a plain tensor."""
+    return isinstance(error, AttributeError) and str(error).endswith("is not an nn.Parameter")
+
+
 def is_of_inputs(error: Exception) -> bool:
     """Return whether a function may have raised an error for the shapes or the kind of its tensors, except DTensors."""
     is_known = isinstance(error, RuntimeError | ValueError | TypeError | IndexError | AssertionError)

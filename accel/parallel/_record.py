@@ -123,6 +123,23 @@ class UnitCall(msgspec.Struct, frozen=True):
     hidden: frozenset[int] = frozenset()  # numbers of the leaves that such a checkpoint keeps without a gradient
     cached: tuple[CacheGrowth, ...] = ()  # growths of the caches of keys and values that it is given
 
+    def has_numbers(self) -> bool:
+        """Return whether a number is among the leaves."""
+        return any(isinstance(each.value, int | float) for each in self.leaves)
+
+    def check_number(self, leaf: int, value: Any) -> None:
+        """Raise `StageError` if a leaf that is a number in the record has another value now, of which stages that
+        answer the call do not know."""
+        known = self.leaves[leaf].value
+        if not isinstance(known, int | float) or value == known or (value != value and known != known):
+            return
+        raise StageError(
+            "a module returns another number than in the record of the forward, with which later stages compute",
+            expected=f"{known}, which does not depend on what code counts or draws",
+            got=f"{value} of {self.path}",
+            fix="Return a tensor in the place of the number, which stages send: torch.tensor(number).",
+        )
+
 
 class RunningCall:
     """A call while it runs, and what is known of it."""

@@ -381,7 +381,7 @@ class Recorder(TorchDispatchMode):
                 expected="tensors, numbers, and containers of them",
                 got=f"{type(value).__qualname__} of {now.path}",
                 where=WHERE,
-                fix="Describe its class: accel.replace(ctx, containers=[accel.Container(...)]).",
+                fix="Describe its class: accel.replace(ctx, containers=[accel.tree.Container(...)]).",
             )
         if isinstance(value, int | float) and now.reads_values:
             raise StageError(

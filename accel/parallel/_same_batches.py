@@ -23,7 +23,7 @@ from accel.devices import wide_dtype
 from accel.errors import DataError, TreeError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import is_pipelined, note_prepared, prepared_of
-from accel.parallel._private import mixes_dtensors
+from accel.parallel._private import is_no_parameter, mixes_dtensors
 from accel.parallel._sharded import load_plain
 from accel.parallel._spread import ModelView
 from accel.parallel._watches import computed_as_kept
@@ -126,8 +126,8 @@ class _Compared(Mixin, nn.Module):
             watch.compare(_listed(args, kwargs), trains=self.training)
         try:
             return super().__call__(*args, **kwargs)
-        except RuntimeError as error:
-            if mixes_dtensors(error):
+        except (RuntimeError, AttributeError) as error:
+            if mixes_dtensors(error) or is_no_parameter(error):
                 raise computed_as_kept(error) from error
             raise
 

@@ -119,7 +119,8 @@ def _is_same(tensor: torch.Tensor, data: torch.Tensor) -> bool:
 
 
 def computed_as_kept(error: Exception) -> PrepareError:
-    """Make the error for a forward that computes with a DTensor of `parameters()`, with its line."""
+    """Make the error for a forward that computes with a DTensor of `parameters()`, or asks `get_parameter` for one of a
+    split layer, with its line."""
     within = traceback.extract_tb((error.__cause__ or error).__traceback__)  # a cause that ranks have shared
     others = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__)
     own = [each for each in (*traceback.extract_stack(), *within) if not each.filename.startswith(others)]
@@ -129,8 +130,9 @@ def computed_as_kept(error: Exception) -> PrepareError:
         expected="parameters that are read as attributes of their modules",
         got=line,
         where="forward of a prepared model",
-        fix="Read it as an attribute, such as weight = self.block.weight, and not by parameters(), named_parameters()"
-        " or state_dict(). With the strategy fsdp, read it in the forward of the unit that holds it, which gathers it.",
+        fix="Read it as an attribute, such as weight = self.block.weight, and not by get_parameter(), parameters(),"
+        " named_parameters() or state_dict(). With the strategy fsdp, read it in the forward of the unit that holds it,"
+        " which gathers it.",
     )
 
 

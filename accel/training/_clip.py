@@ -180,7 +180,7 @@ def divide(ctx: DistContext, optimizer: Optimizer | Sequence[Optimizer], window:
     accum = window.accum
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     parameters = parameters_of(optimizers)
-    with refused_alike(ctx, parameters, "unscale_gradients"):
+    with refused_alike(ctx, parameters, "unscale_gradients", optimizers):
         [grads] = window_gradients(ctx, accum, parameters)
     scale_(grads, division(ctx, accum, total_weight(accum)))
     note_memory(each.grad for each in parameters if each.grad is not None)

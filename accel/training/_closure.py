@@ -69,7 +69,7 @@ def _evaluated(
         shared = start_sharing(ctx, added)
         run_backward(ctx, loss, factor)
     window = with_loss(shared(), loss)
-    with refused_alike(ctx, parameters, _WHERE):
+    with refused_alike(ctx, parameters, _WHERE, [optimizer]):
         [grads] = window_gradients(ctx, window, parameters)
     units, norm = total_weight(window), None
     if policy.reads:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -30,29 +30,26 @@ if TYPE_CHECKING:
 
 
 _BY_PREPARE = ("plan", "compile")
-_USED = "axes that divide parameters"  # note of a context
 
 
 def check_settings(ctx: DistContext, accum: Accumulation, optimizers: Sequence[Optimizer]) -> None:
     """Raise `ConfigError` if a setting of the launcher, or an axis cp, has no effect on a step.
 
-    A collective of the first step on a mesh with pp; otherwise no communication.
+    A collective of the first step of an optimizer on a mesh with pp; otherwise no communication.
     """
     if "accumulation" in ctx.launched:
         _check_accumulation(ctx, accum)
-    if "precision" in ctx.launched or "mesh" in ctx.launched:
-        parameters = parameters_of(optimizers)
-        if "precision" in ctx.launched and runs_without_autocast(parameters):
-            raise ConfigError(
-                "the precision of this run has no effect",
-                expected=f"forward passes in {ctx.precision.compute} ({ctx.launched['precision']})",
-                got="a prepared model that ran its forward without autocast",
-                where="optimizer_step",
-                fix="Run forward and loss in the block `with accel.autocast(ctx):`. For a model that is to have its"
-                " own: ctx = accel.replace(ctx, precision='fp32').",
-            )
-        if "mesh" in ctx.launched:
-            _check_mesh(ctx, parameters)
+    if "precision" in ctx.launched and runs_without_autocast(parameters_of(optimizers)):
+        raise ConfigError(
+            "the precision of this run has no effect",
+            expected=f"forward passes in {ctx.precision.compute} ({ctx.launched['precision']})",
+            got="a prepared model that ran its forward without autocast",
+            where="optimizer_step",
+            fix="Run forward and loss in the block `with accel.autocast(ctx):`. For a model that is to have its"
+            " own: ctx = accel.replace(ctx, precision='fp32').",
+        )
+    if "mesh" in ctx.launched:
+        _check_mesh(ctx, optimizers)
     if ctx.strategy not in ENGINES and not ctx.launched.keys().isdisjoint(_BY_PREPARE):
         _check_prepared(ctx, parameters_of(optimizers))
     check_context_used(ctx)
@@ -85,13 +82,13 @@ def _check_prepared(ctx: DistContext, parameters: Sequence[torch.Tensor]) -> Non
     )
 
 
-def _check_mesh(ctx: DistContext, parameters: Sequence[torch.Tensor]) -> None:
+def _check_mesh(ctx: DistContext, optimizers: Sequence[Optimizer]) -> None:
     # `check_context_used` checks the context axis, and `prepare` cuts every model along the pipeline axis
     others = {*SHARED_DIMS, *AXIS_NAMES["expert"]} - {*AXIS_NAMES["context"], *AXIS_NAMES["pipeline"]}
     asked = {name: axis.size for name, axis in ctx.position.axes if axis.size > 1 and name in others}
     if not asked:
         return
-    used = _used_axes(ctx, parameters)
+    used = _used_axes(ctx, optimizers)
     if idle := [f"{name}={size}" for name, size in asked.items() if name not in used]:
         raise ConfigError(
             "a dimension of this run's mesh has no effect",
@@ -103,16 +100,20 @@ def _check_mesh(ctx: DistContext, parameters: Sequence[torch.Tensor]) -> None:
         )
 
 
-def _used_axes(ctx: DistContext, parameters: Sequence[torch.Tensor]) -> set[str]:
+def _used_axes(ctx: DistContext, optimizers: Sequence[Optimizer]) -> set[str]:
     """Names of the axes along which a step's parameters are divided, in any stage of a pipeline. A collective of the
-    first step on a mesh with pp."""
-    own = {name for each in parameters if is_dtensor(each) for name in _split_along(each)}
+    first step of an optimizer on a mesh with pp."""
+    used = {name for each in parameters_of(optimizers) if is_dtensor(each) for name in _split_along(each)}
     if ctx.axis("pp").size == 1:
-        return own
-    if _USED not in ctx.comm.notes:
-        by_rank = exchange_values(ctx.comm, Call("optimizer_step", ordered=False), [*own], list[str])
-        ctx.comm.notes[_USED] = ",".join(sorted({name for names in by_rank for name in names}))
-    return own.union(ctx.comm.notes[_USED].split(","))
+        return used
+    marks = [ctx.comm.marks.find(each, "axes") for each in optimizers]
+    if None not in marks:
+        return used.union(*(cast(Any, each).note for each in marks))
+    by_rank = exchange_values(ctx.comm, Call("optimizer_step", ordered=False), [*used], list[str])
+    used = {name for names in by_rank for name in names}
+    for each in optimizers:
+        ctx.comm.marks.put(each, "axes", used)
+    return used
 
 
 def _split_along(parameter: DTensor) -> Iterator[str]:

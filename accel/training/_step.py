@@ -66,7 +66,7 @@ def step_here(
     # All refusals come before the first write: a rank that raises leaves parameters and gradients as they were.
     every = parameters_of(optimizers)
     left = leftovers_of(optimizers)
-    with refused_alike(ctx, every, "optimizer_step") as agrees:
+    with refused_alike(ctx, every, "optimizer_step", optimizers) as agrees:
         if agrees:
             left.refuse()
         else:

@@ -119,28 +119,34 @@ def window_gradients(
     return found
 
 
-_CHECKED = "stages have agreed: "  # a note of a context, with the name of a call
-
-
 @contextmanager
-def refused_alike(ctx: DistContext, parameters: Iterable[torch.Tensor], name: str) -> Generator[bool]:
+def refused_alike(
+    ctx: DistContext, parameters: Iterable[torch.Tensor], name: str, optimizers: Sequence[Optimizer] = ()
+) -> Generator[bool]:
     """Run the checks of a call on the gradients of parameters; yield whether all ranks raise what one refuses.
 
     Each stage of a pipeline checks other parameters, and the others would wait for a stage that raises alone. So the
-    first call of a name is a collective at the block's end. Later ones are not, as a step has no more messages than one
-    by hand: there the others learn of it when the rank ends. Ranks of a stage hold the same parameters, so they refuse
-    alike. A collective, too, where unused parameters have been announced.
+    first call of a name is a collective at the block's end, with optimizers the first call of each. Later ones are not,
+    as a step has no more messages than one by hand: there the others learn of it when the rank ends. Ranks of a stage
+    hold the same parameters, so they refuse alike. A collective, too, where unused parameters have been announced.
     """
     if ctx.world_size > 1:
         # Before gradients are listed: where no rank used a parameter, the exchange has left zeros, which would be
         # stepped.
         drop_unused(ctx, parameters)
-    note = f"{_CHECKED}{name}"
-    agrees = ctx.axis("pp").size > 1 and note not in ctx.comm.notes
+    callers = optimizers or [ctx.comm]
+    agrees = ctx.axis("pp").size > 1 and any(name not in _agreed_names(ctx, each) for each in callers)
     with agreed(ctx.comm, Call(name, ordered=False)) if agrees else nullcontext():
         yield agrees
     if agrees:
-        ctx.comm.notes[note] = "yes"
+        for each in callers:
+            ctx.comm.marks.put(each, "agreed", _agreed_names(ctx, each) | {name})
+
+
+def _agreed_names(ctx: DistContext, caller: object) -> frozenset[str]:
+    """The names of calls about which stages have agreed, of an optimizer, or of a context's calls without."""
+    mark = ctx.comm.marks.find(caller, "agreed")
+    return frozenset() if mark is None else cast("frozenset[str]", mark.note)
 
 
 def total_weight(window: Accumulation) -> float | torch.Tensor:

@@ -35,6 +35,30 @@ STAGE_PROGRAMS: tuple[Program, ...] = (
         ranks=2,
         mesh="pp=2",
     ),
+    *(
+        Program(
+            "parallel/axes/pipeline/_planned.py",
+            problem,
+            "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+            "        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))\n"
+            "    def one(self, x):\n        for each in self.blocks: x = each(x)\n        return x\n"
+            "    def forward(self, x): return torch.stack([self.one(each) for each in x])\n"
+            "model = Net(); batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))\n"
+            "expected = model(batch).sum().detach() / 6\n"
+            "Plan = accel.parallel.Plan; state = accel.train_state(ctx).next()\n"
+            "train = lambda model: accel.forward_backward(\n"
+            "    ctx, model, state, batch, loss_fn=lambda out: out.sum(), weight=6)[0]\n",
+            f"train(accel.prepare_model(ctx, model{example}))",
+            "Plan(micro_batches=len(batch))",
+            "torch.testing.assert_close(float(train(accel.prepare_model(ctx, model, plan={line}))), float(expected))",
+            ranks=2,
+            mesh="pp=2",
+        )
+        for problem, example in (
+            ("the forward calls modules in another order than the stages", ""),
+            ("the last stage calls none of its modules", ", example=batch"),
+        )
+    ),
     Program(
         "parallel/axes/pipeline/_held.py",
         "two stages of one rank read different parameters of one module",

@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import language_models as lm
 import pytest
@@ -207,6 +207,8 @@ def test_slips_are_refused_with_the_line_to_write(ranks: Simulator) -> None:
             Muon(model, **slip)
     with assert_raises(ConfigError, problem="no parameter to train"):
         Muon(nn.ReLU())
+    with assert_raises(ConfigError, got="list", fix=r"accel\.optim\.Muon\(model"):
+        Muon(cast(Any, [model[0].weight]))
 
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="dp=2", strategy="fsdp")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from catching import assert_raises
 from handwritten import Handwritten
 from handwritten._entry import cross_entropy, ids
 from handwritten.manners import Block, Words
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import accel
+from accel.errors import StageError
 from accel.parallel import Plan
 from accel.testing import Simulator
 
@@ -174,6 +176,57 @@ def test_a_number_is_no_item_from_before_that_equals_it(ranks: Simulator) -> Non
 
     for loss in ranks.run(run, 4, default_group=True):
         torch.testing.assert_close(loss, expected.detach())
+
+
+class Anneals(nn.Module):
+    """Returns the factor of the next block."""
+
+    def __init__(self, number: Callable[[float], Any]) -> None:
+        super().__init__()
+        self.layer, self.number = nn.Linear(4, 4), number
+
+    def forward(self, x: Tensor, factor: Any) -> tuple[Tensor, Any]:
+        return x + self.layer(x) * factor, self.number(float(factor) / 2)
+
+
+class Annealed(nn.Module):
+    """Counts its forwards, and passes a factor of them to its first block."""
+
+    def __init__(self, number: Callable[[float], Any], most: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Anneals(number) for _ in range(4))
+        self.forwards, self.most = 0, most
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards = min(self.forwards + 1, self.most)
+        factor: Any = float(self.forwards)
+        for block in self.blocks:
+            x, factor = block(x, factor)
+        return x
+
+
+def annealed(ctx: accel.DistContext, mesh: str, number: Callable[[float], Any], most: int) -> Tensor:
+    batch = torch.linspace(-1, 1, 32).view(8, 4).sin().double()
+    torch.manual_seed(0)
+    ctx = accel.replace(ctx, mesh=mesh)
+    model = accel.prepare_model(ctx, Annealed(number, most).double(), plan=Plan(micro_batches=4))
+    loss, _ = accel.forward_backward(
+        ctx, model, begin_batch(ctx), batch, loss_fn=lambda output: output.square().sum(), weight=batch.numel()
+    )
+    return loss
+
+
+def test_a_number_of_a_block_that_varies_between_micro_batches_is_refused(ranks: Simulator) -> None:
+    """Stages would compute with the number in the record. Tensors are sent."""
+    with assert_raises(
+        StageError, problem="another number than in the record", fix=r"torch\.tensor\(number\)"
+    ) as caught:
+        _ = ranks.run(lambda ctx: annealed(ctx, "pp=2", float, 4), 2, default_group=True)
+    assert "expected 0.5" in str(caught.value)
+    for number, most in ((torch.tensor, 4), (float, 1)):
+        expected = annealed(accel.single(), "", number, most)
+        for loss in ranks.run(lambda ctx, of=(number, most): annealed(ctx, "pp=2", *of), 2, default_group=True):
+            torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("change", [(States, _sets_fields), (Item, _sets_attributes)])

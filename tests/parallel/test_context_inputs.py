@@ -72,3 +72,8 @@ def test_an_input_is_known_by_its_key_in_a_mapping(ranks: Simulator) -> None:
 
 def test_an_input_without_elements_stays_as_it_is(ranks: Simulator) -> None:
     check(ranks, [{"none": torch.zeros(2, OWN, 0)}], {})
+
+
+def test_what_was_cut_is_known_though_its_values_repeat_on_all_ranks(ranks: Simulator) -> None:
+    """Such as factors of positions in documents of one length."""
+    check(ranks, [{"factors": FACTORS[:1, : OWN // 2].repeat(2, 4)}], {"factors": 1})

@@ -169,6 +169,30 @@ def test_experts_of_single_layers_and_in_dicts_train_as_in_one_process(ranks, mo
     assert cell(ranks, name, Mesh(axes, strategy, _prepared), accumulations=(3,)) <= TOLERANCE
 
 
+class PairBlock(Block):
+    """Has experts of two layers that tensor parallelism would divide without an example."""
+
+    def __init__(self, kind: str = "hit") -> None:
+        super().__init__(kind)
+        pairs = (nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, WIDTH)) for _ in range(EXPERTS))
+        self.experts = nn.ModuleList(pairs)
+
+
+@pytest.mark.parametrize("axes", ["tp=2,ep=2", pytest.param("dp=2,tp=2,ep=2", marks=pytest.mark.slow)])
+def test_layers_of_experts_along_ep_are_not_divided_along_tp(ranks, monkeypatch, axes):
+    """A plan of the user's that names them is refused."""
+
+    def prepare(ctx: accel.DistContext, model: Any, optimizer: Any, _example: Any) -> Any:
+        experts = PLAN.experts
+        styles = {"layers.*.experts.*.0": "colwise", "layers.*.experts.*.2": "rowwise", "head": "colwise_gather_output"}
+        with assert_raises(PrepareError, got=r"layers\.\*\.experts\.\*\.0, layers\.\*\.experts\.\*\.2$"):
+            _ = accel.prepare(ctx, model, optimizer, plan=accel.parallel.Plan(experts=experts, tensor=styles))
+        return accel.prepare(ctx, model, optimizer, plan=accel.parallel.Plan(experts=experts))
+
+    monkeypatch.setitem(families.FAMILIES, "pairs", Family(functools.partial(Words, "hit", PairBlock), "", {}))
+    assert cell(ranks, "pairs", Mesh(axes, "fsdp", prepare), accumulations=(3,)) <= TOLERANCE
+
+
 class Net(nn.Module):
     def __init__(self, block: nn.Module | None = None) -> None:
         super().__init__()

@@ -220,37 +220,55 @@ class WithLoss(nn.Module):
         return total / targets.numel()
 
 
-@pytest.mark.parametrize("loss", ["vocab", "linear", "logprobs"])
+def losses_of_steps(
+    ctx: accel.DistContext, loss: str, mesh: str = "", head: Any = "colwise", length: int = 6
+) -> list[float]:
+    """Losses that a model returns in three steps."""
+    torch.manual_seed(0)
+    ctx = accel.replace(ctx, mesh=mesh) if mesh else ctx
+    net = WithLoss(ctx, loss).double()
+    ids = torch.arange(2 * length).view(2, length) * 7 % WORDS
+    part = accel.parallel.split_sequence(ctx, {"ids": ids, "targets": (ids + 1) % WORDS}, shift=())
+    batch = part["ids"], part["targets"]
+    example = None if "cp" in mesh else batch
+    styles = {"up": "colwise", "down": "rowwise", "head": head}
+    plan = accel.parallel.Plan(head=head) if example else accel.parallel.Plan(tensor=styles)
+    model, optimizer = accel.prepare(
+        ctx, net, torch.optim.SGD(net.parameters(), lr=0.5), example=example, plan=plan if mesh else None
+    )
+    state, found = accel.train_state(ctx), list[float]()
+    for _ in range(3):
+        state = begin_batch(ctx, state)
+        mean = model(*batch)
+        found.append(float(mean.detach()))
+        state = accel.optimizer_step(ctx, optimizer, accel.backward(ctx, mean, state, weight=1))
+    return found
+
+
+LOSSES = ("vocab", "linear", "logprobs")
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 def test_a_loss_in_a_forward_with_a_plan_that_is_found(ranks: Simulator, loss: str) -> None:
     """The plan is found on one rank, so the loss does not communicate then. The head is divided as the plan says."""
-
-    def losses(ctx: accel.DistContext, mesh: str = "", head: Any = "colwise") -> list[float]:
-        torch.manual_seed(0)
-        ctx = accel.replace(ctx, mesh=mesh) if mesh else ctx
-        net = WithLoss(ctx, loss).double()
-        plan = accel.parallel.Plan(head=head)
-        model, optimizer = accel.prepare(
-            ctx, net, torch.optim.SGD(net.parameters(), lr=0.5), example=(IDS, TARGETS), plan=plan
-        )
-        state, found = accel.train_state(ctx), list[float]()
-        for _ in range(3):
-            state = begin_batch(ctx, state)
-            mean = model(IDS, TARGETS)
-            found.append(float(mean.detach()))
-            state = accel.optimizer_step(ctx, optimizer, accel.backward(ctx, mean, state, weight=1))
-        return found
-
-    expected = losses(accel.single())
-    for found in ranks.run(lambda ctx: losses(ctx, "tp=2"), 2, default_group=True):
+    expected = losses_of_steps(accel.single(), loss)
+    for found in ranks.run(lambda ctx: losses_of_steps(ctx, loss, "tp=2"), 2, default_group=True):
         assert found == pytest.approx(expected, rel=1e-10)
 
     def gathered(ctx: accel.DistContext) -> bool:
         with assert_raises(ConfigError, fix=r'plan=accel\.parallel\.Plan\(head="colwise"\)'):
-            _ = losses(ctx, "tp=2", None)
+            _ = losses_of_steps(ctx, loss, "tp=2", None)
         return True
 
     if loss != "linear":  # which takes a whole weight too
         assert ranks.run(gathered, 2, default_group=True) == [True, True]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_in_a_forward_takes_own_words_of_own_positions(ranks: Simulator, loss: str) -> None:
+    expected = losses_of_steps(accel.single(), loss, length=8)
+    runs = ranks.run(lambda ctx: losses_of_steps(ctx, loss, "cp=2,tp=2", length=8), 4, default_group=True)
+    assert all(found == pytest.approx(expected, rel=1e-10) for found in runs)
 
 
 class ScaledHead(nn.Linear):

@@ -1001,21 +1001,23 @@ PROGRAMS: tuple[Program, ...] = (
         ranks=2,
         mesh="tp=2",
     ),
-    Program(
-        "parallel/_watches.py",
-        "the forward computes with a parameter as ranks keep it",
-        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        "        self.block, self.up, self.down = nn.Linear(2, 2), nn.Linear(2, 4), nn.Linear(4, 2)\n"
-        "    def forward(self, x):\n"
-        "        weight = dict(self.named_parameters())['block.weight']; return self.down(self.up(x @ weight))\n"
-        "net = Net(); x = torch.ones(4, 2); expected = net(x)\n"
-        "plan = accel.parallel.Plan(tensor={'up': 'colwise', 'down': 'rowwise'})\n",
-        "accel.prepare_model(ctx, net, plan=plan)(x)",
-        "weight = self.block.weight",
-        "def forward(self, x): {line}; return self.down(self.up(x @ weight))\n"
-        "Net.forward = forward; torch.testing.assert_close(accel.prepare_model(ctx, net, plan=plan)(x), expected)",
-        ranks=2,
-        mesh="tp=2",
+    *(
+        Program(
+            "parallel/_watches.py",
+            "the forward computes with a parameter as ranks keep it",
+            "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+            "        self.block, self.up, self.down = nn.Linear(2, 2), nn.Linear(2, 4), nn.Linear(4, 2)\n"
+            f"    def forward(self, x):\n        weight = {read}; return self.down(self.up(x @ weight))\n"
+            "net = Net(); x = torch.ones(4, 2); expected = net(x)\n"
+            "plan = accel.parallel.Plan(tensor={'up': 'colwise', 'down': 'rowwise'})\n",
+            "accel.prepare_model(ctx, net, plan=plan)(x)",
+            "weight = self.block.weight",
+            "def forward(self, x): {line}; return self.down(self.up(x @ weight))\n"
+            "Net.forward = forward; torch.testing.assert_close(accel.prepare_model(ctx, net, plan=plan)(x), expected)",
+            ranks=2,
+            mesh="tp=2",
+        )
+        for read in ("dict(self.named_parameters())['block.weight']", "self.get_parameter('block.weight')")
     ),
     Program(
         "parallel/_brought_shards.py",

@@ -87,6 +87,20 @@ def test_blocks_and_the_rest_are_sharded_in_place(ranks):
     _under(ranks, rank)
 
 
+def test_slices_of_sharded_containers_are_containers_of_the_same_layers(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        model = _model(nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Tanh()).double())
+        spread = accel.prepare_model(ctx, copy.deepcopy(model))
+        inputs = _inputs(ctx)
+        _ = spread(inputs)
+        for sliced, same in ((spread[1:3], model[1:3]), (spread[2][:1], model[2][:1])):
+            assert type(sliced) is nn.Sequential
+            torch.testing.assert_close(sliced(inputs), same(inputs), **TOLERANCE)
+        assert spread[1:3][0] is spread[1]
+
+    _under(ranks, rank)
+
+
 def test_one_rank_keeps_the_model_as_it_is():
     ctx = accel.single(strategy="fsdp")
     model = _model()

@@ -20,6 +20,7 @@ from torch.optim import SGD
 import accel
 from accel.config import ConfigFile, resolve
 from accel.errors import ConfigError, PrepareError
+from accel.testing import Simulator
 
 FOUR = {"ACCEL_ACCUMULATION": "4"}
 HALF = {"ACCEL_PRECISION": "bf16"}
@@ -223,23 +224,31 @@ class _Stages(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("divides", [True, False])
-def test_a_mesh_that_one_stage_uses_has_its_effect(ranks, divides):
-    """And one that no stage uses is refused on all ranks."""
+_DIVIDED = {"blocks.0.0": "colwise", "blocks.0.2": "rowwise"}
 
-    def rank(ctx: accel.DistContext) -> bool | None:
+
+def _step_of_stages(ctx: accel.DistContext, tensor: Any) -> bool | None:
+    net = _Stages()
+    plan = accel.parallel.Plan(tensor=tensor, micro_batches=2)
+    model, optimizer = accel.prepare(ctx, net, SGD(net.parameters(), lr=0.1), plan=plan)
+    _, state = accel.forward_backward(
+        ctx, model, begin_batch(ctx), torch.ones(4, 4), loss_fn=lambda output: output.square().sum(), weight=4
+    )
+    return accel.optimizer_step(ctx, optimizer, state).stepped
+
+
+@pytest.mark.parametrize("first", ["divided", "whole"])
+def test_a_mesh_that_one_stage_uses_has_its_effect(ranks: Simulator, first: str) -> None:
+    """And one that no stage uses is refused on all ranks, whatever other models use."""
+
+    def rank(ctx: accel.DistContext) -> bool:
         ctx = _on_mesh(ctx, "pp=2,tp=2")
-        net = _Stages()
-        tensor = {"blocks.0.0": "colwise", "blocks.0.2": "rowwise"} if divides else {}
-        plan = accel.parallel.Plan(tensor=tensor, micro_batches=2)
-        model, optimizer = accel.prepare(ctx, net, SGD(net.parameters(), lr=0.1), plan=plan)
-        _, state = accel.forward_backward(
-            ctx, model, begin_batch(ctx), torch.ones(4, 4), loss_fn=lambda output: output.square().sum(), weight=4
-        )
-        if divides:
-            return accel.optimizer_step(ctx, optimizer, state).stepped
-        with assert_raises(ConfigError, got="none along tp=2"):
-            _ = accel.optimizer_step(ctx, optimizer, state)
+        for kind in [first, *({"divided", "whole"} - {first})]:
+            if kind == "divided":
+                assert _step_of_stages(ctx, _DIVIDED)
+            else:
+                with assert_raises(ConfigError, got="none along tp=2"):
+                    _ = _step_of_stages(ctx, {})
         return True
 
     assert ranks.run(rank, 4, default_group=True) == [True] * 4

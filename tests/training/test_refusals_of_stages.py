@@ -104,15 +104,22 @@ def _alike(
     strategy: str,
     finish: Finish,
     spare: int | None = None,
+    others: int = 0,
 ) -> str:
-    """Return what all ranks have raised in a first step, or "stepped"."""
+    """Return what all ranks have raised in a model's first step, or "stepped". `others`: models that step before."""
+
+    def prepared(ctx: accel.DistContext, spare: int | None) -> tuple[Any, Any]:
+        net = Net(spare)
+        plan = accel.parallel.Plan(micro_batches=2)
+        return accel.prepare(ctx, net, SGD(net.parameters(), lr=0.1), plan=plan)
 
     def run(ctx: accel.DistContext) -> str:
         torch.manual_seed(0)
         ctx = accel.replace(ctx, mesh=mesh, strategy=strategy)
-        net = Net(spare)
-        plan = accel.parallel.Plan(micro_batches=2)
-        model, optimizer = accel.prepare(ctx, net, SGD(net.parameters(), lr=0.1), plan=plan)
+        for _ in range(others):
+            model, optimizer = prepared(ctx, None)
+            assert _step(ctx, model, optimizer, _window(ctx, model))
+        model, optimizer = prepared(ctx, spare)
         state = _window(ctx, model)
         try:
             _ = finish(ctx, model, optimizer, state)
@@ -141,6 +148,12 @@ def test_a_parameter_without_a_gradient_in_one_stage_is_an_error_of_all_ranks(
 ) -> None:
     told = f"StepError: rank {rank}: parameters took no part in the loss, so gradients were not exchanged"
     assert _alike(ranks, 4, "dp=2,pp=2", strategy, finish, spare) == told
+
+
+@pytest.mark.parametrize("spare", [0, 3])
+def test_stages_agree_in_the_first_step_of_each_model(ranks: Simulator, spare: int) -> None:
+    found = _alike(ranks, 4, "dp=2,pp=2", "ddp", _step, spare, others=1)
+    assert found.startswith(f"StepError: rank {spare and 2}: parameters took no part in the loss")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -17,6 +18,9 @@ from accel.parallel._modules import tensor_notes
 from accel.parallel.logits._logits import DeferredLogits
 from accel.parallel.parts import PartTensor, RowLayout, plain_of
 from accel.parallel.parts._layout import even
+from accel.parallel.parts._local_map import local_map
+from accel.parallel.parts._nested import rows_in
+from accel.parallel.parts._part import layout_of
 from accel.tensors import is_dtensor, is_half
 
 if TYPE_CHECKING:
@@ -131,7 +135,8 @@ def check_logits(logits: torch.Tensor, targets: torch.Tensor, *, where: str, spl
 
 
 def own_words(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return this rank's classes, along a dimension, of a tensor in the forward of a divided model: a plain tensor.
+    """Return this rank's classes, along a dimension, of a tensor in the forward of a divided model: a plain tensor; on
+    a mesh with cp a part of positions.
 
     `group`: of the ranks along tp in the caller's context; None without any, which is an error for a part.
     """
@@ -154,7 +159,7 @@ def own_words(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -
             where="forward",
             fix='Give the head the style "colwise".',
         )
-    return plain_of(tensor)
+    return rows_in(plain_of(tensor))
 
 
 def divided_words(model: nn.Module) -> int | None:
@@ -170,7 +175,7 @@ def row_scores(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cross entropy of each target, NaN for one that is no class, and the entropy of its classes.
 
-    Two messages along tp; none without `comm`, and none in the backward.
+    Two messages along tp; none without `comm`, and none in the backward. Parts of positions give parts.
 
     Args:
         logits: of this rank's classes, fp32 or float64, shape [..., classes].
@@ -182,6 +187,10 @@ def row_scores(
     Returns:
         Cross entropies and entropies, shape [...].
     """
+    positions = layout_of(logits)
+    if positions is not None:
+        scores = partial(row_scores, comm=comm, entropy=entropy, ignore_index=ignore_index)
+        return local_map(scores, (positions.dim, positions.dim), out=positions.dim)(logits, targets)
     ignored = targets == ignore_index
     known = targets.masked_fill(ignored, 0).flatten()
     losses, entropies = cast(Any, _RowScores).apply(logits.flatten(0, -2), known, comm, entropy)

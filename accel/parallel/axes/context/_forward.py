@@ -55,6 +55,7 @@ from accel.parallel.axes.context._split import (
     has_all_positions,
     is_cut,
     is_cut_along,
+    is_part,
     note_attention,
     note_cut,
     own_losses,
@@ -259,7 +260,7 @@ class Positions:
 
     def note_uncut(self, given: Inputs) -> None:
         """Note inputs that are not cut, though as long as one that is: samples that all ranks hold, such as images. A
-        collective of the first call with such an input.
+        collective of the first call with such an input that `split_sequence` has not returned.
 
         Integers for each position are not compared: those of packed documents of one length are alike on all ranks.
         """
@@ -269,7 +270,7 @@ class Positions:
         for path, each in leaves(given):
             is_plain = isinstance(each, Tensor) and not isinstance(each, PartTensor)
             at = self.cut_dim(each, 1) if is_plain else None
-            if at is None or not (each.is_floating_point() or each.dim() > 3):
+            if at is None or is_part(self.ctx, each) or not (each.is_floating_point() or each.dim() > 3):
                 continue
             if path not in self.alike:
                 self.alike[path] = self.ranks.hold_alike(each.detach(), at)

@@ -78,10 +78,11 @@ class PositionRegion(PartRegion, nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. A graph does not see what is around it, so a call alone is refused here, and a model that
         is one graph gets parts."""
-        positions: Any = notes_of(self).get("positions")
+        notes = notes_of(self)
+        positions: Any = notes.get("positions")
         if is_dynamo_compiling() or positions is None:  # None for a new model of the class
             return super().__call__(*args, **kwargs)
-        if self not in positions.roots:
+        if "within" in notes:
             return self._called(*args, **kwargs)
         own: Any = super(PartRegion, self)
         if not _is_one_graph(self):
@@ -231,6 +232,8 @@ def compile_inside(model: nn.Module, ranks: PositionRanks, positions: Any) -> No
     allow_in_graphs()
     compiled = [each for each in model.modules() if is_compiled(each)]
     for each in compiled:
+        if each is not model and each not in positions.roots:
+            note_module(each, within=True)
         note_module(each, positions=positions)
         setattr(each, RANKS, ranks)
     add_mixin(compiled, PositionRegion)

@@ -142,6 +142,11 @@ def is_cut_along(ctx: DistContext, dim: int) -> bool:
     return str(dim) in ctx.comm.notes.get(_DIMS, "").split()
 
 
+def is_part(ctx: DistContext, tensor: Tensor) -> bool:
+    """Return whether `split_sequence` has returned a tensor. Copies and what is computed of it are not known."""
+    return ctx.comm.marks.find(tensor, "cut") is not None
+
+
 @contextlib.contextmanager
 def all_positions(ctx: DistContext) -> Generator[None]:
     """Let attention only see the positions of its inputs, if these are all. Mutates the context's handle."""
@@ -304,6 +309,8 @@ def split_sequence(
         for each in batch.values():
             note_cut_dim(ctx, dim % each.dim())
         whole = {name: _own(each, dim, rank, size) for name, each in whole.items()}
+        for each in whole.values():
+            ctx.comm.marks.put(each, "cut")
     return whole
 
 

@@ -15,7 +15,7 @@ from accel.errors import AccelError, PrepareError
 from accel.mixins import add_mixin
 from accel.parallel._empty import values_or_room
 from accel.parallel._labels import replace_parameter
-from accel.parallel._modules import named_modules
+from accel.parallel._modules import matching, named_modules
 from accel.parallel._refused import ModelRefusal, PrepareCall, RefusedFact, raised, refused
 from accel.parallel._spread import ModelView, Spread, SpreadOptions, compare_models
 from accel.parallel.axes.experts._expert_plan import (
@@ -37,7 +37,7 @@ from accel.parallel.axes.experts._layer import (
     run_sorted,
 )
 from accel.parallel.axes.experts._listed import ListedBlock, ListedExperts, follow_calls, run_block, run_listed
-from accel.topology import dimension_of
+from accel.topology import Plan, dimension_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -49,6 +49,12 @@ class ExpertOptions(SpreadOptions, frozen=True, kw_only=True):
     """Options of expert parallelism; see `Plan`."""
 
     experts: Mapping[str, str] | Literal["model"] = "model"
+    divided: tuple[str, ...] = ()  # patterns of the plan's styles along tp
+
+
+def _options_from(plan: Plan) -> ExpertOptions:
+    divided = () if isinstance(plan.tensor, str) else tuple(plan.tensor)
+    return ExpertOptions(experts=plan.experts, divided=divided)
 
 
 def _is_done(ctx: DistContext, view: ModelView) -> bool:
@@ -89,6 +95,18 @@ def _check_styles(ctx: DistContext, view: ModelView, options: ExpertOptions) -> 
             got=f"local for {', '.join(alone)}",
             where=_WHERE,
             fix="Leave tp out of the mesh, or let the module's forward take (tokens, indices, weights).",
+        )
+    paths = [path for path, _ in named_modules(view.inner.model)]
+    within = tuple(f"{path}." for path in styles)
+    twice = [each for each in options.divided if any(f"{at}.".startswith(within) for at in matching(paths, each))]
+    if twice and ctx.axes.tp > 1:
+        raise PrepareError(
+            "a plan divides experts along tp, which ranks along ep hold",
+            expected="styles of layers outside of the experts",
+            got=", ".join(twice),
+            where="prepare_model, Plan.tensor",
+            fix="Leave them out of Plan.tensor: ranks along tp dispatch a part of the tokens each, and divide the rest"
+            " of the model.",
         )
 
 
@@ -150,7 +168,7 @@ def _own_part(ctx: DistContext, parameter: nn.Parameter, mesh: DeviceMesh, dim: 
 
 EXPERT = Spread(
     dimension="expert",
-    options_from=lambda plan, _keywords, _view: ExpertOptions(experts=plan.experts),
+    options_from=lambda plan, _keywords, _view: _options_from(plan),
     is_done=_is_done,
     refusals=_refusals,
     spread=_spread,

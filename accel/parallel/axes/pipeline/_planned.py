@@ -24,6 +24,11 @@ from accel.tree._walk import Containers
 
 Stages = Sequence[Sequence[str]]
 FIX = "Pass accel.prepare(..., example=batch), a batch like this one, so that the stages hold what it needs."
+_ORDERS = (
+    "Pass accel.prepare(..., example=batch), a batch like this one, so that the stages hold what it needs. For a loop"
+    " over the samples of a batch, compute on all of them at once, or make micro-batches of one sample, without"
+    " example=: Plan(micro_batches=len(batch))."
+)
 
 
 class Planned(NamedTuple):
@@ -243,11 +248,11 @@ def begins_by_holdings(record: ForwardRecord, holds: Sequence[frozenset[str]]) -
                 "the forward calls modules in another order than the stages",
                 expected="no module of a stage behind one of a later stage",
                 got=f"{path} of stage {holders[0] if holders else 'none'} behind stage {len(begins) - 1}",
-                fix=FIX,
+                fix=_ORDERS,
             )
         begins += [number] * (later[0] - len(begins) + 1)
     if len(begins) < len(holds):
-        raise StageError("the last stage calls none of its modules", got=", ".join(record.paths[:20]), fix=FIX)
+        raise StageError("the last stage calls none of its modules", got=", ".join(record.paths[:20]), fix=_ORDERS)
     return tuple(begins)
 
 

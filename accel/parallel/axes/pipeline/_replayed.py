@@ -22,11 +22,7 @@ from accel.parallel._calls import Plain, grow_cache, take_apart, tapped
 from accel.parallel._containers import change_items, changeable_in, items_of, new_items
 from accel.parallel._fakes import placeholder
 from accel.parallel._micro_batches import MicroBatch, of_stage
-from accel.parallel._private import (
-    hook_count,
-    sequence_number,
-    unchanged_version,
-)
+from accel.parallel._private import hook_count, sequence_number, unchanged_version
 from accel.parallel._record import ForwardRecord, Label, Leaf, UnitCall, place_of
 from accel.parallel.axes.pipeline._cut import Cut, StageCut
 from accel.parallel.axes.pipeline._work import (
@@ -266,11 +262,14 @@ class StageRun:
         finally:
             self._inside = False
         self._nodes.append((first, sequence_number(), known.path))
-        if self.seen is None and not any(each.call == at for each in self._stage.gives):
+        is_answered = self._stage.end < len(self._calls) and known.has_numbers()
+        if self.seen is None and not is_answered and not any(each.call == at for each in self._stage.gives):
             return result
         for number, value in self._leaves(known, module, result, given, held, taps):
             if isinstance(value, torch.Tensor):
                 self._give(Label("output", at, number), value)
+            elif is_answered:
+                known.check_number(number, value)
         return result
 
     def _leaves(

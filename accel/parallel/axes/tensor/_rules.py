@@ -57,19 +57,19 @@ def rules_of(
     regions: Regions | None = None,
     shares_tokens: bool = False,
     is_stage: bool = False,
-    is_found: bool = False,
+    skips_experts: bool = False,
 ) -> dict[str, Rule]:
     """Return the rule of each module that has parameters or that the plan names, by path.
 
     Raises `PrepareError` with all problems. `shares_tokens`: between the regions, each rank holds its tokens.
-    `is_stage`: modules without parameters are other stages', without a rule. `is_found`: experts that ranks along ep
-    hold get none, as who found the plan did not know of these ranks.
+    `is_stage`: modules without parameters are other stages', without a rule. `skips_experts`: experts that ranks along
+    ep hold get none, as a plan that no user wrote may name them.
     """
     styles, problems = match(plan, [path for path, _ in named_modules(model)])
     if is_stage:
         full = (path for path in styles if any(True for _ in model.get_submodule(path).parameters()))
         styles = {path: styles[path] for path in full}
-    if is_found:
+    if skips_experts:
         styles = {path: style for path, style in styles.items() if not _is_sharded(model.get_submodule(path))}
     styles = with_lora(model, _with_attention_outputs(model, styles, problems), problems)
     known = {path: cast(TensorStyle, style) for path, style in styles.items() if style in STYLES}

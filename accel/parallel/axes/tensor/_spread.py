@@ -338,7 +338,7 @@ def _rules(
         regions=options.regions,
         shares_tokens=options.sequence,
         is_stage=is_stage,
-        is_found=options.is_found,
+        skips_experts=options.is_found or options.tensor == "model",
     )
     return with_overlap(model, rules) if options.overlap else rules
 

@@ -10,6 +10,7 @@ import importlib.machinery
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 
 import moved_tests
@@ -74,3 +75,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.import_plugin("running")
     if "PYTEST_XDIST_WORKER" in os.environ:
         config.pluginmanager.import_plugin("turns")
+
+
+@pytest.hookimpl(trylast=True)  # behind Hypothesis, which only then may write
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """In the process that hands out tests, write Hypothesis's tables while the workers start."""
+    if session.config.getoption("dist", "no") != "no":
+        threading.Thread(target=profiles.write_tables).start()

@@ -90,12 +90,12 @@ def device_of(device: int | str | torch.device, *, where: str) -> torch.device:
     return found
 
 
-_ONLY_READ = {"F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"}
+ONLY_READ = {"F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"}
 
 
 def dtypes() -> dict[str, torch.dtype]:
     """Return the dtypes that weights may have, by name."""
-    only_read = {key: getattr(torch, name) for key, name in _ONLY_READ.items() if hasattr(torch, name)}
+    only_read = {key: getattr(torch, name) for key, name in ONLY_READ.items() if hasattr(torch, name)}
     return {**torch_dtypes(), "C128": torch.complex128, **only_read}
 
 

@@ -37,7 +37,7 @@ from accel.storage import (
     dtype_name,
     memory_of,
     read_header,
-    stored_dtype,
+    storable_dtype,
     view_tensors,
 )
 
@@ -72,8 +72,8 @@ class Saved:
     def stub(self, name: str) -> torch.Tensor:
         """Return a tensor of the stored dtype and shape, without values."""
         entry = self.entries[name]
-        dtype = getattr(torch, entry.dtype, None)
-        if not isinstance(dtype, torch.dtype) or stored_dtype(dtype) is None:
+        dtype = storable_dtype(entry.dtype)
+        if dtype is None:
             raise CheckpointError(f"tensor {name!r} has the unknown dtype {entry.dtype!r}", where=str(self.path))
         return torch.empty(entry.shape, dtype=dtype, device="meta")
 

@@ -27,8 +27,8 @@ from accel.estimate._model import Model, Parameter
 from accel.opening import open_regular, read_regular
 from accel.storage import (
     DTYPE_NAMES,
-    FLOATS,
     INDEX,
+    WEIGHT_FLOATS,
     WEIGHTS,
     Header,
     TensorHeader,
@@ -36,7 +36,6 @@ from accel.storage import (
     fetch_header,
 )
 
-_TRAINED = FLOATS | {"F8_E4M3", "F8_E5M2"}
 _PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 _FOUND = (INDEX, WEIGHTS, *_PICKLED)  # the first that is there counts
 _TIMM = "timm/"
@@ -122,7 +121,7 @@ def from_headers(path: Path) -> Model:
     headers = read_headers(path)
     parameters: list[Parameter] = []
     for name, entry in chain.from_iterable(header.tensors.items() for header in headers):
-        trained = entry.dtype in _TRAINED
+        trained = entry.dtype in WEIGHT_FLOATS
         dtype = "F32" if trained else entry.dtype
         parameters.append(Parameter(name=name, shape=entry.shape, dtype=dtype, file_dtype=entry.dtype, trained=trained))
     return Model(source=name_headers(path, headers), parameters=tuple(parameters))

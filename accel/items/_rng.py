@@ -21,7 +21,7 @@ from accel.comm import as_bytes
 from accel.context import DistContext
 from accel.errors import CheckpointError
 from accel.random import Key, RngState, capture_rng, restore_rng, seed_rng
-from accel.storage import dtype_name, stored_dtype
+from accel.storage import dtype_name, storable_dtype
 from accel.tensors import is_dtensor
 
 _NUMPY_WORDS = 624
@@ -186,8 +186,8 @@ def _to_bytes(name: str, tensor: torch.Tensor) -> _Tensor:
 
 
 def _from_bytes(tensor: _Tensor) -> torch.Tensor:
-    dtype = getattr(torch, tensor.dtype, None)
-    if not isinstance(dtype, torch.dtype) or stored_dtype(dtype) is None:
+    dtype = storable_dtype(tensor.dtype)
+    if dtype is None:
         raise ValueError(f"no dtype {tensor.dtype!r}")
     if not tensor.data:
         return torch.empty(tensor.shape, dtype=dtype)

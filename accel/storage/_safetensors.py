@@ -8,7 +8,6 @@ tensors without gaps. Headers are read without torch. Reference: https://github.
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -49,6 +48,7 @@ DTYPE_NAMES = {  # by torch's names
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 FLOATS = frozenset(("F64", "F32", "F16", "BF16"))  # dtypes that a cast of a model changes
+WEIGHT_FLOATS = FLOATS | {"F8_E4M3", "F8_E5M2"}  # dtypes of floating-point weights
 MEMORY_BITS = {**ITEM_BITS, "C128": 128}  # complex128 is in no file, but in memory
 
 
@@ -164,28 +164,8 @@ def _broken(problem: str, where: str) -> CheckpointError:
 
 def stored_dtype(dtype: torch.dtype) -> str | None:
     """Return the format's name of a dtype, None if it cannot be stored; complex128 is stored as pairs of F64."""
-    import torch
-
-    names = {
-        torch.float64: "F64",
-        torch.float32: "F32",
-        torch.float16: "F16",
-        torch.bfloat16: "BF16",
-        torch.float8_e4m3fn: "F8_E4M3",
-        torch.float8_e5m2: "F8_E5M2",
-        torch.int64: "I64",
-        torch.int32: "I32",
-        torch.int16: "I16",
-        torch.int8: "I8",
-        torch.uint8: "U8",
-        torch.uint16: "U16",
-        torch.uint32: "U32",
-        torch.uint64: "U64",
-        torch.bool: "BOOL",
-        torch.complex64: "C64",
-        torch.complex128: "F64",
-    }
-    return names.get(dtype)
+    name = dtype_name(dtype)
+    return "F64" if name == "complex128" else DTYPE_NAMES.get(name)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -254,14 +234,19 @@ def _view(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
     return torch.frombuffer(data if aligned else bytearray(data), dtype=dtype).view(shape)
 
 
-@functools.cache  # a look through torch's names takes half a millisecond
 def torch_dtypes() -> Mapping[str, torch.dtype]:
     """Return torch's dtypes by the format's names."""
     import torch
 
-    known = (getattr(torch, name) for name in dir(torch))
-    dtypes = [dtype for dtype in known if isinstance(dtype, torch.dtype) and dtype != torch.complex128]
-    return {name: dtype for dtype in dtypes if (name := stored_dtype(dtype)) is not None}
+    return {name: getattr(torch, own) for own, name in DTYPE_NAMES.items()}
+
+
+def storable_dtype(name: str) -> torch.dtype | None:
+    """Return the dtype of torch with a name that a file has, such as "bfloat16"; None if it cannot be stored."""
+    import torch
+
+    dtype = getattr(torch, name, None)
+    return dtype if isinstance(dtype, torch.dtype) and stored_dtype(dtype) is not None else None
 
 
 def read_reference(folder: OpenDirectory, name: str) -> Mapping[str, torch.Tensor]:

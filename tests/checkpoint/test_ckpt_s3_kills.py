@@ -22,10 +22,6 @@ from torch import nn
 import accel
 from accel.storage import RemotePath, as_place
 
-pytest.importorskip("s3fs", reason="needs accel-torch[s3]")
-server = pytest.importorskip("moto.server", reason="needs moto, an S3 server; it is in accel-torch[tests]")
-serving = pytest.importorskip("werkzeug.serving")
-
 pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of the server's and the client's own, and of forks
@@ -64,6 +60,10 @@ class Killer:
 
 @pytest.fixture(scope="module")
 def killer() -> Iterator[tuple[Killer, RemotePath]]:
+    # here, so that the default run, which has no test of this file, imports none of them
+    pytest.importorskip("s3fs", reason="needs accel-torch[s3]")
+    server = pytest.importorskip("moto.server", reason="needs moto, an S3 server; it is in accel-torch[tests]")
+    serving = pytest.importorskip("werkzeug.serving")
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     app = Killer(server.DomainDispatcherApplication(server.create_backend_app))
     running = serving.make_server("127.0.0.1", 0, app, True, request_handler=server.MotoRequestHandler)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,10 @@ import accel
 from accel import Cursor
 from accel.errors import DataError
 
-datasets = pytest.importorskip("datasets")
+
+def datasets() -> Any:
+    """Import the package here, so that workers that run no test of this file do not."""
+    return pytest.importorskip("datasets")
 
 
 def _read(shards: list[int]) -> Iterator[dict[str, int]]:
@@ -27,7 +31,7 @@ def _read(shards: list[int]) -> Iterator[dict[str, int]]:
 
 
 def _stream(shards: int = 4):
-    return datasets.IterableDataset.from_generator(_read, gen_kwargs={"shards": list(range(shards))})
+    return datasets().IterableDataset.from_generator(_read, gen_kwargs={"shards": list(range(shards))})
 
 
 def _steps(ctx, loader, cursor) -> list[tuple[list[int], Cursor]]:
@@ -72,7 +76,7 @@ def test_fewer_sources_than_ranks_are_refused(ranks):
 
 
 def _table(start: int, stop: int):
-    return datasets.Dataset.from_dict({"id": list(range(start, stop))}).to_iterable_dataset(num_shards=3)
+    return datasets().Dataset.from_dict({"id": list(range(start, stop))}).to_iterable_dataset(num_shards=3)
 
 
 def _same_rows(rows):
@@ -92,10 +96,10 @@ FORGETFUL = {
     "filtered": lambda: _shuffled().filter(lambda row: row["id"] % 3 > 0),
     "batched": lambda: _shuffled().batch(2).map(lambda rows: {"id": rows["id"][0]}),
     "first": lambda: _shuffled().take(20),
-    "interleaved": lambda: datasets.interleave_datasets([_shuffled(), _table(24, 30)], stopping_strategy=ALL),
-    "drawn": lambda: datasets.interleave_datasets([_shuffled(), _table(24, 40)], probabilities=[0.5, 0.5], seed=1),
-    "chained": lambda: datasets.concatenate_datasets([_table(24, 30), _shuffled()]),
-    "twice": lambda: datasets.concatenate_datasets([_shuffled(), _table(24, 30)]).shuffle(seed=1, buffer_size=4),
+    "interleaved": lambda: datasets().interleave_datasets([_shuffled(), _table(24, 30)], stopping_strategy=ALL),
+    "drawn": lambda: datasets().interleave_datasets([_shuffled(), _table(24, 40)], probabilities=[0.5, 0.5], seed=1),
+    "chained": lambda: datasets().concatenate_datasets([_table(24, 30), _shuffled()]),
+    "twice": lambda: datasets().concatenate_datasets([_shuffled(), _table(24, 30)]).shuffle(seed=1, buffer_size=4),
     "in a stream": lambda: Around(_shuffled()),
     "in streams": lambda: Around([Around(_table(24, 30)), Around(_shuffled())]),
 }
@@ -104,8 +108,8 @@ COMPLETE = {
     "mapped": lambda: _table(0, 24).map(_same_rows, batched=True, batch_size=5),
     "arrow": lambda: _table(0, 24).with_format("arrow").map(lambda table: table, batched=True).with_format("numpy"),
     "filtered": lambda: _table(0, 24).filter(lambda row: row["id"] % 3 > 0),
-    "chained": lambda: datasets.concatenate_datasets([_table(0, 9), _table(9, 24)]),
-    "interleaved": lambda: datasets.interleave_datasets([_table(0, 9), _table(9, 24)], stopping_strategy=ALL),
+    "chained": lambda: datasets().concatenate_datasets([_table(0, 9), _table(9, 24)]),
+    "interleaved": lambda: datasets().interleave_datasets([_table(0, 9), _table(9, 24)], stopping_strategy=ALL),
     "order of sources": lambda: _table(0, 24).shuffle(seed=3, buffer_size=1),
     "in a stream": lambda: Around(_table(0, 24)),
 }
@@ -228,9 +232,12 @@ def test_a_state_that_does_not_fit_leads_to_replay(workers):
     [
         (lambda: _table(0, 9).shuffle(buffer_size=3), True),
         (lambda: Around(_table(0, 9).shuffle(buffer_size=3).map(_same_rows)), True),
-        (lambda: datasets.interleave_datasets([_table(0, 9), _table(9, 18)], probabilities=[0.5, 0.5]), True),
+        (lambda: datasets().interleave_datasets([_table(0, 9), _table(9, 18)], probabilities=[0.5, 0.5]), True),
         (lambda: _table(0, 9).shuffle(seed=2**63, buffer_size=3), False),
-        (lambda: datasets.interleave_datasets([_table(0, 9), _table(9, 18)], probabilities=[0.5, 0.5], seed=0), False),
+        (
+            lambda: datasets().interleave_datasets([_table(0, 9), _table(9, 18)], probabilities=[0.5, 0.5], seed=0),
+            False,
+        ),
         (lambda: _table(0, 9), False),
     ],
 )

@@ -29,7 +29,7 @@ from accel.testing import _group, simulate_groups
 from accel.testing._collectives import Buffers
 
 DEVICE = counted_device.register()
-STEPS = 3
+STEPS = 2
 PLAN = accel.parallel.Plan(tensor={"0.0": "colwise", "1.0": "rowwise"})
 
 

@@ -35,21 +35,24 @@ def read() -> dict[str, tuple[str, float]]:
 def mark(items: Sequence[pytest.Item]) -> None:
     """Mark the tests that have moved by their runs, and all but the first case of a slow function as nightly."""
     moved = read()
+    slow: list[pytest.Item] = []
     seen = set[str]()  # functions of which the default run has a case, or CI's slow one
     for at, item in enumerate(items):
         item.stash[_PLACE] = at
         run, _ = moved.get(item.nodeid, ("default", 0.0))
         for each in RUNS[1 : RUNS.index(run) + 1]:
             item.add_marker(each)
-        function = item.nodeid.split("[")[0]
-        if run_of(item) == "default":
+        function, belongs = item.nodeid.split("[")[0], run_of(item)
+        if belongs == "default":
             seen.add(function)
+        elif belongs == "slow":
+            slow.append(item)
         elif run == "nightly":  # CI's case of this function was too long: no other takes its place
             seen |= {function, f"{function} slow"}
-    for item in items:
+    for item in slow:
         function = item.nodeid.split("[")[0]
         kept = item.get_closest_marker("kept")
-        if run_of(item) != "slow" or (kept is not None and kept.args == ("slow",)):
+        if kept is not None and kept.args == ("slow",):
             continue
         if function in seen and (item.nodeid in moved or f"{function} slow" in seen):
             item.add_marker("nightly")

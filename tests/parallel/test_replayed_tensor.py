@@ -164,8 +164,8 @@ def test_divided_stages_take_the_steps_of_one_process(ranks: Simulator, mesh: st
 def test_a_table_that_two_stages_read_gets_the_sum_of_their_gradients(ranks: Simulator) -> None:
     """Where its module is divided: its attribute is a plain part then, and no parameter."""
     plan = _plan(stages=BLOCKS, tensor=TENSOR | {"table": "replicated_local"})
-    work = partial(train, make=Reading, plan=plan, mesh="pp=2,tp=2", accumulation=2, example=EXAMPLE)
-    parameters, figures = differences(ranks.run(work, 4, default_group=True), by_hand(Reading, accumulation=2))
+    work = partial(train, make=Reading, plan=plan, mesh="pp=2,tp=2", example=EXAMPLE)
+    parameters, figures = differences(ranks.run(work, 4, default_group=True), by_hand(Reading))
     assert parameters < 1e-10
     assert figures < 1e-10
 

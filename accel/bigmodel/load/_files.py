@@ -20,7 +20,7 @@ from accel.checkpoint._retention import all_tensors
 from accel.errors import CheckpointError, ConfigError
 from accel.errors._checks import did_you_mean
 from accel.fakes import fake_mode
-from accel.storage import CHUNK, PAGE, ByteRanges, Header, LocalRanges, Passed, Wanted, fetch_header
+from accel.storage import CHUNK, PAGE, ByteRanges, Header, LocalRanges, Passed, Wanted, fetch_header, storable_dtype
 
 
 def safetensors_in(ranges: ByteRanges, name: str, where: str) -> dict[str, Strided]:
@@ -71,8 +71,8 @@ def checkpoint_tensors(ranges: ByteRanges, manifest: Manifest, where: str) -> di
     for name, entry in all_tensors(manifest).items():
         if not name.startswith(prefix):
             continue
-        dtype = getattr(torch, entry.dtype, None)
-        if not isinstance(dtype, torch.dtype):
+        dtype = storable_dtype(entry.dtype)
+        if dtype is None:
             raise CheckpointError(f"tensor {name!r} has the unknown dtype {entry.dtype!r}", where=where)
         stored = manifest.aliases.get(name, name)
         parts: list[StridedPart] = []

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from accel.bigmodel._arguments import check_dtype, device_of, dtype_of
+from accel.bigmodel._arguments import ONLY_READ, check_dtype, device_of, dtype_of
 from accel.bigmodel.plan import STORES, DeviceMap, check_map
 from accel.checkpoint import Recipe
 from accel.checkpoint._boxes import Box, whole
@@ -23,6 +23,7 @@ from accel.errors import CheckpointError, ConfigError, StreamError
 from accel.parallel._empty import is_unknown
 from accel.parallel._modules import check_module, clean_name, is_pipelined, reshard, unwrap_model
 from accel.parallel.axes.pipeline import pipeline_of
+from accel.storage import WEIGHT_FLOATS
 from accel.tensors import become, is_absent, is_dtensor, local_part, packed_weights, split_dims
 
 DeviceChoice = DeviceMap | int | str | torch.device | None
@@ -225,7 +226,7 @@ def _target(
 
 
 _MOST_LINES = 20  # of each kind in an error
-_FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+_FLOATS = WEIGHT_FLOATS | ONLY_READ.keys()
 
 Patterns = str | Iterable[str]
 

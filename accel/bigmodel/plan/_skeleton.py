@@ -13,7 +13,7 @@ import msgspec
 
 from accel.errors import ConfigError
 from accel.errors._checks import check_choice, did_you_mean
-from accel.storage import FLOATS, MEMORY_BITS, tensor_bytes
+from accel.storage import DTYPE_NAMES, FLOATS, MEMORY_BITS, WEIGHT_FLOATS, tensor_bytes
 from accel.terminal import natural_key
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 ALIGNMENT = 512  # bytes to which torch's CUDA allocator rounds each tensor
-_STORED = FLOATS | {"F8_E4M3", "F8_E5M2"}
 
 
 class Weight(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,10 +94,10 @@ def _aligned(nbytes: int) -> int:
 
 
 def _check_storage(weight: Weight, where: str) -> None:
-    if weight.storage_dtype not in _STORED:
+    if weight.storage_dtype not in WEIGHT_FLOATS:
         raise ConfigError(
             "a weight cannot be stored in this dtype",
-            expected=", ".join(sorted(_STORED)),
+            expected=", ".join(sorted(WEIGHT_FLOATS)),
             got=repr(weight.storage_dtype),
             where=f"{where}, storage_dtype",
         )
@@ -318,14 +317,7 @@ def _refuse_twice(kind: str, names: Iterator[str]) -> None:
         raise ConfigError(f"two {kind} with one name", got=", ".join(map(repr, twice[:5])), where="Skeleton")
 
 
-_NAMES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-}
+_NAMES = {name: known for name, known in DTYPE_NAMES.items() if known in WEIGHT_FLOATS}
 
 
 def torch_name(name: str) -> str:

@@ -39,10 +39,8 @@ from accel.engines.quantized._describe import (
 )
 from accel.errors import ConfigError
 from accel.parallel._modules import named_modules
-from accel.storage import RemotePath
+from accel.storage import FLOATS, RemotePath
 from accel.tensors import Packed
-
-_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class Other(NamedTuple):
@@ -100,7 +98,7 @@ def _is_quantized(layer: QuantizedLayer, source: WeightSource) -> bool:
     """Return whether a source holds a layer's weight quantized."""
     plain = source.entries.get(f"{layer.name}.weight")
     if plain is not None:
-        return plain.dtype not in _FLOATS
+        return plain.dtype not in FLOATS
     return f"{layer.name}.{layer.template.first}" in source.entries
 
 

@@ -37,7 +37,7 @@ from accel.storage import (
     local_target,
     open_directory,
     staged,
-    stored_dtype,
+    storable_dtype,
 )
 
 METADATA = ".metadata"
@@ -162,8 +162,8 @@ def _size(described: object) -> tuple[int, ...]:
 def _dtype(properties: object) -> torch.dtype:
     fields: Any = _state(properties, "metadata.TensorProperties")
     described = cast(Any, fields["dtype"] if isinstance(fields, dict) else fields[0])  # a tuple, of torch's making
-    dtype = getattr(torch, str(described.name).removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype) or stored_dtype(dtype) is None:
+    dtype = storable_dtype(str(described.name).removeprefix("torch."))
+    if dtype is None:
         raise TypeError(f"the dtype {described.name}")
     return dtype
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -140,6 +141,13 @@ def _shapeless(asked: PrepareCall) -> RefusedFact | None:
     return RefusedFact(", ".join(without)) if without and asked.waiting else None
 
 
+def _scripted(asked: PrepareCall) -> RefusedFact | None:
+    """A module that torch.jit has compiled, which takes no hooks, mixins and parts of tensors."""
+    if not any(each.dimension in ("tensor", "context", "pipeline") for each in asked.waiting):
+        return None
+    return _module_of(lambda module: isinstance(module, torch.jit.ScriptModule))(asked)
+
+
 _CONVERTS = "converts formats in its forward"
 
 HOOKED = ModelRefusal(
@@ -183,6 +191,12 @@ FORMS = (
         _shapeless,
         expected="a model with lazy modules that have seen an input",
         fix="Run the model once on the CPU, before it is prepared.",
+    ),
+    ModelRefusal(
+        "torch.jit has compiled a module, which parts of tensors cannot enter",
+        _scripted,
+        expected="modules of Python along tp, cp and pp",
+        fix="Leave torch.jit.script out; accel.compile_model(model) takes its place.",
     ),
     ModelRefusal(
         "weights that are not in memory cannot be trained",

@@ -186,6 +186,16 @@ PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "parallel/_refused.py",
+        "torch.jit has compiled a module",
+        "model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))\n",
+        "model[0] = torch.jit.script(model[0]); accel.prepare_model(ctx, model)",
+        "accel.compile_model(model)",
+        "assert accel.prepare_model(ctx, {line})[0].weight.shape == (4, 4)",
+        ranks=2,
+        mesh="tp=2",
+    ),
+    Program(
+        "parallel/_refused.py",
         "weights that are not in memory cannot be trained",
         ABSENT,
         DISPATCHED + "; model.requires_grad_(True); accel.prepare_model(ctx, model)",

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from catching import assert_raises
 from torch import nn
 from torch.distributed._composable.replicate import replicate
@@ -82,6 +83,19 @@ def test_a_model_without_shapes_is_refused_on_every_rank(ranks, mesh, strategy):
             accel.prepare_model(ctx, nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)))
 
     ranks.run(rank, 2, default_group=True)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("mesh", ["tp=2", "cp=2", "pp=2"])
+def test_a_module_of_torch_jit_is_refused_on_every_rank(ranks, mesh):
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+
+    def rank(ctx: accel.DistContext) -> None:
+        with assert_raises(PrepareError, problem="torch.jit has compiled", where="prepare_model, 1"):
+            accel.prepare_model(accel.replace(ctx, mesh=mesh), model)
+
+    ranks.run(rank, 2, default_group=True)
+    assert accel.prepare_model(accel.single(), model) is model
 
 
 def test_a_model_in_torchs_ddp_is_taken_as_it_is(ranks):

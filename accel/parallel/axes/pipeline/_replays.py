@@ -295,7 +295,7 @@ class _Alone(TorchFunctionMode):
                 expected=f"{name} with the group of ranks that have the same stage",
                 got="group=None",
                 where="forward of a pipelined model",
-                fix='Pass group=accel.group_of(ctx, "dp"), and send nothing if that is None.',
+                fix="Pass the group of the ranks along dp, from accel.group_of. Without such ranks, send nothing.",
             )
         return func(*args, **given)
 

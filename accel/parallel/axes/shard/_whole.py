@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def stays_whole(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter has no dimension, or no element, as optional tokens of which a model has none."""
+    """Return whether a parameter has no dimension, or no element, as optional tokens that a model does without."""
     return parameter.ndim == 0 or parameter.numel() == 0
 
 

@@ -73,14 +73,35 @@ def copied_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of a model, with a `memo` of `copy.deepcopy`. Functions among its attributes that hold
     modules or lists of the model, as `self.mlp = lambda x: self.down(self.up(x))` and hooks do, hold the copy's modules
     and lists. A tensor that a forward left among the attributes or in containers of them, such as a loss, has no
-    autograd graph there."""
-    for each in _tensors_kept(model):
-        if not each.is_leaf:
+    autograd graph there. Attributes that cannot be copied, such as a function of `torch.jit.script`, are shared."""
+    for each in _values_kept(model):
+        if isinstance(each, Tensor) and not each.is_leaf:
             _ = memo.setdefault(id(each), each.detach().clone())
-    found = copy.deepcopy(model, memo)
+    before = dict(memo)
+    try:
+        found = copy.deepcopy(model, memo)
+    except Exception:  # whatever an attribute says of a copy
+        memo.clear()
+        memo.update(before)
+        found = _copied_in_part(model, memo)
     for module in found.modules():
         vars(module).update({name: _rebound(value, memo) for name, value in vars(module).items()})
     return found
+
+
+def _copied_in_part(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy that shares the attributes that cannot be copied. Modules of a class that makes its objects with
+    arguments are copied without these."""
+    for each in _values_kept(model):
+        try:
+            _ = copy.deepcopy(each, {id(module): module for module in model.modules()})
+        except Exception:
+            memo[id(each)] = each
+    made = {each: nn.Module.__new__(type(each)) for each in model.modules() if type(each).__new__ is not object.__new__}
+    memo.update({id(each): found for each, found in made.items()})
+    for each, found in made.items():
+        vars(found).update(copy.deepcopy(vars(each), memo))
+    return copy.deepcopy(model, memo)
 
 
 def _rebound(value: Any, memo: dict[int, Any]) -> Any:
@@ -115,15 +136,16 @@ def _holds_modules(value: Any) -> bool:
     )
 
 
-def _tensors_kept(model: nn.Module) -> Iterator[Tensor]:
-    """The tensors among the attributes of modules and in containers there, which may hold themselves."""
+def _values_kept(model: nn.Module) -> Iterator[Any]:
+    """The values among the attributes of modules and in containers there, which may hold themselves; no modules."""
     todo: list[Any] = [vars(module) for module in model.modules()]
     seen = set[int]()
     while todo:
         value = todo.pop()
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, dict | list | tuple) and id(cast(object, value)) not in seen:
+        if not isinstance(value, dict | list | tuple):
+            if not isinstance(value, nn.Module):
+                yield value
+        elif id(cast(object, value)) not in seen:
             seen.add(id(cast(object, value)))
             todo += cast("dict[Any, Any]", value).values() if isinstance(value, dict) else cast("list[Any]", value)
 

@@ -111,8 +111,8 @@ def keep_whole(
     *,
     watch: bool,
 ) -> None:
-    """Replace parameters that cannot be sharded by replicated ones, watched by `watch_whole` if asked. Mutates the model;
-    its FSDP units are sharded."""
+    """Replace parameters that cannot be sharded by replicated ones, watched by `watch_whole` if asked. Mutates the
+    model; its FSDP units are sharded."""
     for key, found in _places(view, kept).items():
         places = [place for _, place in found]
         old = places[0].module.get_parameter(places[0].name)

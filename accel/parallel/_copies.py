@@ -172,6 +172,8 @@ class WideMode(TorchFunctionMode):
             return self._wide(args[0])
         kept = 1 if writes(name) else 0  # what a function changes stays itself
         given, named = self._mapped((tuple(args[kept:]), kwargs or {}))
+        if name.strip("_") == "grouped_mm" and [each.dim() for each in given[:2]] == [2, 3]:
+            return _grouped_matmul(*given, **named)
         found = func(*args[:kept], *given, **named)
         return found if kept else self._mapped(found)  # new tensors are narrow
 
@@ -190,6 +192,14 @@ class WideMode(TorchFunctionMode):
         if dtype.is_complex:
             return self.dtype.to_complex()
         return self.dtype if dtype.is_floating_point else dtype
+
+
+def _grouped_matmul(rows: Tensor, weights: Tensor, offs: Tensor, bias: None = None, **_dtypes: Any) -> Tensor:
+    """The matmul of each group of rows with its weight, as `functional.grouped_mm`, which has no wide dtype."""
+    del bias  # torch takes none
+    ends = [int(each) for each in offs]
+    groups = [rows[begin:end] @ weight for begin, end, weight in zip([0, *ends], ends, weights, strict=False)]
+    return torch.cat([*groups, rows.new_zeros(len(rows) - ends[-1], weights.shape[-1])])
 
 
 def gradients_of(total: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -305,10 +305,17 @@ class _Search:
         for each in self._recorder.matmuls:
             own = self._names.get(id(each.weight), "")
             others = sorted(names - {own})
-            if own in names and any(gradient is not None for _, gradient in self._gradients(each.input, others)):
+            if own in names and self._depends(each.input, others):
                 readers.add(own.rpartition(".")[0])
         left = {name: layout for name, layout in layouts.items() if name.rpartition(".")[0] not in readers}
         return (left, rows) if readers else ({}, [])
+
+    def _depends(self, tensor: Tensor, names: Sequence[str]) -> bool:
+        """Whether a tensor depends on one of these parameters, as far as its backward can tell."""
+        try:
+            return any(gradient is not None for _, gradient in self._gradients(tensor, names))
+        except RuntimeError:  # of a function with a backward for gradients of one layout
+            return False
 
     def _beside(self, contractions: Sequence[_Contraction]) -> list[list[_Contraction]]:
         """Sets of matmuls, each with some rows of one parameter, as the fused layer of a parallel block has rows of the

@@ -130,8 +130,8 @@ def computed_as_kept(error: Exception) -> PrepareError:
         got=line,
         where="forward of a prepared model",
         fix="Read it as an attribute, such as weight = self.block.weight, and not by parameters(), named_parameters()"
-        " or state_dict(). With the strategy fsdp, read it in the forward of the unit that holds it, which gathers it, or"
-        " make the model one unit: plan=accel.parallel.Plan(units=()).",
+        " or state_dict(). With the strategy fsdp, read it in the forward of the unit that holds it, which gathers it,"
+        " or make the model one unit: plan=accel.parallel.Plan(units=()).",
     )
 
 

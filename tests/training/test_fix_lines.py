@@ -996,9 +996,10 @@ PROGRAMS: tuple[Program, ...] = (
         "parallel/_watches.py",
         "the forward computes with a parameter as ranks keep it",
         "class Block(nn.Module):\n"
-        "    def __init__(self): super().__init__(); self.inner, self.norm = nn.Linear(2, 2), nn.LayerNorm(2)\n"
+        "    def __init__(self):\n"
+        "        super().__init__(); self.inner, self.gain = nn.Linear(2, 2), nn.Parameter(torch.ones(2))\n"
         "    def forward(self, x): return x + self.inner(x)\n"
-        "    def read(self, x): return self.norm(x)\n"
+        "    def read(self, x): return x * self.gain\n"
         "class Net(nn.Module):\n"
         "    def __init__(self):\n"
         "        super().__init__(); self.blocks, self.last = nn.ModuleList([Block(), Block()]), nn.Linear(2, 1)\n"

@@ -73,14 +73,35 @@ def copied_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of a model, with a `memo` of `copy.deepcopy`. Functions among its attributes that hold
     modules or lists of the model, as `self.mlp = lambda x: self.down(self.up(x))` and hooks do, hold the copy's modules
     and lists. A tensor that a forward left among the attributes or in containers of them, such as a loss, has no
-    autograd graph there."""
-    for each in _tensors_kept(model):
-        if not each.is_leaf:
+    autograd graph there. Attributes that cannot be copied, such as a function of `torch.jit.script`, are shared."""
+    for each in _values_kept(model):
+        if isinstance(each, Tensor) and not each.is_leaf:
             _ = memo.setdefault(id(each), each.detach().clone())
-    found = copy.deepcopy(model, memo)
+    before = dict(memo)
+    try:
+        found = copy.deepcopy(model, memo)
+    except Exception:  # whatever an attribute says of a copy
+        memo.clear()
+        memo.update(before)
+        found = _copied_in_part(model, memo)
     for module in found.modules():
         vars(module).update({name: _rebound(value, memo) for name, value in vars(module).items()})
     return found
+
+
+def _copied_in_part(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy that shares the attributes that cannot be copied. Modules of a class that makes its objects with
+    arguments are copied without these."""
+    for each in _values_kept(model):
+        try:
+            _ = copy.deepcopy(each, {id(module): module for module in model.modules()})
+        except Exception:
+            memo[id(each)] = each
+    made = {each: nn.Module.__new__(type(each)) for each in model.modules() if type(each).__new__ is not object.__new__}
+    memo.update({id(each): found for each, found in made.items()})
+    for each, found in made.items():
+        vars(found).update(copy.deepcopy(vars(each), memo))
+    return copy.deepcopy(model, memo)
 
 
 def _rebound(value: Any, memo: dict[int, Any]) -> Any:
@@ -115,15 +136,16 @@ def _holds_modules(value: Any) -> bool:
     )
 
 
-def _tensors_kept(model: nn.Module) -> Iterator[Tensor]:
-    """The tensors among the attributes of modules and in containers there, which may hold themselves."""
+def _values_kept(model: nn.Module) -> Iterator[Any]:
+    """The values among the attributes of modules and in containers there, which may hold themselves; no modules."""
     todo: list[Any] = [vars(module) for module in model.modules()]
     seen = set[int]()
     while todo:
         value = todo.pop()
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, dict | list | tuple) and id(cast(object, value)) not in seen:
+        if not isinstance(value, dict | list | tuple):
+            if not isinstance(value, nn.Module):
+                yield value
+        elif id(cast(object, value)) not in seen:
             seen.add(id(cast(object, value)))
             todo += cast("dict[Any, Any]", value).values() if isinstance(value, dict) else cast("list[Any]", value)
 
@@ -150,6 +172,8 @@ class WideMode(TorchFunctionMode):
             return self._wide(args[0])
         kept = 1 if writes(name) else 0  # what a function changes stays itself
         given, named = self._mapped((tuple(args[kept:]), kwargs or {}))
+        if name.strip("_") == "grouped_mm" and [each.dim() for each in given[:2]] == [2, 3]:
+            return _grouped_matmul(*given, **named)
         found = func(*args[:kept], *given, **named)
         return found if kept else self._mapped(found)  # new tensors are narrow
 
@@ -168,6 +192,14 @@ class WideMode(TorchFunctionMode):
         if dtype.is_complex:
             return self.dtype.to_complex()
         return self.dtype if dtype.is_floating_point else dtype
+
+
+def _grouped_matmul(rows: Tensor, weights: Tensor, offs: Tensor, bias: None = None, **_dtypes: Any) -> Tensor:
+    """The matmul of each group of rows with its weight, as `functional.grouped_mm`, which has no wide dtype."""
+    del bias  # torch takes none
+    ends = [int(each) for each in offs]
+    groups = [rows[begin:end] @ weight for begin, end, weight in zip([0, *ends], ends, weights, strict=False)]
+    return torch.cat([*groups, rows.new_zeros(len(rows) - ends[-1], weights.shape[-1])])
 
 
 def gradients_of(total: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:

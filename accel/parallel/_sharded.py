@@ -105,12 +105,15 @@ def check_sharded(ctx: DistContext, model: nn.Module) -> None:
     named = {name: kept.get(id(each), each) for name, each in model.named_parameters()}
     if (found := _left_out(ctx, named, with_fsdp=with_fsdp)) is not None:
         name, ranks = found
+        is_added = ranks is None and any("name" in tensor_notes(each) for each in model.parameters())
         raise _unreached(
             ctx,
             name,
             len(_replica_ranks(ctx) or range(ctx.world_size)),
             "a plain parameter next to sharded ones" if ranks is None else f"a mesh of {ranks}",
-            "Call fully_shard on the full model too, on a mesh of all ranks.",
+            "Add it before accel.prepare: make the model of peft first, and prepare that model."
+            if is_added
+            else "Call fully_shard on the full model too, on a mesh of all ranks.",
         )
 
 

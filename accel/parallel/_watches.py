@@ -132,7 +132,7 @@ def computed_as_kept(error: Exception) -> PrepareError:
         where="forward of a prepared model",
         fix="Read it as an attribute, such as weight = self.block.weight, and not by get_parameter(), parameters(),"
         " named_parameters() or state_dict(). With the strategy fsdp, read it in the forward of the unit that holds it,"
-        " which gathers it.",
+        " which gathers it, or make the model one unit: plan=accel.parallel.Plan(units=()).",
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that run in training mode only are proved along cp in that mode."""
+"""Models that run in training mode only are proved along cp in that mode, and matmuls of bf16 in a wide dtype."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from catching import assert_raises
 from steps import two_steps
 from torch import Tensor, nn
+from torch.nn import functional
 
 import accel
 from accel.errors import PrepareError
@@ -95,3 +96,36 @@ def test_a_model_that_fails_in_evaluation_mode_is_proved_in_training_mode(ranks:
 def test_wrong_gradients_of_such_a_model_are_refused(ranks: Simulator) -> None:
     with assert_raises(PrepareError, got="a gradient of a parameter"):
         _ = ranks.run(lambda ctx: _steps(ctx, Wrong, "forward"), 2, default_group=True)
+
+
+class GroupedExperts(nn.Module):
+    """Computes the tokens of two experts by matmuls of bf16, which have no wide dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.experts = nn.Embedding(32, 16), nn.Parameter(torch.randn(2, 16, 16))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        order = (ids.flatten() % 2).argsort(stable=True)
+        ends = torch.bincount(ids.flatten() % 2, minlength=2).cumsum(0).int()
+        rows = x.flatten(0, 1)[order].bfloat16()
+        mixed = functional.grouped_mm(rows, self.experts.bfloat16(), offs=ends)
+        return x + mixed.to(x.dtype)[order.argsort()].view_as(x)
+
+
+def test_experts_that_compute_in_bf16_are_proved_in_a_wide_dtype(ranks: Simulator) -> None:
+    ids = torch.randint(32, (4, LENGTH), generator=torch.Generator().manual_seed(1))
+
+    def outputs(ctx: accel.DistContext) -> Tensor:
+        torch.manual_seed(0)
+        if ctx.world_size == 1:
+            return GroupedExperts()(ids).detach()
+        ctx = accel.replace(ctx, mesh="cp=2")
+        part = accel.parallel.split_sequence(ctx, {"ids": ids})
+        found = accel.prepare_model(ctx, GroupedExperts())(part["ids"]).detach()
+        return accel.gather(ctx, found.transpose(0, 1))[accel.gather(ctx, part["position_ids"][0]).argsort()]
+
+    expected = outputs(accel.single())
+    for found in ranks.run(outputs, 2, default_group=True):
+        torch.testing.assert_close(found.transpose(0, 1), expected, rtol=0, atol=0.05)

@@ -242,6 +242,27 @@ def test_a_weight_with_a_merged_correction_is_divided(multiply: Callable[[Tensor
     assert share_of(pair, rules_of(pair, plan.styles, 2, regions=plan.regions)) > 0.9
 
 
+class GatedHeads(nn.Module):
+    """Heads with gates that a layer computes from the queries and keys of all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.out = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.gate = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.query(x), self.key(x)
+        gates = self.gate(torch.cat([q, k], -1)).sigmoid().transpose(1, 2).unsqueeze(-1)
+        q, k = (each.unflatten(-1, (4, -1)).transpose(1, 2) for each in (q, k))
+        return self.out((gates * functional.scaled_dot_product_attention(q, k, k)).transpose(1, 2).flatten(2))
+
+
+def test_layers_that_read_all_divided_heads_keep_no_layer_whole() -> None:
+    plan = found_plan(GatedHeads(), 2, [torch.zeros(2, 5, 8)])
+    dims = {name: each.dim for layouts in plan.regions.values() for name, each in layouts.items() if "weight" in name}
+    assert dims == {"query.weight": 0, "key.weight": 0, "out.weight": 1, "gate.weight": 1}
+
+
 class Listed(nn.Module):
     """Four layers of one shape in a list, the last of which ends the attention."""
 

@@ -228,6 +228,7 @@ CASES: Mapping[str, Callable[[Drawn], Any]] = {
     "there and back by fft": _new(lambda g, t: torch.fft.irfft(torch.fft.fft2(t, dim=(0, g.other)), dim=0)),
     "windows": _new(lambda g, t: t.unfold(g.other, 1, 1)),
     "blocks of images": _new(lambda g, t: functional.unfold(t[None], (2, 1), padding=1)),
+    "blocks of samples": _new(lambda g, t: functional.unfold(t[:, None], (2, 1), padding=1)),
     "pixels": _new(lambda g, t: functional.pixel_shuffle(t.repeat_interleave(4, 0), 2)),
     "pixels as channels": _new(lambda g, t: functional.pixel_unshuffle(t.repeat(1, 2, 2), 2)),
     "plain as a part": _of(lambda g, t, w: w.view_as(t) * t, lambda g: torch.randn(g.shape).flatten()),

@@ -1030,6 +1030,25 @@ PROGRAMS: tuple[Program, ...] = (
         for read in ("dict(self.named_parameters())['block.weight']", "self.get_parameter('block.weight')")
     ),
     Program(
+        "parallel/_watches.py",
+        "the forward computes with a parameter as ranks keep it",
+        "class Block(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(); self.inner, self.gain = nn.Linear(2, 2), nn.Parameter(torch.ones(2))\n"
+        "    def forward(self, x): return x + self.inner(x)\n"
+        "    def read(self, x): return x * self.gain\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(); self.blocks, self.last = nn.ModuleList([Block(), Block()]), nn.Linear(2, 1)\n"
+        "    def forward(self, x): return self.last(self.blocks[0].read(self.blocks[1](self.blocks[0](x))))\n"
+        "net = Net(); x = torch.ones(4, 2); expected = net(x)\n",
+        "accel.prepare_model(ctx, net)(x)",
+        "plan=accel.parallel.Plan(units=())",
+        "torch.testing.assert_close(accel.prepare_model(ctx, net, {line})(x), expected)",
+        ranks=2,
+        strategy="fsdp",
+    ),
+    Program(
         "parallel/_brought_shards.py",
         "another library has divided experts",
         LISTED + "from torch.distributed.tensor import Shard, distribute_tensor\n"

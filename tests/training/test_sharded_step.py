@@ -271,6 +271,17 @@ def test_a_gradient_that_would_not_reach_every_rank_is_refused(ranks):
     assert _run(ranks, rank, "fsdp") == [True] * WORLD
 
 
+def test_a_module_that_is_added_to_a_sharded_model_is_refused_with_the_order(ranks):
+    def rank(ctx):
+        ctx = accel.replace(ctx, strategy="fsdp")
+        adapted = nn.Sequential(accel.prepare_model(ctx, _model()), nn.Linear(1, 1, dtype=torch.float64))
+        with assert_raises(PrepareError, where=r"1\.weight", fix="make the model of peft first, and prepare that"):
+            accel.prepare_model(ctx, adapted)
+        return True
+
+    assert _run(ranks, rank, "fsdp") == [True] * WORLD
+
+
 def _halve(parameter: torch.Tensor) -> None:
     assert parameter.grad is not None
     _ = parameter.grad.mul_(0.5)

@@ -343,7 +343,7 @@ def pad(func: Any, args: Args, kwargs: Named) -> Any:
 
 
 def windows(func: Any, args: Args, kwargs: Named) -> Any:
-    """Tensor.unfold, along a dimension that all ranks hold; functional.unfold, by channels."""
+    """Tensor.unfold, along a dimension that all ranks hold; functional.unfold, by channels or samples."""
     part = part_of(func, args)
     layout = part.division
     found = func(*args, **kwargs)
@@ -351,8 +351,10 @@ def windows(func: Any, args: Args, kwargs: Named) -> Any:
         return make(found, None, part.ranks)
     if func is functional.unfold:
         by = named("input kernel_size", args, kwargs)["kernel_size"]
+        if layout.dim == part.dim() - 4:
+            return make(found, layout, part.ranks)
         if layout.dim != part.dim() - 3:
-            raise no_rule("of a part along another dimension than channels")
+            raise no_rule("of a part along another dimension than channels and samples")
         cells = by * by if isinstance(by, int) else math.prod(by)
         return make(found, RowLayout(found.dim() - 2, scaled(layout.cut, cells)), part.ranks)
     if layout.dim == named("input dimension size step", args, kwargs)["dimension"] % part.dim():

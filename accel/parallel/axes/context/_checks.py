@@ -328,7 +328,7 @@ def check_inputs(ctx: DistContext, known: Mapping[str, Any], *, is_pair: bool) -
             expected="past_key_values=None",
             got=type(known["past_key_values"]).__name__,
             where=FORWARD,
-            fix="Generate on a mesh without cp.",
+            fix="Generate on a mesh without cp. Prefixes of peft are caches: train them there, or train LoRA.",
         )
     given = {name: known[name] for name in _TOKENS if isinstance(known.get(name), Tensor)}
     for name, tokens in given.items():

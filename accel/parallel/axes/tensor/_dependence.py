@@ -278,7 +278,9 @@ class _Search:
                 ways["joined"] = self._recorder.joined[length]
             even_ones.append((matmuls, ways[""]))
             for way, cut in ways.items():
-                found += self._named(way, self._layouts([(matmuls, cut)]))
+                candidate = self._layouts([(matmuls, cut)])
+                found += self._named(way, candidate)
+                found += self._named(f"{way} without readers", self._without_readers(candidate))
         for several in self._beside(even_ones):
             found += self._named("beside", self._layouts(several))
         return found
@@ -293,6 +295,27 @@ class _Search:
             return []
         largest = max(rows, key=lambda name: self._parameters[name].numel())
         return [(f"{largest} {way}", layouts)]
+
+    def _without_readers(self, candidate: tuple[Candidate, list[str]]) -> tuple[Candidate, list[str]]:
+        """A candidate without layers that take divided features of others, as the gates of an attention that are
+        computed from its queries and keys; nothing if it has none. Ranks sum the outputs of such layers."""
+        layouts, rows = candidate
+        names = layouts.keys() - {*rows}
+        readers: set[str] = set()
+        for each in self._recorder.matmuls:
+            own = self._names.get(id(each.weight), "")
+            others = sorted(names - {own})
+            if own in names and self._depends(each.input, others):
+                readers.add(own.rpartition(".")[0])
+        left = {name: layout for name, layout in layouts.items() if name.rpartition(".")[0] not in readers}
+        return (left, rows) if readers else ({}, [])
+
+    def _depends(self, tensor: Tensor, names: Sequence[str]) -> bool:
+        """Whether a tensor depends on one of these parameters, as far as its backward can tell."""
+        try:
+            return any(gradient is not None for _, gradient in self._gradients(tensor, names))
+        except RuntimeError:  # of a function with a backward for gradients of one layout
+            return False
 
     def _beside(self, contractions: Sequence[_Contraction]) -> list[list[_Contraction]]:
         """Sets of matmuls, each with some rows of one parameter, as the fused layer of a parallel block has rows of the

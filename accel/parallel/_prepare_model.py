@@ -313,8 +313,11 @@ def _spread(
     has_entries = bool(methods) or (hasattr(inner, "get_encoder") and not _axes_within_forward(ctx))
     if has_entries:
         add_entries(inner, methods)
+    is_frozen = not any(each.requires_grad for each in view.parameters.values())
     for each, options in spreads:
-        if not each.is_done(ctx, view):  # what another has spread may be so along this one too
+        # what another has spread may be so along this one too; SHARD asks gradients, which frozen parts do not have
+        is_open = is_frozen and "tensor" in spread and each is SHARD
+        if is_open or not each.is_done(ctx, view):
             model = each.spread(ctx, view, options, is_empty=is_empty)
             view = view.after(model)
             spread.append(each.dimension)

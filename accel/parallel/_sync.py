@@ -20,7 +20,9 @@ from accel.errors import PrepareError
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import is_local, unused_parameters
 from accel.parallel._modules import Sharded, is_pipelined, sharded_roots
+from accel.parallel._private import mixes_dtensors
 from accel.parallel._sharded import check_replicated, check_sharded, is_sharded, stage_size
+from accel.parallel._watches import computed_in_block
 from accel.parallel.axes.replicate._ddp import Replica, replica_of
 
 Exchanger = DistributedDataParallel | Sharded
@@ -181,6 +183,7 @@ class _Holding:
         for each in self._sharded:
             each.set_requires_gradient_sync(True)  # fully_shard does not return its former value
         raise_lost_peer(self._comm, error, "forward or backward")
+        _raise_of_shards(error)
 
 
 class _Exchanging:
@@ -198,6 +201,7 @@ class _Exchanging:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         raise_lost_peer(self._comm, error, "forward or backward")
+        _raise_of_shards(error)
         if error is None:
             for each in self._exchangers:
                 _check_exchanged(self._comm.rank, each)
@@ -207,6 +211,12 @@ def raise_lost_peer(comm: Comm, error: BaseException | None, name: str) -> None:
     """Raise `PeerError` if the error of a call means a lost rank, where torch ran its collectives."""
     if isinstance(error, RuntimeError) and (lost := lost_rank(comm, error, name)) is not None:
         raise lost from error
+
+
+def _raise_of_shards(error: BaseException | None) -> None:
+    """Raise `StepError` if a line of a block computed with a parameter as ranks keep it."""
+    if isinstance(error, RuntimeError) and mixes_dtensors(error):
+        raise computed_in_block(error) from error
 
 
 def _check_exchanged(rank: int, exchanger: Exchanger) -> None:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from accel.context import DistContext
-from accel.errors import ConfigError, PrepareError
+from accel.errors import ConfigError, PrepareError, StepError
 from accel.parallel._modules import (
     has_parameters,
     named_modules,
@@ -119,21 +119,38 @@ def _is_same(tensor: torch.Tensor, data: torch.Tensor) -> bool:
 
 
 def computed_as_kept(error: Exception) -> PrepareError:
-    """Make the error for a forward that computes with a DTensor of `parameters()`, or asks `get_parameter` for one of a
-    split layer, with its line."""
-    within = traceback.extract_tb((error.__cause__ or error).__traceback__)  # a cause that ranks have shared
-    others = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__)
-    own = [each for each in (*traceback.extract_stack(), *within) if not each.filename.startswith(others)]
-    line = f"line {own[-1].lineno} of {own[-1].filename}, {own[-1].line}" if own else str(error)
+    """Make the error for a forward that computes with a DTensor of `parameters()`, or asks `get_parameter` for one
+    that is a plain tensor in the forward, with its line."""
     return PrepareError(
         "the forward computes with a parameter as ranks keep it, a DTensor",
         expected="parameters that are read as attributes of their modules",
-        got=line,
+        got=_line_of(error),
         where="forward of a prepared model",
         fix="Read it as an attribute, such as weight = self.block.weight, and not by get_parameter(), parameters(),"
         " named_parameters() or state_dict(). With the strategy fsdp, read it in the forward of the unit that holds it,"
         " which gathers it, or make the model one unit: plan=accel.parallel.Plan(units=()).",
     )
+
+
+def computed_in_block(error: Exception) -> StepError:
+    """Make the error for a line of a step's block that computes with a DTensor, with this line."""
+    return StepError(
+        "a line computes with a parameter as ranks keep it, a DTensor, and with a plain tensor",
+        expected="outputs of the model, and terms that its forward returns",
+        got=_line_of(error),
+        where="accel.accumulate",
+        fix="Return penalties, and learnt factors of losses, with the outputs from the forward of the module that has"
+        " the parameter. If the line calls a module inside the model, put it in a method of the model: model ="
+        ' accel.prepare_model(ctx, model, plan=accel.parallel.Plan(methods=("encode",))).',
+    )
+
+
+def _line_of(error: Exception) -> str:
+    """Return the user's line that raised an error."""
+    within = traceback.extract_tb((error.__cause__ or error).__traceback__)  # a cause that ranks have shared
+    others = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__)
+    own = [each for each in (*traceback.extract_stack(), *within) if not each.filename.startswith(others)]
+    return f"line {own[-1].lineno} of {own[-1].filename}, {own[-1].line}" if own else str(error)
 
 
 class _FirstForward:

@@ -174,3 +174,46 @@ def test_whole_gradients_may_have_such_a_term(ranks: Simulator, mesh: str, strat
     expected = _trained(accel.single(), "", "ddp", _of_parameters)
     found = ranks.run(lambda ctx: _trained(ctx, mesh, strategy, loss_of), 2, default_group=True)[0]
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+class Weighted(nn.Module):
+    """Has a learnt factor for each of two losses, and returns them if asked."""
+
+    def __init__(self, *, returns: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.factors = nn.Parameter(torch.zeros(2))
+        self.returns = returns
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.layers(x), self.factors if self.returns else None
+
+
+def _weighted(ctx: accel.DistContext, mesh: str, strategy: Any, *, returns: bool) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    ctx = accel.replace(ctx, mesh=mesh, strategy=strategy) if mesh else ctx
+    net = Weighted(returns=returns).double()
+    model, optimizer = accel.prepare(ctx, net, SGD(net.parameters(), lr=0.1), example=(X,))
+    index, count = ctx.data_parallel
+    own = X.split([8] if count == 1 else [5, 3])[index]
+    state = begin_batch(ctx, accel.train_state(ctx))
+    kept = accel.unwrap_model(model).factors
+    with accel.accumulate(ctx, state, model):
+        output, returned = model(own)
+        losses = torch.stack([output.square().mean(), output.abs().mean()])
+        factors = kept if returned is None else returned
+        state = accel.backward(ctx, ((-factors).exp() * losses + factors).sum(), state, weight=len(own))
+    _ = accel.optimizer_step(ctx, optimizer, state)
+    return accel.get_state_dict(ctx, model) or {}
+
+
+@pytest.mark.parametrize(("mesh", "strategy"), [("dp=2", "fsdp"), ("tp=2", "ddp")])
+def test_learnt_factors_of_losses_come_from_the_forward(ranks: Simulator, mesh: str, strategy: str) -> None:
+    def refused(ctx: accel.DistContext) -> None:
+        with assert_raises(StepError, problem="a line computes with a parameter", got="exp", fix="factors of losses"):
+            _ = _weighted(ctx, mesh, strategy, returns=False)
+
+    ranks.run(refused, 2, default_group=True)
+    found = ranks.run(lambda ctx: _weighted(ctx, mesh, strategy, returns=True), 2, default_group=True)[0]
+    expected = _weighted(accel.single(), "", "ddp", returns=False)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)

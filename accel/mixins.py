@@ -87,8 +87,8 @@ class Mixin:
         def forward(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make an object. FSDP's classes make objects of the classes that they stand before, as for a slice of an
-        `nn.Sequential`, but only if they are asked without the mixins before them."""
+        """Make an object. FSDP's classes make objects of the classes behind them, as for a slice of an `nn.Sequential`,
+        but only if they are asked without the mixins in front."""
         mixed = _description(cls)
         if mixed is None or mixed.bare.__new__ is object.__new__:
             return super().__new__(cls)

@@ -22,7 +22,7 @@ TESTS = Path(__file__).parents[1]
 FOLDERS = ("training", "parallel/axes/*", "parallel/logits")
 FILES = (
     "_prepare_model", "_refused", "_labels", "_leftovers", "_entries", "_watches", "_sharded", "_sync", "_empty",
-    "_brought_shards", "_same_batches",
+    "_brought_shards", "_same_batches", "_copies", "_record", "_recorder",
 )  # fmt: skip
 
 HELD_BY_A_VARIABLE = ("batch", "call", "start")  # problems that the refusing function is passed

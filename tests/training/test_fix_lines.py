@@ -23,6 +23,7 @@ FOLDERS = ("training", "parallel/axes/*", "parallel/logits")
 FILES = (
     "_prepare_model", "_refused", "_labels", "_leftovers", "_entries", "_watches", "_sharded", "_sync", "_empty",
     "_brought_shards", "_same_batches", "_copies", "_record", "_recorder",
+    "_recomputed_run", "_compile",
 )  # fmt: skip
 
 HELD_BY_A_VARIABLE = ("batch", "call", "start")  # problems that the refusing function is passed
@@ -1062,6 +1063,41 @@ PROGRAMS: tuple[Program, ...] = (
         "accel.prepare_model({line}, net)(x)",
         ranks=2,
     ),
+    Program(
+        "parallel/_recomputed_run.py",
+        "a recomputed block changes one of its arguments",
+        "class Block(nn.Module):\n    def __init__(self):\n        super().__init__(); self.layer = nn.Linear(4, 4)\n"
+        "    def forward(self, x, seen): seen.append(1); return self.layer(x)\n"
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.blocks = nn.ModuleList([Block(), Block()])\n"
+        "    def forward(self, x):\n        seen = []\n"
+        "        for each in self.blocks: x = each(x, seen)\n        return x * len(seen)\n"
+        "model = Net(); x = torch.ones(2, 4)\n",
+        "accel.checkpoint_activations(model)(x).sum().backward()",
+        'accel.checkpoint_activations(model, lambda name, module: type(module).__name__ == "Linear")',
+        "{line}; model(x).sum().backward()",
+    ),
+    Program(
+        "parallel/_compile.py",
+        "a block keeps the outputs of other operators already",
+        "model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))\n"
+        "model = accel.checkpoint_activations(model, lambda name, module: name == '0')\n",
+        "accel.checkpoint_activations(model, keep='products')",
+        "select=",
+        "accel.checkpoint_activations(model, {line}lambda name, module: name == '1', keep='products')",
+    ),
+    Program(
+        "parallel/_compile.py",
+        "torch does not compile layers that overlap messages with matmuls",
+        "model = nn.Sequential(nn.Linear(2, 4), nn.GELU(), nn.Linear(4, 2))\n"
+        "styles = {'0': 'colwise', '2': 'rowwise'}; Plan = functools.partial(accel.parallel.Plan, tensor=styles)\n",
+        "accel.compile_model(accel.prepare_model(ctx, model, plan=Plan(overlap=True)))",
+        "plan=accel.parallel.Plan(overlap=False)",
+        "plan = {line!r}.replace('accel.parallel.', '')\n"
+        "accel.compile_model(eval(f'accel.prepare_model(ctx, model, {plan})'))",
+        ranks=2,
+        mesh="tp=2",
+    ),
 )
 
 # Sites whose line another test runs: the function that does.
@@ -1090,6 +1126,9 @@ ELSEWHERE = {
     ),
     Site("training/_closure.py", "each evaluation of a closure is a full window"): (
         "training/test_closures.py", "test_a_window_of_several_batches_is_refused"
+    ),
+    Site("parallel/_recomputed_run.py", "recomputed blocks keep no keys and values in a forward with gradients"): (
+        "parallel/test_recomputed_arguments.py", "test_an_emptied_cache_says_so_where_it_would_be_missed"
     ),
     Site("parallel/axes/tensor/_part_layers.py", "torch has compiled a first part of the module"): (
         "parallel/test_compiled_breaks.py", "test_a_model_that_is_compiled_whole_may_break_its_graph_around_blocks"

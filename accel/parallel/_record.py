@@ -128,8 +128,8 @@ class UnitCall(msgspec.Struct, frozen=True):
         return any(isinstance(each.value, int | float) for each in self.leaves)
 
     def check_number(self, leaf: int, value: Any) -> None:
-        """Raise `StageError` if a leaf that is a number in the record has another value now. Stages that answer the
-        call do not know it."""
+        """Raise `StageError` if a leaf that is a number in the record has another value now: stages that answer the
+        call return the recorded one."""
         known = self.leaves[leaf].value
         if not isinstance(known, int | float) or value == known or (value != value and known != known):
             return

@@ -119,8 +119,8 @@ def _is_same(tensor: torch.Tensor, data: torch.Tensor) -> bool:
 
 
 def computed_as_kept(error: Exception) -> PrepareError:
-    """Make the error for a forward that computes with a DTensor of `parameters()`, or asks `get_parameter` for one of a
-    split layer, with its line."""
+    """Make the error for a forward that computes with a DTensor of `parameters()`, or asks `get_parameter` for one
+    that is a plain tensor in the forward, with its line."""
     within = traceback.extract_tb((error.__cause__ or error).__traceback__)  # a cause that ranks have shared
     others = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__)
     own = [each for each in (*traceback.extract_stack(), *within) if not each.filename.startswith(others)]

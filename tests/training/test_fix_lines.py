@@ -963,6 +963,21 @@ PROGRAMS: tuple[Program, ...] = (
         for read in ("dict(self.named_parameters())['block.weight']", "self.get_parameter('block.weight')")
     ),
     Program(
+        "parallel/_watches.py",
+        "the forward computes with a parameter as ranks keep it",
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.block, self.layer = nn.Module(), nn.Linear(2, 2)\n"
+        "        self.block.weight = nn.Parameter(torch.ones(()))\n"
+        "    def forward(self, x): return self.layer(x) * self.get_parameter('block.weight')\n"
+        "net = Net(); x = torch.ones(4, 2); expected = net(x)\n",
+        "accel.prepare_model(ctx, net)(x)",
+        "weight = self.block.weight",
+        "def forward(self, x): {line}; return self.layer(x) * weight\n"
+        "Net.forward = forward; torch.testing.assert_close(accel.prepare_model(ctx, net)(x), expected)",
+        ranks=2,
+        strategy="fsdp",
+    ),
+    Program(
         "parallel/_brought_shards.py",
         "another library has divided experts",
         LISTED + "from torch.distributed.tensor import Shard, distribute_tensor\n"

@@ -262,9 +262,11 @@ class Positions:
         for path, each in leaves(given):
             is_plain = isinstance(each, Tensor) and not isinstance(each, PartTensor)
             at = self.cut_dim(each, 1) if is_plain else None
-            if at is None or is_part(self.ctx, each) or not (each.is_floating_point() or each.dim() > 3):
+            if at is None or not (each.is_floating_point() or each.dim() > 3):
                 continue
-            if path not in self.alike:
+            if is_part(self.ctx, each):
+                self.alike[path] = False
+            elif path not in self.alike:
                 self.alike[path] = self.ranks.hold_alike(each.detach(), at)
             if self.alike[path]:
                 self.uncut.add(id(each))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -78,6 +79,33 @@ def test_an_input_without_elements_stays_as_it_is(ranks: Simulator) -> None:
 def test_what_was_cut_is_known_though_its_values_repeat_on_all_ranks(ranks: Simulator) -> None:
     """Such as factors of positions in documents of one length."""
     check(ranks, [{"factors": FACTORS[:1, : OWN // 2].repeat(2, 4)}], {"factors": 1})
+
+
+class Indexed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(OWN, WIDTH)
+
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        return x + self.table(at)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_integers_that_all_ranks_hold_are_warned_about_unless_they_were_cut(
+    ranks: Simulator, caplog: pytest.LogCaptureFixture, known: bool
+) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, Indexed().double())
+        places = torch.arange(OWN // 2).repeat(2, 4)  # of documents of one length
+        part = accel.parallel.split_sequence(ctx, {"x": X, "at": places})
+        for _ in range(2):
+            _ = model(part["x"], part["at"] if known else part["at"].clone())
+
+    with caplog.at_level(logging.WARNING, "accel.parallel"):
+        _ = ranks.run(rank, 2, default_group=True)
+    said = [each.getMessage() for each in caplog.records if "hold the same integers" in each.getMessage()]
+    assert len(said) == (0 if known else 1)
 
 
 class Stages(nn.Module):

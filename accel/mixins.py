@@ -87,12 +87,16 @@ class Mixin:
         def forward(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make an object. FSDP's classes make objects of the classes that they stand before, as for a slice of an
-        `nn.Sequential`, but only if they are asked without the mixins before them."""
+        """Make an object. FSDP's classes make objects of the classes behind them, as for a slice of an `nn.Sequential`,
+        but only if they are asked without the mixins in front."""
         mixed = _description(cls)
         if mixed is None or mixed.bare.__new__ is object.__new__:
-            return super().__new__(cls)
-        return mixed.bare.__new__(mixed.bare, *args, **kwargs)
+            make = super().__new__
+            return make(cls) if make is object.__new__ else make(cls, *args, **kwargs)
+        found = mixed.bare.__new__(mixed.bare, *args, **kwargs)
+        if type(found) is mixed.bare:
+            found.__class__ = cls
+        return found
 
     def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
         kind = type(self)

@@ -69,6 +69,27 @@ def test_mixins_apply_once_each_in_their_order_and_leave_no_trace(added, removed
     assert (type(module) is nn.Identity) == set(removed).issuperset(added)
 
 
+class Counted(nn.Module):
+    """Makes its objects itself."""
+
+    def __new__(cls, rows: int) -> Any:
+        made = super().__new__(cls)
+        vars(made)["rows"] = rows
+        return made
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(rows, 1)
+
+
+def test_new_objects_of_a_class_with_mixins_are_made_by_the_class_behind_them():
+    module: Any = Counted(3)
+    add_mixin([module], Plus)
+    made = type(module)(5)
+    assert type(made) is type(module)
+    assert (made.rows, made.layer.in_features) == (5, 5)
+
+
 def test_modules_of_one_class_stay_of_one_class():
     modules = [nn.Identity(), nn.Identity(), nn.Flatten()]
     add_mixin(modules, Plus, amount=3.0)

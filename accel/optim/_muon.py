@@ -259,7 +259,7 @@ def _sorted(model: nn.Module, muon: Sequence[str], adamw: Sequence[str]) -> _Kin
     """Give each parameter to Muon or AdamW."""
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - other optimizers take lists
         raise ConfigError(
-            "Muon takes a model, of which it chooses the matrices",
+            "Muon takes a model, and chooses its matrices",
             expected="a torch.nn.Module",
             got=type(model).__name__,
             where="Muon",

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from accel.comm._marks import carry_mark
 from accel.errors import DataError, StageError
 from accel.tree import map_tensors
 from accel.tree._walk import Containers, leaves, tensors
@@ -111,10 +112,10 @@ def _slice(tensor: torch.Tensor, rows: int, own: Rows) -> torch.Tensor:
     if not part.requires_grad:
         part = part.detach()  # no view: torch.compile makes a graph for views and another one for filled rows
     missing = own.size - own.real
-    if not missing:
-        return part
-    last = tensor[rows - 1 :].expand(missing, *tensor.shape[1:])
-    return torch.cat([part, last])
+    if missing:
+        part = torch.cat([part, tensor[rows - 1 :].expand(missing, *tensor.shape[1:])])
+    carry_mark(tensor, part, "cut")
+    return part
 
 
 def _count(listed: Sequence[tuple[str, torch.Tensor]]) -> int:

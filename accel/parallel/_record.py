@@ -128,8 +128,8 @@ class UnitCall(msgspec.Struct, frozen=True):
         return any(isinstance(each.value, int | float) for each in self.leaves)
 
     def check_number(self, leaf: int, value: Any) -> None:
-        """Raise `StageError` if a leaf that is a number in the record has another value now, of which stages that
-        answer the call do not know."""
+        """Raise `StageError` if a leaf that is a number in the record has another value now: stages that answer the
+        call return the recorded one."""
         known = self.leaves[leaf].value
         if not isinstance(known, int | float) or value == known or (value != value and known != known):
             return
@@ -137,7 +137,7 @@ class UnitCall(msgspec.Struct, frozen=True):
             "a module returns another number than in the record of the forward, with which later stages compute",
             expected=f"{known}, which does not depend on what code counts or draws",
             got=f"{value} of {self.path}",
-            fix="Return a tensor in the place of the number, which stages send: torch.tensor(number).",
+            fix="Return a tensor in the place of the number, which stages send: torch.as_tensor(number).",
         )
 
 

@@ -18,7 +18,7 @@ class Program(NamedTuple):
         ranks: number of simulated ranks.
         strategy, mesh: of the context.
         needs: an optional package.
-        alone: whether one rank is refused while the others wait for it, so that the run ends there.
+        alone: whether the run ends with the refusal, as where one rank is refused while the others wait for it.
     """
 
     file: str
@@ -328,6 +328,7 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
         "run(accel.parallel.Plan(context='ring'))",
         'Plan(context="gather")',
         "assert run(accel.parallel.{line}).isfinite().all()",
+        alone=True,  # a context has one method
         ranks=2,
         mesh="cp=2",
     ),

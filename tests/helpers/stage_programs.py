@@ -14,6 +14,11 @@ OTHER_ORDERS = (
     "train = lambda model, *batch: accel.forward_backward(\n"
     "    ctx, model, state, batch, loss_fn=lambda out: out.sum(), weight=4)\n"
 )
+BETWEEN = (
+    "x = torch.ones(4, 4); state = accel.train_state(ctx).next(); PLAN = accel.parallel.Plan(micro_batches=2)\n"
+    "def train(model): return accel.forward_backward(ctx, accel.prepare_model(ctx, model, plan=PLAN, example=x),\n"
+    "    state, (x,), loss_fn=lambda out: out.sum(), weight=4)\n"
+)
 STAGE_PROGRAMS: tuple[Program, ...] = (
     Program(
         "parallel/axes/pipeline/_planned.py",
@@ -162,6 +167,120 @@ STAGE_PROGRAMS: tuple[Program, ...] = (
         "accel.prepare(..., example=batch)",
         "order[:] = [1, 0, 2, 3]; model = eval({line!r}.replace('...', 'ctx, model')); train(model, x)",
         alone=True,
+        ranks=2,
+        mesh="pp=2",
+    ),
+    Program(
+        "parallel/_copies.py",
+        "a model that ranks share cannot be pickled",
+        "import io; x = torch.ones(4, 4)\n"
+        "model = accel.prepare_model(ctx, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))\n"
+        "path = accel.broadcast_object_list(ctx, [tempfile.mkdtemp()])[0]\n",
+        "torch.save(model, io.BytesIO())",
+        "accel.save_model(ctx, model, path)",
+        "{line}; saved = safetensors.torch.load_file(f'{path}/model.safetensors'); assert len(saved) == 4",
+        ranks=2,
+        mesh="pp=2",
+    ),
+    Program(
+        "parallel/_record.py",
+        "a module returns another number than in the record",
+        BETWEEN + "class Block(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.layer = nn.Linear(4, 4)\n"
+        "    def forward(self, x, factor):\n"
+        "        number = factor / 2; return self.layer(x) * factor, RETURNS(number)\n"
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.blocks, self.count = nn.ModuleList([Block(), Block()]), 0\n"
+        "    def forward(self, x):\n        self.count += 1; factor = float(self.count)\n"
+        "        for each in self.blocks: x, factor = each(x, factor)\n        return x\n",
+        "RETURNS = float; train(Net())",
+        "torch.as_tensor(number)",
+        "RETURNS = lambda number: {line}; train(Net())",
+        alone=True,
+        ranks=2,
+        mesh="pp=2",
+    ),
+    Program(
+        "parallel/_record.py",
+        "a later stage needs a tensor within a reentrant checkpoint",
+        BETWEEN + "class Net(nn.Module):\n    def __init__(self, runs):\n        super().__init__()\n"
+        "        self.a, self.b, self.c, self.d = (nn.Linear(4, 4) for _ in range(4)); self.runs = runs\n"
+        "    def both(self, x): return self.c(self.b(x))\n"
+        "    def forward(self, x): return self.d(self.runs(self.both, self.a(x)))\n"
+        "PLAN = accel.parallel.Plan(stages=[['a', 'b'], ['c', 'd']], micro_batches=2)\n",
+        "train(Net(lambda function, x: torch.utils.checkpoint.checkpoint(function, x, use_reentrant=True)))",
+        "torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)",
+        "train(Net(lambda function, x: {line}))",
+        ranks=2,
+        mesh="pp=2",
+    ),
+    Program(
+        "parallel/_record.py",
+        "code outside of modules changes a buffer",
+        BETWEEN + "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))\n"
+        "        self.register_buffer('count', torch.zeros(()))\n"
+        "    def forward(self, x):\n        self.count += 1; x = x * self.count\n"
+        "        for each in self.blocks: x = each(x)\n        return x\n"
+        "Plan = functools.partial(accel.parallel.Plan, micro_batches=4)\n",
+        "PLAN = Plan(schedule='Interleaved1F1B', stages_per_rank=2); train(Net())",
+        'Plan(schedule="1F1B")',
+        "PLAN = {line}; train(Net())",
+        ranks=2,
+        mesh="pp=2",
+    ),
+    Program(
+        "parallel/_record.py",
+        "the forward replaces parameters of the model",
+        BETWEEN + "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.embed, self.mid, self.head = nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4); self.tie()\n"
+        "    def tie(self): pass\n    def again(self): self.head.weight = self.embed.weight\n"
+        "    def forward(self, x): self.again(); return self.head(self.mid(self.embed(x.long())))\n",
+        "train(Net())",
+        "self.head.weight = self.embed.weight",
+        "def tie(self): {line}\nNet.tie = tie; Net.again = lambda self: None; train(Net())",
+        ranks=2,
+        mesh="pp=2",
+    ),
+    Program(
+        "parallel/_recorder.py",
+        "a module returns an object with unknown tensors",
+        BETWEEN + "class State:\n    def __init__(self, x): self.x = x\n"
+        "class Block(nn.Linear):\n    def forward(self, state): return State(super().forward(state.x))\n"
+        "class Net(nn.Sequential):\n    def forward(self, x): return super().forward(State(x)).x\n"
+        "net = Net(Block(4, 4), Block(4, 4))\n",
+        "train(net)",
+        "accel.replace(ctx, containers=[accel.tree.Container(...)])",
+        "kind = State, lambda state: {'x': state.x}, lambda like, parts: State(**parts)\n"
+        "ctx = eval({line!r}.replace('...', '*kind')); train(net)",
+        ranks=2,
+        mesh="pp=2",
+    ),
+    Program(
+        "parallel/_recorder.py",
+        "a module returns a Python number that it reads from a tensor",
+        BETWEEN + "class Block(nn.Linear):\n"
+        "    def forward(self, x): x = super().forward(x); return x, READS(x.detach().mean())\n"
+        "class Net(nn.Sequential):\n    def forward(self, x):\n"
+        "        for each in self: x, size = each(x); x = x * size\n        return x\n"
+        "net = Net(Block(4, 4), Block(4, 4))\n",
+        "READS = lambda tensor: tensor.item(); train(net)",
+        "Return the tensor",
+        "READS = lambda tensor: tensor; train(net)",
+        ranks=2,
+        mesh="pp=2",
+    ),
+    Program(
+        "parallel/_recorder.py",
+        "code outside of a module reads a number that the module sets",
+        BETWEEN + "class Block(nn.Linear):\n"
+        "    def forward(self, x): value = x.mean(); SETS(self, value); return super().forward(x)\n"
+        "class Net(nn.Sequential):\n    def forward(self, x):\n"
+        "        for each in self: x = each(x); x = x * each.kept\n        return x\n"
+        "net = Net(Block(4, 4), Block(4, 4))\n",
+        "SETS = lambda self, value: setattr(self, 'kept', 2.0); train(net)",
+        "self.kept = value.detach()",
+        "def SETS(self, value): {line}\ntrain(net)",
         ranks=2,
         mesh="pp=2",
     ),

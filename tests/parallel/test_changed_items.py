@@ -219,7 +219,7 @@ def annealed(ctx: accel.DistContext, mesh: str, number: Callable[[float], Any], 
 def test_a_number_of_a_block_that_varies_between_micro_batches_is_refused(ranks: Simulator) -> None:
     """Stages would compute with the number in the record. Tensors are sent."""
     with assert_raises(
-        StageError, problem="another number than in the record", fix=r"torch\.tensor\(number\)"
+        StageError, problem="another number than in the record", fix=r"torch\.as_tensor\(number\)"
     ) as caught:
         _ = ranks.run(lambda ctx: annealed(ctx, "pp=2", float, 4), 2, default_group=True)
     assert "expected 0.5" in str(caught.value)

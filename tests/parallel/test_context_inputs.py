@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import copy
+import logging
 
 import pytest
 import torch
+from steps import begin_batch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -77,3 +79,63 @@ def test_an_input_without_elements_stays_as_it_is(ranks: Simulator) -> None:
 def test_what_was_cut_is_known_though_its_values_repeat_on_all_ranks(ranks: Simulator) -> None:
     """Such as factors of positions in documents of one length."""
     check(ranks, [{"factors": FACTORS[:1, : OWN // 2].repeat(2, 4)}], {"factors": 1})
+
+
+class Indexed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(OWN, WIDTH)
+
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        return x + self.table(at)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_integers_that_all_ranks_hold_are_warned_about_unless_they_were_cut(
+    ranks: Simulator, caplog: pytest.LogCaptureFixture, known: bool
+) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, Indexed().double())
+        places = torch.arange(OWN // 2).repeat(2, 4)  # of documents of one length
+        part = accel.parallel.split_sequence(ctx, {"x": X, "at": places})
+        for _ in range(2):
+            _ = model(part["x"], part["at"] if known else part["at"].clone())
+
+    with caplog.at_level(logging.WARNING, "accel.parallel"):
+        _ = ranks.run(rank, 2, default_group=True)
+    said = [each.getMessage() for each in caplog.records if "hold the same integers" in each.getMessage()]
+    assert len(said) == (0 if known else 1)
+
+
+class Stages(nn.Module):
+    """Two stages; the first one scales positions by factors that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Attending(), Attending()])
+
+    def forward(self, x: Tensor, factors: Tensor) -> Tensor:
+        x = self.blocks[0](x * factors[..., None], {})
+        return self.blocks[1](x, {})
+
+
+@pytest.mark.filterwarnings("ignore:.*returned a view tensor")
+def test_rows_of_micro_batches_are_known_as_cut(ranks: Simulator) -> None:
+    with accel.seeding.seeded(accel.single(), 0):
+        plain = Stages().double()
+    factors = FACTORS[:1, : OWN // 2].repeat(2, 4)
+    expected = float(plain(X, factors).detach().square().sum())
+
+    def rank(ctx: accel.DistContext) -> float:
+        ctx = accel.replace(ctx, mesh="pp=2,cp=2")
+        part = accel.parallel.split_sequence(ctx, {"x": X, "factors": factors})
+        model = accel.prepare_model(ctx, copy.deepcopy(plain), plan=accel.parallel.Plan(micro_batches=2))
+        batch = part["x"], part["factors"]
+        loss, _ = accel.forward_backward(
+            ctx, model, begin_batch(ctx), batch, loss_fn=lambda out: out.square().sum(), weight=1
+        )
+        return float(loss)
+
+    losses = ranks.run(rank, 4, default_group=True)
+    assert sum(losses[:2]) == pytest.approx(expected, rel=1e-10)  # of the two ranks along cp

@@ -178,7 +178,8 @@ class PairBlock(Block):
         self.experts = nn.ModuleList(pairs)
 
 
-@pytest.mark.parametrize("axes", ["tp=2,ep=2", pytest.param("dp=2,tp=2,ep=2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ["tp=2,ep=2", "dp=2,tp=2,ep=2"])
 def test_layers_of_experts_along_ep_are_not_divided_along_tp(ranks, monkeypatch, axes):
     """A plan of the user's that names them is refused."""
 

@@ -264,6 +264,7 @@ def test_a_loss_in_a_forward_with_a_plan_that_is_found(ranks: Simulator, loss: s
         assert ranks.run(gathered, 2, default_group=True) == [True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_loss_in_a_forward_takes_own_words_of_own_positions(ranks: Simulator, loss: str) -> None:
     expected = losses_of_steps(accel.single(), loss, length=8)

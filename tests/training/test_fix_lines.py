@@ -22,7 +22,8 @@ TESTS = Path(__file__).parents[1]
 FOLDERS = ("training", "parallel/axes/*", "parallel/logits")
 FILES = (
     "_prepare_model", "_refused", "_labels", "_leftovers", "_entries", "_watches", "_sharded", "_sync", "_empty",
-    "_brought_shards", "_same_batches",
+    "_brought_shards", "_same_batches", "_copies", "_record", "_recorder",
+    "_recomputed_run", "_compile",
 )  # fmt: skip
 
 HELD_BY_A_VARIABLE = ("batch", "call", "start")  # problems that the refusing function is passed
@@ -1049,6 +1050,21 @@ PROGRAMS: tuple[Program, ...] = (
         strategy="fsdp",
     ),
     Program(
+        "parallel/_watches.py",
+        "the forward computes with a parameter as ranks keep it",
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.block, self.layer = nn.Module(), nn.Linear(2, 2)\n"
+        "        self.block.weight = nn.Parameter(torch.ones(()))\n"
+        "    def forward(self, x): return self.layer(x) * self.get_parameter('block.weight')\n"
+        "net = Net(); x = torch.ones(4, 2); expected = net(x)\n",
+        "accel.prepare_model(ctx, net)(x)",
+        "weight = self.block.weight",
+        "def forward(self, x): {line}; return self.layer(x) * weight\n"
+        "Net.forward = forward; torch.testing.assert_close(accel.prepare_model(ctx, net)(x), expected)",
+        ranks=2,
+        strategy="fsdp",
+    ),
+    Program(
         "parallel/_brought_shards.py",
         "another library has divided experts",
         LISTED + "from torch.distributed.tensor import Shard, distribute_tensor\n"
@@ -1149,6 +1165,41 @@ PROGRAMS: tuple[Program, ...] = (
         "accel.prepare_model({line}, net)(x)",
         ranks=2,
     ),
+    Program(
+        "parallel/_recomputed_run.py",
+        "a recomputed block changes one of its arguments",
+        "class Block(nn.Module):\n    def __init__(self):\n        super().__init__(); self.layer = nn.Linear(4, 4)\n"
+        "    def forward(self, x, seen): seen.append(1); return self.layer(x)\n"
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.blocks = nn.ModuleList([Block(), Block()])\n"
+        "    def forward(self, x):\n        seen = []\n"
+        "        for each in self.blocks: x = each(x, seen)\n        return x * len(seen)\n"
+        "model = Net(); x = torch.ones(2, 4)\n",
+        "accel.checkpoint_activations(model)(x).sum().backward()",
+        'accel.checkpoint_activations(model, lambda name, module: type(module).__name__ == "Linear")',
+        "{line}; model(x).sum().backward()",
+    ),
+    Program(
+        "parallel/_compile.py",
+        "a block keeps the outputs of other operators already",
+        "model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))\n"
+        "model = accel.checkpoint_activations(model, lambda name, module: name == '0')\n",
+        "accel.checkpoint_activations(model, keep='products')",
+        "select=",
+        "accel.checkpoint_activations(model, {line}lambda name, module: name == '1', keep='products')",
+    ),
+    Program(
+        "parallel/_compile.py",
+        "torch does not compile layers that overlap messages with matmuls",
+        "model = nn.Sequential(nn.Linear(2, 4), nn.GELU(), nn.Linear(4, 2))\n"
+        "styles = {'0': 'colwise', '2': 'rowwise'}; Plan = functools.partial(accel.parallel.Plan, tensor=styles)\n",
+        "accel.compile_model(accel.prepare_model(ctx, model, plan=Plan(overlap=True)))",
+        "plan=accel.parallel.Plan(overlap=False)",
+        "plan = {line!r}.replace('accel.parallel.', '')\n"
+        "accel.compile_model(eval(f'accel.prepare_model(ctx, model, {plan})'))",
+        ranks=2,
+        mesh="tp=2",
+    ),
 )
 
 # Sites whose line another test runs: the function that does.
@@ -1177,6 +1228,9 @@ ELSEWHERE = {
     ),
     Site("training/_closure.py", "each evaluation of a closure is a full window"): (
         "training/test_closures.py", "test_a_window_of_several_batches_is_refused"
+    ),
+    Site("parallel/_recomputed_run.py", "recomputed blocks keep no keys and values in a forward with gradients"): (
+        "parallel/test_recomputed_arguments.py", "test_an_emptied_cache_says_so_where_it_would_be_missed"
     ),
     Site("parallel/axes/tensor/_part_layers.py", "torch has compiled a first part of the module"): (
         "parallel/test_compiled_breaks.py", "test_a_model_that_is_compiled_whole_may_break_its_graph_around_blocks"

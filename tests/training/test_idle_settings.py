@@ -237,7 +237,7 @@ def _step_of_stages(ctx: accel.DistContext, tensor: Any) -> bool | None:
     return accel.optimizer_step(ctx, optimizer, state).stepped
 
 
-@pytest.mark.parametrize("first", ["divided", "whole"])
+@pytest.mark.parametrize("first", ["divided", pytest.param("whole", marks=pytest.mark.slow)])
 def test_a_mesh_that_one_stage_uses_has_its_effect(ranks: Simulator, first: str) -> None:
     """And one that no stage uses is refused on all ranks, whatever other models use."""
 

@@ -150,7 +150,7 @@ def test_a_parameter_without_a_gradient_in_one_stage_is_an_error_of_all_ranks(
     assert _alike(ranks, 4, "dp=2,pp=2", strategy, finish, spare) == told
 
 
-@pytest.mark.parametrize("spare", [0, 3])
+@pytest.mark.parametrize("spare", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_stages_agree_in_the_first_step_of_each_model(ranks: Simulator, spare: int) -> None:
     found = _alike(ranks, 4, "dp=2,pp=2", "ddp", _step, spare, others=1)
     assert found.startswith(f"StepError: rank {spare and 2}: parameters took no part in the loss")

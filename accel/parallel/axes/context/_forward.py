@@ -68,6 +68,10 @@ from accel.tree._walk import leaves
 
 _LOG = logging.getLogger("accel.parallel")
 _PROOF = Call("positions", "proof", ordered=False)
+_ALIKE = (
+    "ranks along cp=%d hold the same integers in input %s, and each takes them for its positions: right for documents"
+    " of one length; an input of all ranks needs another length"
+)
 
 
 class Traits(NamedTuple):
@@ -260,9 +264,10 @@ class Positions:
 
     def note_uncut(self, given: Inputs) -> None:
         """Note inputs that are not cut, though as long as one that is: samples that all ranks hold, such as images. A
-        collective of the first call with such an input that `split_sequence` has not returned.
+        collective of the first call with an input that `split_sequence` has not returned.
 
-        Integers for each position are not compared: those of packed documents of one length are alike on all ranks.
+        Integers for each position are cut, with a warning: those of packed documents of one length are alike on all
+        ranks, too.
         """
         known = (*zip(self.names, given.inputs, strict=False), *given.keywords.items())
         samples = [value for name, value in known if name.startswith(self.traits.samples)]
@@ -270,10 +275,15 @@ class Positions:
         for path, each in leaves(given):
             is_plain = isinstance(each, Tensor) and not isinstance(each, PartTensor)
             at = self.cut_dim(each, 1) if is_plain else None
-            if at is None or is_part(self.ctx, each) or not (each.is_floating_point() or each.dim() > 3):
+            if at is None:
                 continue
-            if path not in self.alike:
-                self.alike[path] = self.ranks.hold_alike(each.detach(), at)
+            if is_part(self.ctx, each):
+                self.alike[path] = False
+            elif path not in self.alike:
+                is_alike = self.ranks.hold_alike(each.detach(), at)
+                self.alike[path] = is_alike and (each.is_floating_point() or each.dim() > 3)
+                if is_alike and not self.alike[path] and self.ctx.is_main_process:
+                    _LOG.warning(_ALIKE, self.ranks.size, path)
             if self.alike[path]:
                 self.uncut.add(id(each))
 

@@ -19,8 +19,9 @@ from accel.errors import PrepareError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._leftovers import await_mean, awaited_of, watch_whole
 from accel.parallel._modules import note_module, notes_of
-from accel.parallel._private import untraced
+from accel.parallel._private import is_no_parameter, untraced
 from accel.parallel._spread import ModelView
+from accel.parallel._watches import computed_as_kept
 from accel.tensors import is_dtensor, local_part
 
 if TYPE_CHECKING:
@@ -85,6 +86,10 @@ class SeesPlain(Mixin):
         stored = _enter(group)
         try:
             return super().forward(*args, **kwargs)
+        except AttributeError as error:
+            if is_no_parameter(error):
+                raise computed_as_kept(error) from error
+            raise
         finally:
             _leave(stored)
 

@@ -276,23 +276,6 @@ def test_inputs_that_cannot_follow_a_cut_are_refused(ranks: Simulator, changes: 
     assert all(words in said for said in ranks.run(rank, 2, default_group=True))
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: make_llama(attention_dropout=0.1), "attention_dropout=0"),
-    ],
-)
-def test_other_attention_than_softmax_over_all_keys_is_refused(ranks: Simulator, make: Any, words: str) -> None:
-    def rank(ctx: accel.DistContext) -> str:
-        ctx = accel.replace(ctx, mesh="cp=2")
-        model = accel.prepare_model(ctx, make())
-        with pytest.raises(ConfigError) as caught:
-            logits_of(ctx, model)
-        return str(caught.value)
-
-    assert all(words in said for said in ranks.run(rank, 2, default_group=True))
-
-
 def test_a_window_that_is_longer_than_the_sequence_is_none(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> bool:
         ctx = accel.replace(ctx, mesh="cp=2")

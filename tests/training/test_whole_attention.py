@@ -409,16 +409,6 @@ def test_a_second_model_that_gets_whole_sequences_computes_them_alone(ranks: Sim
     assert max(ranks.run(rank, 2, default_group=True)) == 0
 
 
-def test_torchs_function_with_dropout_is_refused(ranks: Simulator) -> None:
-    def rank(ctx: accel.DistContext) -> None:
-        ctx = accel.replace(ctx, mesh="cp=2")
-        part = SPLIT(ctx, {"ids": IDS})
-        with assert_raises(ConfigError, fix="Set the dropout of attention to 0"):
-            accel.prepare_model(ctx, make_gpt("dropout"))(part["ids"])
-
-    ranks.run(rank, 2, default_group=True)
-
-
 def test_a_mask_of_the_own_positions_alone_is_refused(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="cp=2")

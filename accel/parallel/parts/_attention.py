@@ -55,7 +55,7 @@ def scaled_dot_product(func: Any, args: Args, kwargs: Named) -> Any:
         given["attn_mask"] = own.pop()
     if not given.get("dropout_p") or layout is None:
         return make(func(*own, **given), layout, ranks)
-    with _own_draws(ranks, own[0].device):
+    with own_draws("tp", ranks.rank, own[0].device):
         return make(func(*own, **given), layout, ranks)
 
 
@@ -84,7 +84,7 @@ def _heads_alone(func: Any, args: Args, kwargs: Named) -> Any:
     heads = (1, 1, 1, *(_dim_of_heads(each, whole_shape(query)[1]) for each in others))
     declared = Independence(heads, (2, 1), like=0)
     is_divided = any(layout_of(each) is not None for each in tensors)
-    with _own_draws(ranks, query.device) if kwargs.get("dropout") and is_divided else nullcontext():
+    with own_draws("tp", ranks.rank, query.device) if kwargs.get("dropout") and is_divided else nullcontext():
         return mapped(func, (function, declared, (module, *tensors, mask), kwargs), {})
 
 
@@ -94,13 +94,13 @@ def _dim_of_heads(each: Tensor, heads: int) -> int | None:
     return dim if dim is not None and whole_shape(each)[dim] == heads else None
 
 
-def _own_draws(ranks: Ranks, device: torch.device) -> AbstractContextManager[None]:
-    """Draw for this rank's heads from a separate stream that is derived from the shared stream. A graph of
-    torch.compile cannot enter another stream: there all ranks drop the same places of their heads."""
+def own_draws(axis: str, rank: int, device: torch.device) -> AbstractContextManager[None]:
+    """Draw for this rank's heads or queries from a separate stream that is derived from the shared stream. A graph of
+    torch.compile cannot enter another stream: there all ranks drop the same places of theirs."""
     if is_dynamo_compiling():
         return nullcontext()
     seed = int(torch.randint(2**62, (), device="cpu"))
-    return torch_rng_scope(Key(seed).fold_in("tp", ranks.rank), device)
+    return torch_rng_scope(Key(seed).fold_in(axis, rank), device)
 
 
 def across_positions(func: Any, args: Args, kwargs: Named) -> Any:
@@ -121,7 +121,8 @@ def across_positions(func: Any, args: Args, kwargs: Named) -> Any:
     if (sinks := given["sinks"]) is not None:
         rows = entered(sinks, ranks) if layout is None else own_rows(sinks, 0, layout.cut, ranks)
         given["sinks"] = plain_of(rows)
-    return make(func(ctx, *map(plain_of, own), **given), layout, ranks)
+    with own_draws("tp", ranks.rank, own[0].device) if given["dropout_p"] and layout else nullcontext():
+        return make(func(ctx, *map(plain_of, own), **given), layout, ranks)
 
 
 def _by_heads(tensors: list[Tensor], ranks: Ranks, *, is_grouped: bool) -> tuple[list[Tensor], RowLayout | None]:

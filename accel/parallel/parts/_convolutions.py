@@ -51,7 +51,7 @@ def convolved(func: Any, args: Args, kwargs: Named) -> Any:
         if turns or (own is None and (other is None or other.dim != out)):
             raise no_rule("of groups")
         if own is None:  # each rank takes the channels of its groups
-            own = RowLayout(channels, even(x.shape[channels], ranks.size))
+            own = RowLayout(channels, even(whole_shape(x)[channels], ranks.size))
             x = own_rows(x, channels, own.cut, ranks)
         return _by_groups(func, x, weight, bias, own, given, ranks)
     if own is not None or (other is not None and other.dim == into):

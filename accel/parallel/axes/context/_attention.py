@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -34,6 +35,7 @@ from accel.parallel.axes.context._split import (
     sorted_positions,
 )
 from accel.parallel.parts import PartTensor, leave
+from accel.parallel.parts._attention import own_draws
 from accel.topology import ContextMethod
 
 if TYPE_CHECKING:
@@ -221,6 +223,7 @@ def context_attention(
     attn_mask: Tensor | None = None,
     score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
     mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """Return scaled dot-product attention of this rank's positions to the positions of all ranks along the axis cp.
 
@@ -254,6 +257,8 @@ def context_attention(
             together with `causal` and the rest. Queries and keys are places in the sequence, and all arguments are
             tensors that broadcast to [batch, heads, own, length]. A score_mod has no fused kernel. Only with
             "gather"; None for none.
+        dropout_p: probability to drop a weight after the softmax, as in torch's attention; 0 for an evaluation. A rank
+            draws for its queries, with "heads" for its heads, so that one process drops other weights. Not with "ring".
 
     Returns:
         Shape [batch, heads, own, head dim of v].
@@ -271,7 +276,7 @@ def context_attention(
     """
     of_all = {"causal": causal, "documents": documents, "scale": scale, "window": window}
     of_keys = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "mask_mod": mask_mod}
-    of_scores = {"softcap": softcap, "sinks": sinks, "score_mod": score_mod}
+    of_scores = {"softcap": softcap, "sinks": sinks, "score_mod": score_mod, "dropout_p": dropout_p}
     given: dict[str, Any] = {**of_all, **of_keys, **of_scores}
     if torch.overrides.has_torch_function((q, k, v)):
         return torch.overrides.handle_torch_function(context_attention, (q, k, v), ctx, q, k, v, method=method, **given)
@@ -325,7 +330,8 @@ def _across(ctx: DistContext, function: Callable[..., Tensor], q: Tensor, k: Ten
     if records(q):
         return q @ (k.sum() + v.sum()).expand(*q.shape[:2], q.shape[-1], v.shape[-1])
     try:
-        return function(q, k, v, group_of(ctx, "cp"), terms)
+        with own_draws("cp", ctx.axis("cp").rank, q.device) if terms.dropout_p else nullcontext():
+            return function(q, k, v, group_of(ctx, "cp"), terms)
     except RuntimeError as error:
         if (lost := peer_error(error, "context_attention")) is not None:
             raise lost from error

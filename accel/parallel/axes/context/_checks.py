@@ -70,6 +70,10 @@ def check_terms(q: Tensor, k: Tensor, terms: Terms, size: int) -> None:
         raise ConfigError(
             "the sinks do not fit the heads", expected=f"[{q.shape[1]}]", got=got, where=f"{_WHERE}, sinks="
         )
+    if not 0 <= terms.dropout_p <= 1:
+        raise ConfigError(
+            "the dropout is not valid", expected="0 to 1", got=repr(terms.dropout_p), where=f"{_WHERE}, dropout_p="
+        )
     _check_documents(q, k, terms, size)
     ignored = terms.ignored
     if ignored is not None and (ignored.shape != (k.shape[0], k.shape[2]) or ignored.dtype != torch.bool):
@@ -150,6 +154,14 @@ def check_method(q: Tensor, terms: Terms, method: str, size: int) -> None:
             got=f"{' and '.join(terms.given)} with the method {method!r}",
             where=_WHERE,
             fix='Use Plan(context="gather"). causal, window, documents and key_padding_mask go with every method.',
+        )
+    if method == "ring" and terms.dropout_p:
+        raise ConfigError(
+            "dropout of attention in a ring: kernels that merge blocks have none",
+            expected='the method "gather" or "heads", or 0',
+            got=f"dropout_p={terms.dropout_p} with the method 'ring'",
+            where=_WHERE,
+            fix='Use Plan(context="gather") or Plan(context="heads"), or set the dropout of attention to 0.',
         )
 
 

@@ -192,6 +192,7 @@ class Terms(NamedTuple):
     softcap: float | None = None  # largest size of a score, which tanh approaches; None for none
     # A score of each head that takes weight and has no value (Xiao et al. 2023, attention sinks), [heads]; or None.
     sinks: Tensor | None = None
+    dropout_p: float = 0.0  # probability to drop a weight
     # Function like the one of torch's `flex_attention`, at the places in the sequence; None for none.
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None  # likewise; None for none
@@ -231,10 +232,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms, seen: Seen) -> Tensor:
     if bias is not None and mask is not None:
         bias = bias.masked_fill(~mask, -torch.inf)
     if bias is not None or mask is not None:
-        return attention(q, k, v, attn_mask=mask if bias is None else bias, scale=terms.scale)
+        return attention(q, k, v, mask if bias is None else bias, terms.dropout_p, scale=terms.scale)
     if not terms.causal or q.shape[2] == k.shape[2]:
-        return attention(q, k, v, is_causal=terms.causal, scale=terms.scale)
-    return last_queries(q, k, v, terms.scale)
+        return attention(q, k, v, dropout_p=terms.dropout_p, is_causal=terms.causal, scale=terms.scale)
+    return last_queries(q, k, v, terms.dropout_p, terms.scale)
 
 
 def allow_in_graphs() -> None:
@@ -243,14 +244,14 @@ def allow_in_graphs() -> None:
         _ = cast(Any, torch.compiler).allow_in_graph(last_queries)
 
 
-def last_queries(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def last_queries(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float) -> Tensor:
     """Return the causal attention of the last of several positions. Rules of parts call it with subclasses off, where
     torch would read the memory of its sign, which has no values."""
     if not subclasses_are_on():
         q, k, v = (plain_of(each) for each in (q, k, v))
         with with_subclasses():
-            return last_queries(q, k, v, scale)
-    return functional.scaled_dot_product_attention(q, k, v, attn_mask=_lower_right(q, k), scale=scale)
+            return last_queries(q, k, v, dropout_p, scale)
+    return functional.scaled_dot_product_attention(q, k, v, _lower_right(q, k), dropout_p, scale=scale)
 
 
 def _mask_of(q: Tensor, k: Tensor, terms: Terms, seen: Seen, *, is_hint: bool) -> Tensor | None:
@@ -317,7 +318,7 @@ def _scored(
     chances = scores.softmax(-1)[..., : k.shape[2]]
     if mask is not None:  # for a query that sees no key
         chances = chances.masked_fill(~mask, 0)
-    return chances.to(v.dtype) @ v
+    return functional.dropout(chances, terms.dropout_p).to(v.dtype) @ v
 
 
 def near_mask(queries: int, keys: int, first: int, window: int | None, *, causal: bool, device: torch.device) -> Tensor:

@@ -20,7 +20,6 @@ from torch.nn import functional
 from accel.comm import copied, gathered, gathered_summed
 from accel.context import DistContext, group_of
 from accel.devices import wide_dtype
-from accel.errors import ConfigError
 from accel.parallel._private import map_kind, runs_in_backward, tensors_of, without_subclasses
 from accel.parallel.axes.context._attention import attention_of_all, context_attention
 from accel.parallel.axes.context._selected import (
@@ -33,6 +32,7 @@ from accel.parallel.axes.context._selected import (
 from accel.parallel.axes.context._split import all_positions, has_own_losses, note_attention
 from accel.parallel.logits._logits import DeferredLogits
 from accel.parallel.parts import PartTensor, Ranks, RowLayout, make, plain_of
+from accel.parallel.parts._attention import own_draws
 from accel.parallel.parts._contractions import terms_of
 from accel.parallel.parts._elementwise import ELEMENTWISE, elementwise, writes
 from accel.parallel.parts._layout import RowCut, balanced, no_rule
@@ -392,18 +392,11 @@ def _attended(
 
     Own queries see all keys by the method of the plan; other forms gather their keys and values.
     """
-    if dropout_p:
-        raise ConfigError(
-            "dropout of attention does not cross ranks",
-            expected="0",
-            got=str(dropout_p),
-            where="scaled_dot_product_attention on a mesh with cp",
-            fix="Set the dropout of attention to 0.",
-        )
     note_attention(ranks.ctx)
     if _cross(ranks, query, key, value):
         ranks.note_callers()
-        return _across(ranks, query, key, value, causal=is_causal, scale=scale, attn_mask=attn_mask)
+        given: dict[str, Any] = {"causal": is_causal, "scale": scale, "attn_mask": attn_mask, "dropout_p": dropout_p}
+        return _across(ranks, query, key, value, **given)
     rows = query.dim() - 2
     layout = query.division if isinstance(query, PartTensor) else None
     key = whole_of(key)
@@ -413,7 +406,10 @@ def _attended(
         attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
     own = query.division if isinstance(query, PartTensor) else None
     mask = _own(attn_mask, -2, own, ranks)
-    out = functional.scaled_dot_product_attention(plain_of(query), key, value, mask, scale=scale, enable_gqa=enable_gqa)
+    with own_draws("cp", ranks.rank, query.device) if dropout_p and own is not None else contextlib.nullcontext():
+        out = functional.scaled_dot_product_attention(
+            plain_of(query), key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
+        )
     return out if own is None else make(out, own, ranks)
 
 

@@ -141,7 +141,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Return the attention of a layer, [batch, length, heads, head dim], as transformers' `AttentionInterface` asks."""
     where = f"{type(module).__name__} on a mesh with cp"
-    _check_scores(dropout, keywords, where)
+    _check_scores(keywords, where)
     causal = keywords.get("is_causal")
     span = MaskSpan(bool(getattr(module, "is_causal", True) if causal is None else causal))
     bias = keywords.get("position_bias")
@@ -180,6 +180,7 @@ def _attention(
             key_padding_mask=span.ignored,
             attn_mask=bias,
             mask_mod=getattr(attention_mask, "mask_mod", None),  # of a BlockMask
+            dropout_p=dropout,
         )
     return out.transpose(1, 2).contiguous(), None
 
@@ -200,16 +201,8 @@ def _check_order(module: nn.Module, span: MaskSpan, *, causal: bool) -> None:
     )
 
 
-def _check_scores(dropout: float, keywords: Mapping[str, Any], where: str) -> None:
-    """Raise `ConfigError` for dropout, and for keywords that mean other scores or masks."""
-    if dropout:
-        raise ConfigError(
-            "dropout of attention does not cross ranks",
-            expected="0",
-            got=str(dropout),
-            where=where,
-            fix="Set attention_dropout=0 in the model's config; elsewhere it is attn_pdrop, or T5's dropout_rate.",
-        )
+def _check_scores(keywords: Mapping[str, Any], where: str) -> None:
+    """Raise `ConfigError` for keywords that mean other scores or masks."""
     if other := [name for name in _OTHER_SCORES if keywords.get(name) is not None]:
         raise ConfigError(
             "this attention does not cross ranks",

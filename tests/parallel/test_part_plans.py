@@ -520,17 +520,17 @@ def test_a_hand_written_model_trains_divided_as_in_one_process(ranks: Simulator,
 
 
 class MultiQuery(nn.Module):
-    """Attention whose heads share one key and one value, made by parameters of the module itself."""
+    """Attention with one key and one value for all heads, by parameters with odd numbers of rows."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.o = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.k, self.v = (nn.Parameter(torch.randn(16, 4)) for _ in range(2))
+        self.q, self.o = nn.Linear(16, 20), nn.Linear(20, 16)
+        self.k, self.v = (nn.Parameter(torch.randn(15, 5)) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        q = self.q(x).view(*x.shape[:2], 4, 4).transpose(1, 2)
+        q = self.q(x).view(*x.shape[:2], 4, 5).transpose(1, 2)
         mixed = functional.scaled_dot_product_attention(
-            q, *((x @ each)[:, None].expand_as(q) for each in (self.k, self.v))
+            q, *((x[..., 1:] @ each)[:, None].expand_as(q) for each in (self.k, self.v))
         )
         return x + self.o(torch.einsum("bhtd->bthd", mixed).flatten(2))
 
@@ -631,18 +631,18 @@ def test_small_layers_that_are_many_gather_their_outputs(ranks: Simulator) -> No
 
 
 class Convolutions(nn.Module):
-    """A block of sounds: positions by a convolution of groups, and a norm of all channels between two others."""
+    """A block of sounds: positions by a convolution of groups, and a softmax of all channels between two others."""
 
     def __init__(self) -> None:
         super().__init__()
         self.positions, self.block = nn.Conv1d(8, 8, 3, padding=1, groups=4), Block()
         self.into, self.out = nn.Conv1d(8, 32, 1), nn.Conv1d(16, 8, 1, bias=False)
-        self.each, self.norm = nn.Conv1d(16, 16, 3, padding=1, groups=16), nn.GroupNorm(1, 16)
+        self.each = nn.Conv1d(16, 16, 3, padding=1, groups=16)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.block(x + self.positions(x.mT).mT)
         hidden = functional.glu(self.into(x.mT), 1)
-        return x + self.out(functional.silu(self.norm(self.each(hidden)))).mT
+        return x + self.out(self.each(hidden).softmax(1)).mT
 
 
 def test_large_convolutions_that_nothing_else_divides_gather_their_channels(ranks: Simulator) -> None:

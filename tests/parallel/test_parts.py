@@ -689,6 +689,27 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
             [(2, 8, 3), (8,), (8,)],
             [RowLayout(1, RowCut(1, ((8, size),))), None, None],
         ),
+        "norm of divided groups": Region(
+            lambda x, w, b: functional.group_norm(x, 2, w, b, eps=0.1),
+            [(2, 4 * size, 3, 2), (4 * size,), (4 * size,)],
+            [RowLayout(1, RowCut(2, ((2 * size, size),))), None, None],
+        ),
+        "norm of one group": Region(lambda x: functional.group_norm(x * 2.0, 1), [(3, 7)], [RowLayout(1, unequal)]),
+        "outputs of divided features": Region(
+            lambda x, w, b, v: functional.linear(x, w, b) + x @ v.t(),
+            [(2, 3, n), (m, n), (m,), (m, n)],
+            [RowLayout(2, cut), RowLayout(0, even), None, RowLayout(0, even)],
+        ),
+        "outputs of divided features, by an equation": Region(
+            lambda x, w: torch.einsum("bnd,hde->bhne", x, w),
+            [(2, 3, 7), (m, 7, 2)],
+            [RowLayout(2, unequal), RowLayout(0, even)],
+        ),
+        "a convolution of divided channels by outputs": Region(
+            lambda x, w, b: functional.conv1d(x, w, b),
+            [(2, n, 4), (m, n, 2), (m,)],
+            [RowLayout(1, cut), RowLayout(0, even), None],
+        ),
         "gates of halves": Region(
             lambda x: functional.glu(x, 1), [(2, 2 * n, 3)], [RowLayout(1, RowCut(2 * cut.repeat, cut.segments))]
         ),

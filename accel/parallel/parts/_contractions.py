@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
+from accel.comm import gathered_summed
 from accel.parallel._private import tensors_of
 from accel.parallel.parts._elementwise import elementwise
 from accel.parallel.parts._layout import RowCut, RowLayout, at, even, finest, no_rule
@@ -29,6 +30,7 @@ from accel.parallel.parts._part import (
     named,
     own_rows,
     ranks_of,
+    whole_rows,
     whole_shape,
 )
 
@@ -58,8 +60,10 @@ def linear(func: Any, args: Args, kwargs: Named) -> Any:
             return make(early, RowLayout(x.dim() - 1, other.cut), weight.ranks)
         x = x.ranks.input_of_layer(x)
     ranks = ranks_of(x, weight, bias)
-    own = layout_of(x)
     last = x.dim() - 1
+    if other is not None and other.dim == 0:  # each output needs all features
+        x = undivided(x, last)
+    own = layout_of(x)
     if (own and own.dim == last) or (other and other.dim == 1):
         if (own and own.dim != last) or (other and other.dim != 1):
             raise no_rule(_TWO)
@@ -81,6 +85,24 @@ def linear(func: Any, args: Args, kwargs: Named) -> Any:
     return make(func(entered(x, ranks), weight, rows), RowLayout(last, other.cut), ranks)
 
 
+def undivided(tensor: Tensor, dim: int) -> Tensor:
+    """Return a tensor with all rows along a dimension. Where ranks divide these, it is a part with a gradient that is a
+    summand, gathered once for all who take it if a gradient follows. A collective."""
+    if not isinstance(tensor, PartTensor) or tensor.division is None or tensor.division.dim != dim:
+        return tensor
+    ranks = tensor.ranks
+    if not ranks.gathers_inputs:
+        raise no_rule(_TWO)
+    is_kept = tensor.requires_grad and torch.is_grad_enabled()
+    known = ranks.known(tensor) if is_kept else None
+    if known is not None:
+        return known
+    whole = make(whole_rows(tensor, lambda rows, dim: gathered_summed(rows, dim, ranks.group)), None, ranks)
+    if is_kept:
+        ranks.keep(tensor, whole)
+    return whole
+
+
 def added(one: Tensor, other: Tensor) -> Tensor:
     """Return a sum of tensors, each plain or a part."""
     return (
@@ -98,10 +120,12 @@ def product(func: Any, args: Args, kwargs: Named) -> Any:
 
 def multiplied(x: Tensor, y: Tensor, ranks: Ranks) -> Tensor:
     """Return the matmul of two tensors, one or both of them parts."""
-    own = layout_of(x)
     other = layout_of(y)
     last = x.dim() - 1  # the contracted dimensions
     first = max(y.dim() - 2, 0)
+    if other is not None and other.dim == y.dim() - 1 == 1:
+        x = undivided(x, last)
+    own = layout_of(x)
     over = [each.cut for each, dim in ((own, last), (other, first)) if each is not None and each.dim == dim]
     if over:
         if (own and own.dim != last) or (other and other.dim != first):
@@ -168,14 +192,16 @@ def einsum(func: Any, args: Args, kwargs: Named) -> Any:
         raise no_rule("without an equation")
     ranks = ranks_of(tensors)
     terms, result = terms_of(equation, [each.dim() for each in tensors])
-    layouts = map(layout_of, tensors)
-    divided = {term[each.dim]: None for term, each in zip(terms, layouts, strict=True) if each is not None}
+    divided = _divided_letters(terms, tensors)
+    if len(divided) > 1:  # each entry of a dimension of the result needs all of a contracted one
+        tensors = [_whole_where_contracted(each, term, result) for each, term in zip(tensors, terms, strict=True)]
+        divided = _divided_letters(terms, tensors)
     written = f"{','.join(terms)}->{result}"
     if not divided:
         return make(torch.einsum(written, *(entered(each, ranks) for each in tensors)), None, ranks)
     if len(divided) > 1:
         raise no_rule(f"{equation}: {_TWO}")
-    letter = next(iter(divided))
+    (letter,) = divided
     need = finest([each.cut for each in layouts_of(tensors)])
     if letter not in result:
         need = contracted_cut([need], ranks)
@@ -189,6 +215,18 @@ def einsum(func: Any, args: Args, kwargs: Named) -> Any:
     if letter in result:
         return make(found, RowLayout(result.index(letter), need), ranks)
     return ranks.ended(found)
+
+
+def _divided_letters(terms: Sequence[str], tensors: Sequence[Tensor]) -> list[str]:
+    """The letters of the dimensions that ranks divide, each once."""
+    pairs = [(term, layout_of(each)) for term, each in zip(terms, tensors, strict=True)]
+    return list(dict.fromkeys(term[layout.dim] for term, layout in pairs if layout is not None))
+
+
+def _whole_where_contracted(tensor: Tensor, term: str, result: str) -> Tensor:
+    """An operand with all rows of a dimension that the result does not have."""
+    layout = layout_of(tensor)
+    return tensor if layout is None or term[layout.dim] in result else undivided(tensor, layout.dim)
 
 
 def tensordot(func: Any, args: Args, kwargs: Named) -> Any:

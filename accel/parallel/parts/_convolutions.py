@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from accel.parallel.parts._contractions import added, contracted_cut
+from accel.parallel.parts._contractions import added, contracted_cut, undivided
 from accel.parallel.parts._layout import RowLayout, even, no_rule, scaled
 from accel.parallel.parts._part import (
     Args,
@@ -37,8 +37,10 @@ def convolved(func: Any, args: Args, kwargs: Named) -> Any:
     x, weight, bias = (given.pop(name, None) for name in ("input", "weight", "bias"))
     channels = x.dim() - weight.dim() + 1
     out, into = (1, 0) if turns else (0, 1)
-    own = layout_of(x)
     other = layout_of(weight)
+    if other is not None and other.dim == out and given.get("groups", 1) == 1:  # each output needs all channels
+        x = undivided(x, channels)
+    own = layout_of(x)
     if own is not None and own.dim > channels and other is None and _is_of_one_row(weight, own.dim - channels, given):
         return make(func(x, *(entered(each, ranks) for each in (weight, bias)), **given), own, ranks)
     if own is not None and own.dim != channels:
@@ -49,12 +51,10 @@ def convolved(func: Any, args: Args, kwargs: Named) -> Any:
         if turns or (own is None and (other is None or other.dim != out)):
             raise no_rule("of groups")
         if own is None:  # each rank takes the channels of its groups
-            own = RowLayout(channels, even(x.shape[channels], ranks.size))
+            own = RowLayout(channels, even(whole_shape(x)[channels], ranks.size))
             x = own_rows(x, channels, own.cut, ranks)
         return _by_groups(func, x, weight, bias, own, given, ranks)
     if own is not None or (other is not None and other.dim == into):
-        if own is not None and other is not None and other.dim != into:
-            raise no_rule("of two tensors that ranks divide along different dimensions")
         need = contracted_cut([each.cut for each in (own, other) if each is not None], ranks)
         found = func(own_rows(x, channels, need, ranks), own_rows(weight, into, need, ranks), None, **given)
         total = ranks.total(found)

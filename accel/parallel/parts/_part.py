@@ -75,6 +75,7 @@ class Ranks:
         overlaps: whether messages overlap with matmuls, where torch compiles nothing.
         shares_tokens: whether each rank holds its tokens between divided layers.
         keeps_rows: whether this rank's rows of outputs leave a model, and not all.
+        gathers_inputs: whether a layer with outputs that ranks divide gathers an input that they divide too.
         given: layouts of the parts among the leaves of the arguments of a compiled call, by their number; None inside.
         stance: of torch.compile, for modules that it compiles while parts are in use; None for the present one.
     """
@@ -84,10 +85,11 @@ class Ranks:
     shares_tokens = False
     keeps_rows = False
 
-    __slots__ = ("_entered", "given", "group", "in_rule", "rank", "size", "stance")
+    __slots__ = ("_entered", "gathers_inputs", "given", "group", "in_rule", "rank", "size", "stance")
 
     def __init__(self, group: dist.ProcessGroup | ThreadGroup) -> None:
         self.group: Any = group
+        self.gathers_inputs = True
         self.rank = group.rank()
         self.size = group.size()
         self.in_rule = False

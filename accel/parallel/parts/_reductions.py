@@ -18,6 +18,7 @@ from accel.parallel.parts._part import (
     Args,
     Named,
     PartTensor,
+    Ranks,
     Rule,
     entered,
     layout_of,
@@ -234,7 +235,7 @@ def _normed_over(given: dict[str, Any], layout: RowLayout, *, is_centered: bool)
 
 
 def group_normed(func: Any, args: Args, kwargs: Named) -> Any:
-    """group_norm, where each rank has whole groups."""
+    """group_norm. Ranks sum their sums of squares where a group is divided."""
     given = named("input num_groups weight bias eps", args, kwargs)
     ranks = ranks_of(args, kwargs)
     layout = layout_of(given["input"])
@@ -244,12 +245,40 @@ def group_normed(func: Any, args: Args, kwargs: Named) -> Any:
         return make(func(**{name: entered(each, ranks) for name, each in given.items()}), None, ranks)
     cut = layout.cut
     groups = given["num_groups"]
-    if layout.dim != 1 or len(cut.listed) > 1 or cut.is_shared(ranks.size) or groups % ranks.size:
-        raise no_rule(f"of {groups} groups, not whole on each rank")
+    if layout.dim != 1 or cut.is_shared(ranks.size):
+        raise no_rule(f"of {groups} groups of a part along another dimension than channels, or that ranks share")
     for name in ("weight", "bias"):
         if given.get(name) is not None:
-            given[name] = own_rows(given[name], 0, layout.cut, ranks)
+            given[name] = own_rows(given[name], 0, cut, ranks)
+    if len(cut.listed) > 1 or groups % ranks.size:
+        return _group_normed_over(given, layout, ranks)
     return make(func(**{**given, "num_groups": groups // ranks.size}), layout, ranks)
+
+
+def _group_normed_over(given: dict[str, Any], layout: RowLayout, ranks: Ranks) -> PartTensor:
+    """A norm of groups of channels of which several ranks hold some."""
+    x: Tensor = given["input"]
+    rows = _wide(plain_of(x))
+    further = [*range(2, rows.dim())]  # dimensions of an image or a sound
+    length = layout.cut.total // given["num_groups"]
+    of_channel = [row // length for row in rows_of(layout.cut, ranks.rank, ranks.size)]
+    group = torch.tensor(of_channel, device=x.device)
+    count = length * math.prod([rows.shape[dim] for dim in further])
+
+    def mean(values: Tensor) -> Tensor:
+        by_channel = values.sum(further) if further else values
+        sums = by_channel.new_zeros(len(values), given["num_groups"]).index_add(1, group, by_channel)
+        means = ranks.enter(ranks.total(sums)) / count
+        return means.index_select(1, group).view(len(values), -1, *[1] * len(further))
+
+    rows = rows - mean(rows)
+    found = (rows * torch.rsqrt(mean(rows.square()) + given.get("eps", 1e-5))).to(x.dtype)
+    column = (-1, *[1] * len(further))
+    if given.get("weight") is not None:
+        found = found * given["weight"].view(column)
+    if given.get("bias") is not None:
+        found = found + given["bias"].view(column)
+    return make(found, layout, ranks)
 
 
 def weight_normed(func: Any, args: Args, kwargs: Named) -> Any:

@@ -59,7 +59,7 @@ _OPERATORS = frozenset({"matmul", "__matmul__", "bmm", "mm"})
 _ADDED = frozenset({"addmm", "baddbmm"})  # to their first argument
 _JOINS = frozenset({"cat", "concat", "concatenate"})
 _WITH_DEAD = frozenset({"relu", "relu_", "relu6", "hardtanh", "clamp"})  # of units without a gradient
-_NORMS = frozenset({"layer_norm", "rms_norm"})
+_NORMS = frozenset({"layer_norm", "rms_norm", "group_norm"})
 _STATISTICS = frozenset({"mean", "sum", "var", "std", "norm", "linalg_vector_norm", "max", "amax"})
 _STEPS = 12  # of a way from parameters to a weight that is made of them
 
@@ -192,10 +192,17 @@ class _MatmulRecorder(TorchFunctionMode):
 
 
 def _scaled(
-    x: Tensor, _shape: object, weight: Tensor | None = None, bias: Tensor | None = None, eps: float | None = None
+    x: Tensor,
+    over: Sequence[int] | int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
 ) -> Tensor:
-    """The result of a norm, but for its statistics."""
+    """The result of a norm over dimensions, or over groups of channels, but for its statistics."""
     del eps
+    if isinstance(over, int):
+        column = (-1, *[1] * (x.dim() - 2))
+        weight, bias = (None if each is None else each.view(column) for each in (weight, bias))
     scaled = x if weight is None else x * weight
     return scaled if bias is None else scaled + bias
 
@@ -243,8 +250,9 @@ class _Search:
         self._size = size
         self._known: dict[object, _Needed] = {}
         self._draw = torch.Generator().manual_seed(5)
-        used = {name: None for each in recorder.weights for name in self._made_of(each)}
-        self._used = list(used)
+        self._of_matmuls = {name: None for each in recorder.weights for name in self._made_of(each)}
+        others = (name for name, each in parameters.items() if each.requires_grad and each.dim() > 1)
+        self._used = [*self._of_matmuls, *(name for name in others if name not in self._of_matmuls)]
 
     def _made_of(self, weight: Tensor) -> list[str]:
         """The names of the parameters that a weight is, or is made of."""
@@ -375,7 +383,10 @@ class _Search:
                 if name in layouts:
                     continue
                 cut = fit(ranks, self._shape(name)[dim])
-                if cut is None and not is_weight and len({*ranks}) > 1 and len(self._shape(name)) > 1:
+                is_needed = (
+                    name in self._of_matmuls and len(self._shape(name)) > 1
+                )  # others are cut where they meet parts
+                if cut is None and not is_weight and is_needed and len({*ranks}) > 1:
                     _ = others.setdefault(name, NeededRows(dim, tuple(ranks)))
                 if cut is None or cut.total % self._size:
                     continue

@@ -291,7 +291,7 @@ class _Unit:
         """The difference in a call of the module; "" for none."""
         for call in self._calls:
             try:
-                verdict = prove(self._module, call, self._styles, self._size, regions=regions)
+                verdict = prove(self._module, call, self._styles, self._size, regions=regions, gathers_inputs=False)
             except PrepareError as error:
                 return error.got
             if verdict.problem:

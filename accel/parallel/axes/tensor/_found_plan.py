@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from accel.errors import PrepareError
 from accel.parallel._blocks import block_groups, outermost_groups
 from accel.parallel._modules import example_of, named_modules, without_cache
-from accel.parallel.axes.tensor._dependence import pattern_of
+from accel.parallel.axes.tensor._dependence import Layouts, pattern_of
 from accel.parallel.axes.tensor._found import LARGEST, PlanSearch, Styles, words_of
 from accel.parallel.axes.tensor._prove import Verdict, prove, short, tokens_refused
 from accel.parallel.axes.tensor._rules import is_in
@@ -33,6 +33,7 @@ _LEAST_ROWS = 32  # of a table that is worth dividing
 _LEAST_SHARE = 0.01  # of a model's parameters, for a layer or a table that is worth a message
 _LEAST_TOGETHER = 0.05  # of a model's parameters, for layers with one pattern of paths, such as one for each head
 _LONGER = (1, 2, 4, 8, 16, 32, 64, 128)  # inputs tried in turn, as multiples of a short one
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 class FoundPlan(NamedTuple):
@@ -209,39 +210,53 @@ class _Proofs:
         return True
 
     def leaves(self, plan: FoundPlan, within: Sequence[str]) -> Regions:
-        """Rows of large parameters of convolutions, and of the user's modules without others in them, such as a head
-        that multiplies by a plain parameter: each rank computes with some, and gathers the results."""
-        whole = {name: each for name, each in self._whole(plan).items() if _is_leaf(self._modules[_owner(name)])}
+        """Rows of large parameters of convolutions, and of parameters that the user's modules hold, such as a head that
+        multiplies by a plain parameter: each rank computes with some, and gathers the results."""
+        whole = {name: each for name, each in self._whole(plan).items() if _is_divisible(self._modules[_holder(name)])}
         called = {call.path for call in self._trace.calls}
-        alone: dict[str, Mapping[str, RowLayout]] = {}  # proved without the modules around them
+        found: list[tuple[str, Layouts]] = []
         for name in self._large(whole):
-            path, weight = _owner(name), whole[name]
-            if self._around(weight, called) != path or not any(is_in(path, each) for each in within):
+            unit = _holder(f"{self._around(whole[name], called)}.weight".lstrip("."))
+            if not any(is_in(unit, each) for each in within):
                 continue
-            names = [name]
-            dims = range(weight.dim())
-            if _is_convolution(self._modules[path]):
-                names = [own for own, _ in self._modules[path].named_parameters(path)]
-                dims = range(1)
-            for dim in sorted(dims, key=lambda dim, weight=weight: weight.shape[dim], reverse=True):
-                layouts = dict.fromkeys(names, RowLayout(dim, even(weight.shape[dim], self._size)))
-                if weight.shape[dim] % self._size == 0 and self._is_proved({path: layouts}, FoundPlan({}, {})):
-                    alone[path] = {**alone.get(path, {}), **layouts}
+            is_whole = not any(_inside(unit, plan.styles, plan.regions))
+            own_plan = FoundPlan({}, {}) if is_whole else plan  # alone, once for all that are equal
+            for layouts in self._ways_of(name, whole[name]):
+                if self._is_proved({unit: layouts}, own_plan):
+                    found.append((unit, layouts))
                     break
-        return self._proved(alone, plan)
+        return self._proved(found, plan)
 
-    def _proved(self, more: Regions, plan: FoundPlan) -> Regions:
+    def _ways_of(self, name: str, weight: Tensor) -> Iterator[Layouts]:
+        """Layouts of a parameter, along its longest dimension first; of a convolution, output channels of all of its
+        parameters."""
+        holder = _holder(name)
+        module = self._modules[holder]
+        if not isinstance(module, _CONVOLUTIONS):
+            for dim in sorted(range(weight.dim()), key=lambda dim: weight.shape[dim], reverse=True):
+                if weight.shape[dim] % self._size == 0:
+                    yield {name: RowLayout(dim, even(weight.shape[dim], self._size))}
+            return
+        out = 1 if module.transposed else 0
+        cut = even(weight.shape[out], self._size)
+        own = {each: (values, 0 if values.dim() == 1 else out) for each, values in module.named_parameters(holder)}
+        if cut.total % self._size == 0:
+            yield {each: RowLayout(dim, cut) for each, (values, dim) in own.items() if values.shape[dim] == cut.total}
+
+    def _proved(self, more: Sequence[tuple[str, Layouts]], plan: FoundPlan) -> Regions:
         """The further layouts that modules can have together, with the layouts before: halves are tried in turn where
         not all can, as a proof of a large module around many takes long."""
-        if self._is_proved(more, plan):
-            return {path: {**plan.regions.get(path, {}), **own} for path, own in more.items()}
+        regions: dict[str, Layouts] = {}
+        for unit, own in more:
+            regions[unit] = {**plan.regions.get(unit, {}), **regions.get(unit, {}), **own}
+        if self._is_proved(regions, plan):
+            return regions
         if len(more) == 1:
             return {}
-        paths = [*more]
-        middle = len(paths) // 2
-        first = self._proved({path: more[path] for path in paths[:middle]}, plan)
-        rest = {path: more[path] for path in paths[middle:]}
-        return {**first, **self._proved(rest, plan._replace(regions={**plan.regions, **first}))}
+        middle = len(more) // 2
+        first = self._proved(more[:middle], plan)
+        rest = self._proved(more[middle:], plan._replace(regions={**plan.regions, **first}))
+        return {**first, **rest}
 
     def _is_large_table(self, weight: Tensor) -> bool:
         """Whether a table is worth dividing by rows, and each rank gets some of them."""
@@ -423,13 +438,19 @@ def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _is_leaf(module: nn.Module) -> bool:
-    """Whether a module is a convolution, or not torch's and without modules in it."""
-    return _is_convolution(module) or not (type(module).__module__.startswith("torch.") or [*module.children()])
+def _holder(name: str) -> str:
+    """The path of the module that computes with a parameter, also if it is parametrized."""
+    path = f".{_owner(name)}"
+    return path.partition(".parametrizations.")[0].lstrip(".")
+
+
+def _is_divisible(module: nn.Module) -> bool:
+    """Whether a module is a convolution, or not torch's."""
+    return _is_convolution(module) or not type(module).__module__.startswith("torch.")
 
 
 def _is_convolution(module: nn.Module) -> bool:
-    return type(module).forward in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
+    return isinstance(module, _CONVOLUTIONS) and any(type(module).forward is each.forward for each in _CONVOLUTIONS)
 
 
 def _layer(module: nn.Module) -> nn.Module:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -49,6 +50,7 @@ class _Plan(NamedTuple):
     styles: Mapping[str, TensorStyle]
     regions: Regions
     shares_tokens: bool
+    gathers_inputs: bool
 
 
 class _ProofRun(NamedTuple):
@@ -65,11 +67,13 @@ def prove(
     *,
     regions: Regions | None = None,
     shares_tokens: bool = False,
+    gathers_inputs: bool = True,
 ) -> Verdict:
     """Return whether a module that ranks divide computes the same as the full one, in a separate call.
 
     No communication.
-    `styles` are by path in the module. With `shares_tokens` each rank holds its tokens between divided layers. With
+    `styles` are by path in the module. With `shares_tokens` each rank holds its tokens between divided layers. Without
+    `gathers_inputs`, a layer that ranks divide by outputs must not have an input that they divide by features. With
     `regions` of parts, a forward and backward in training mode must run, too. In that mode a rank must draw as many
     numbers from python's and numpy's streams as the whole module. The module and all streams are unchanged.
     """
@@ -86,7 +90,7 @@ def prove(
         if not is_finite:
             return Verdict("the whole module's outputs are not finite", styles)
         while True:
-            plan = _Plan(styles, regions or {}, shares_tokens=shares_tokens)
+            plan = _Plan(styles, regions or {}, shares_tokens=shares_tokens, gathers_inputs=gathers_inputs)
             verdict, wrong = _compared(whole, call, values, expected, plan, size)
             if not wrong:
                 return verdict
@@ -208,7 +212,7 @@ def run_valued(module: nn.Module, call: ModuleCall, values: Mapping[int, Tensor]
         return module(*args, **kwargs)
 
 
-def _part(whole: nn.Module, rules: Mapping[str, Rule], group: ThreadGroup) -> nn.Module:
+def _part(whole: nn.Module, rules: Mapping[str, Rule], group: ThreadGroup, *, gathers_inputs: bool) -> nn.Module:
     """A rank's copy of a module, with its parts of the parameters."""
     memo: dict[int, Any] = {}
     for path, rule in rules.items():
@@ -216,7 +220,9 @@ def _part(whole: nn.Module, rules: Mapping[str, Rule], group: ThreadGroup) -> nn
             values = _piece(each.detach(), rule.dims.get(name), group)
             memo[id(each)] = nn.Parameter(values.clone())
     part = copied_model(whole, memo)
-    _ = install(part, rules, lambda rule: GroupLayer(rule, group))
+    ranks = install(part, rules, lambda rule: GroupLayer(rule, group))
+    if ranks is not None:
+        ranks.gathers_inputs = gathers_inputs
     return part
 
 
@@ -233,15 +239,16 @@ def _compared(
     size: int,
 ) -> tuple[Verdict, list[str]]:
     """A verdict, and paths of modules with gradients that may be summands, if nothing else differs."""
-    styles, regions, shares_tokens = plan
+    styles, regions, shares_tokens, gathers_inputs = plan
     try:
         rules = rules_of(whole, styles, size, regions=regions, shares_tokens=shares_tokens)
     except PrepareError as error:
         return Verdict(error.got.replace("the model: ", ""), styles), []
     tokens: list[SequenceRanks] = []
+    part_of = partial(_part, whole, rules, gathers_inputs=gathers_inputs)
 
     def work(group: ThreadGroup) -> tuple[ThreadGroup, _ProofRun]:
-        part = _part(whole, rules, group)
+        part = part_of(group)
         if shares_tokens and not group.rank():
             tokens.append(getattr(part, RANKS))
         return group, _run(part, call, values)
@@ -272,7 +279,7 @@ def _compared(
         alone = SilentGroup(size)  # one rank, as threads would draw different numbers
         problem = _problem_in_training(
             lambda: _run(whole.train(), call, values, is_forward=True),
-            lambda: _run(_part(whole, rules, alone).train(), call, values, is_forward=not regions),
+            lambda: _run(part_of(alone).train(), call, values, is_forward=not regions),
             always=bool(regions),
         )
         verdict = Verdict(problem, styles)

@@ -9,7 +9,6 @@ from typing import cast
 import libcst as cst
 
 from accel.migrate._epochs import Caller, Epochs, OnState, find_epochs, state_lines
-from accel.migrate._forward import autocast, flattened, forward, models_of, runs
 from accel.migrate._items import Items, restores
 from accel.migrate._reading import Body, Gathers, aliases_in, marked, read_loop, retarget
 from accel.migrate._script import ScopePass, Script
@@ -38,7 +37,19 @@ from accel.migrate._tree import (
     walk,
     with_block,
 )
-from accel.migrate._window import Step, is_division, split_step, steps, undivided, whole_loss
+from accel.migrate._window import (
+    Step,
+    autocast,
+    flattened,
+    forward,
+    is_division,
+    models_of,
+    runs,
+    split_step,
+    steps,
+    undivided,
+    whole_loss,
+)
 
 _ROWS = "a mean loss is weighed by the batch's samples; pass weight= to accel.backward where it is one over tokens"
 _OUTPUTS = (

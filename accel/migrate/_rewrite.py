@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import libcst as cst
 
@@ -13,7 +13,6 @@ from accel.errors import ConfigError
 from accel.migrate._backward import PlainBackward
 from accel.migrate._check import noted, noted_uses
 from accel.migrate._checkpoints import Checkpoints
-from accel.migrate._classes import Flattened, Restored, find_kept
 from accel.migrate._guards import asks_main, calls_all, opened
 from accel.migrate._imports import Imports, bound_names
 from accel.migrate._layout import fitted, unannotated, unjoined, with_comments
@@ -30,6 +29,7 @@ from accel.migrate._tree import (
     MARK,
     Change,
     Lines,
+    OfVariables,
     Remarks,
     argument,
     block,
@@ -232,6 +232,105 @@ class _Renamed(Change):
         return updated.with_changes(value=self._new) if updated.value == self._old else updated
 
 
+_PREFIX = "self__"
+
+
+class _OwnContexts(NamedTuple):
+    """The classes of a script that keep an Accelerator, and its variables."""
+
+    classes: frozenset[str]
+    holders: frozenset[str]
+
+
+def _find_kept(shared: Shared, module: cst.Module) -> _OwnContexts:
+    """Return the classes that keep an Accelerator, by `self.accelerator = Accelerator()` or by their base."""
+    if any(isinstance(each, cst.Name) and each.value.startswith(_PREFIX) for each in walk(module)):
+        return _OwnContexts(frozenset(), frozenset())
+    names = [node.name.value for node in module.body if isinstance(node, cst.ClassDef)]
+    classes = {name for name in names if shared.kept(name)}
+    holders = {_PREFIX + held for name in classes for held in shared.kept(name)}
+    return _OwnContexts(frozenset(classes), frozenset(holders))
+
+
+def _own(node: cst.CSTNode) -> str:
+    """Return the name of an attribute of `self`, empty for other expressions."""
+    own = isinstance(node, cst.Attribute) and isinstance(node.value, cst.Name) and node.value.value == "self"
+    return cast(cst.Attribute, node).attr.value if own else ""
+
+
+class _Flattened(Change):
+    """Write attributes of `self` as variables in the classes that keep an Accelerator; methods stay."""
+
+    def __init__(self, kept: _OwnContexts) -> None:
+        self._kept = kept
+        self._methods: list[set[str]] = []
+
+    def visit_class_def(self, node: cst.ClassDef) -> bool:
+        self._methods.append({each.name.value for each in walk(node) if isinstance(each, cst.FunctionDef)})
+        return node.name.value in self._kept.classes
+
+    def leave_class_def(self, original: cst.ClassDef, updated: cst.ClassDef) -> cst.ClassDef:
+        _ = self._methods.pop()
+        return updated
+
+    def leave_attribute(self, original: cst.Attribute, updated: cst.Attribute) -> cst.BaseExpression:
+        name = _own(original)
+        if not self._methods or not name or name in self._methods[-1]:
+            return updated
+        return cst.Name(_PREFIX + name, lpar=original.lpar, rpar=original.rpar)
+
+
+class _Restored(OfVariables):
+    """Write the variables as attributes again; the context and the trackers are attributes in these classes too."""
+
+    def __init__(self, script: Script, kept: _OwnContexts) -> None:
+        self._script = script
+        self._kept = kept
+        self._inside: list[bool] = []
+        self._taken: list[bool] = []  # whether a method takes the context by itself
+
+    def visit_class_def(self, node: cst.ClassDef) -> None:
+        self._inside.append(node.name.value in self._kept.classes)
+
+    def leave_class_def(self, original: cst.ClassDef, updated: cst.ClassDef) -> cst.ClassDef:
+        _ = self._inside.pop()
+        return updated
+
+    def visit_function_def(self, node: cst.FunctionDef) -> None:
+        self._taken.append(any(each.name.value == self._script.ctx for each in node.params.params))
+
+    def leave_function_def(self, original: cst.FunctionDef, updated: cst.FunctionDef) -> cst.FunctionDef:
+        _ = self._taken.pop()
+        return updated
+
+    def leave_simple_statement_line(
+        self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine:
+        ctx = self._script.ctx
+        inner = small(updated)
+        if isinstance(inner, cst.Assign) and self._is_inside() and targets(original) == [ctx]:
+            target = cst.AssignTarget(cst.Attribute(cst.Name("self"), cst.Name(ctx)))
+            return updated.with_changes(body=[inner.with_changes(targets=[target])])
+        return updated
+
+    def _is_inside(self) -> bool:
+        return bool(self._inside and self._inside[-1])
+
+    def leave_name(self, original: cst.Name, updated: cst.Name) -> cst.BaseExpression:
+        name = original.value
+        if name.startswith(_PREFIX):
+            return self._attribute(name.removeprefix(_PREFIX), original)
+        kept = name == self._script.trackers or (name == self._script.ctx and not any(self._taken))
+        return self._attribute(name, original) if kept and self._is_inside() else updated
+
+    @staticmethod
+    def _attribute(name: str, node: cst.Name) -> cst.Attribute:
+        return cst.Attribute(cst.Name("self"), cst.Name(name), lpar=node.lpar, rpar=node.rpar)
+
+    def leave_simple_string(self, original: cst.SimpleString, updated: cst.SimpleString) -> cst.SimpleString:
+        return updated.with_changes(value=updated.value.replace(_PREFIX, ""))
+
+
 def rewrite(text: str, where: str = "", *, cells: bool = False, shared: Shared = ALONE) -> Migrated:
     """Return a script on accel; one without Accelerate, or with notes already, as it is."""
     if DECIDE in text:
@@ -263,12 +362,12 @@ def rewrite_here(text: str, where: str, *, cells: bool, shared: Shared) -> Migra
 
 def _passed(text: str, module: cst.Module, shared: Shared, *, cells: bool) -> Migrated:
     script = Script(module, shared=shared)
-    kept = find_kept(shared, module)
+    kept = _find_kept(shared, module)
     if not script.uses_accelerate and not kept.classes:
         written = noted_uses(text)
         return Migrated(written, tuple(decisions(written)))
     if kept.classes:
-        module = changed_by(module, Flattened(kept))
+        module = changed_by(module, _Flattened(kept))
         script = Script(module, kept.holders, shared)
     notes = Remarks()
     trained = changed_by(module, PlainBackward(script, notes, module))
@@ -286,7 +385,7 @@ def _passed(text: str, module: cst.Module, shared: Shared, *, cells: bool) -> Mi
         Dropped(script, notes),
         Names(script, notes),
         Imports(script, notes),
-        Restored(script, kept),
+        _Restored(script, kept),
     ]
     module = drop_scaffolds(module, notes)
     for each in passes:

@@ -72,7 +72,7 @@ class Net(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("mesh", ["cp=2", "tp=2,cp=2"])
+@pytest.mark.parametrize("mesh", ["cp=2", pytest.param("tp=2,cp=2", marks=pytest.mark.slow)])
 def test_layers_of_torch_train_with_their_dropout(ranks: Simulator, mesh: str) -> None:
     """A recomputed block drops what it dropped before, and an evaluation equals one process."""
     torch.manual_seed(0)

@@ -27,11 +27,12 @@ from accel.parallel.parts._part import (
 
 _NAMES = "input weight bias stride padding dilation groups"
 _TURNED = "input weight bias stride padding output_padding groups dilation"
+_TRANSPOSED = {f"conv_transpose{dims}d" for dims in (1, 2, 3)}  # torch.compile knows no look into a name
 
 
 def convolved(func: Any, args: Args, kwargs: Named) -> Any:
     """conv1d to conv3d and their transposes: channels are contracted, made, or kept by groups."""
-    turns = "transpose" in name_of(func)
+    turns = name_of(func) in _TRANSPOSED
     given = named(_TURNED if turns else _NAMES, args, kwargs)
     ranks = ranks_of(args, kwargs)
     x, weight, bias = (given.pop(name, None) for name in ("input", "weight", "bias"))

@@ -256,7 +256,7 @@ def group_normed(func: Any, args: Args, kwargs: Named) -> Any:
 
 
 def _group_normed_over(given: dict[str, Any], layout: RowLayout, ranks: Ranks) -> PartTensor:
-    """A norm of groups of channels of which several ranks hold some."""
+    """A norm of groups of channels that ranks divide."""
     x: Tensor = given["input"]
     rows = _wide(plain_of(x))
     further = [*range(2, rows.dim())]  # dimensions of an image or a sound

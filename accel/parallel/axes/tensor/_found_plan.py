@@ -133,6 +133,7 @@ class _Proofs:
         *,
         regions: Regions | None = None,
         shares_tokens: bool = False,
+        gathers_inputs: bool = True,
     ) -> Verdict:
         """A proof of the module, or of an equal module."""
         module = self._modules[unit]
@@ -140,9 +141,17 @@ class _Proofs:
             (path, type(each).__name__, [list(p.shape) for p in each.parameters(recurse=False)], settings_of(each))
             for path, each in named_modules(module)
         ]
-        key = repr((self._trace.signature(call), facts, styles, regions, shares_tokens))
+        key = repr((self._trace.signature(call), facts, styles, regions, shares_tokens, gathers_inputs))
         if key not in self._verdicts:
-            self._verdicts[key] = prove(module, call, styles, self._size, regions=regions, shares_tokens=shares_tokens)
+            self._verdicts[key] = prove(
+                module,
+                call,
+                styles,
+                self._size,
+                regions=regions,
+                shares_tokens=shares_tokens,
+                gathers_inputs=gathers_inputs,
+            )
         return self._verdicts[key]
 
     def words(self, regions: Regions) -> dict[str, TensorStyle]:
@@ -197,7 +206,7 @@ class _Proofs:
                 found[unit] = {**now.regions.get(unit, {}), **layouts}
         return found
 
-    def _is_proved(self, more: Regions, plan: FoundPlan) -> bool:
+    def _is_proved(self, more: Regions, plan: FoundPlan, *, gathers_inputs: bool = True) -> bool:
         """Whether modules can have further layouts: by proofs of the outermost modules with layouts around them."""
         regions = {**plan.regions, **{unit: {**plan.regions.get(unit, {}), **own} for unit, own in more.items()}}
         for outer in {_outermost(unit, plan.regions) for unit in more}:
@@ -205,7 +214,10 @@ class _Proofs:
                 return False
             styles, inner = _inside(outer, plan.styles, regions)
             calls = [call for call in self._trace.calls if call.path == outer]
-            if any(self.verdict(outer, call, styles, regions=inner).problem for call in calls):
+            verdicts = (
+                self.verdict(outer, call, styles, regions=inner, gathers_inputs=gathers_inputs) for call in calls
+            )
+            if any(each.problem for each in verdicts):
                 return False
         return True
 
@@ -221,8 +233,9 @@ class _Proofs:
                 continue
             is_whole = not any(_inside(unit, plan.styles, plan.regions))
             own_plan = FoundPlan({}, {}) if is_whole else plan  # alone, once for all that are equal
+            # Without gathers inside: a table of positions must not make each block gather its input.
             for layouts in self._ways_of(name, whole[name]):
-                if self._is_proved({unit: layouts}, own_plan):
+                if self._is_proved({unit: layouts}, own_plan, gathers_inputs=False):
                     found.append((unit, layouts))
                     break
         return self._proved(found, plan)

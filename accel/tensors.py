@@ -63,9 +63,10 @@ def is_view(tensor: torch.Tensor) -> bool:
 def is_in_base(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a view of another and has its memory, which it leaves by `tensor.data = values`."""
     base = tensor._base
-    return base is not None and (
-        base.data_ptr() + (tensor.storage_offset() - base.storage_offset()) * tensor.element_size() == tensor.data_ptr()
-    )
+    if base is None or not tensor.numel():  # without elements there is no memory
+        return base is not None
+    distance = tensor.storage_offset() - base.storage_offset()
+    return base.data_ptr() + distance * tensor.element_size() == tensor.data_ptr()
 
 
 class _SameMemory(torch.autograd.Function):

@@ -118,7 +118,7 @@ def _under(ranks: Simulator, fn: Any, spread: tuple[Any, str], **more: Any) -> A
 HEAVY = partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
-@pytest.mark.parametrize("spread", SPREADS, ids=lambda each: " ".join(each))
+@pytest.mark.parametrize("spread", [("ddp", ""), *SPREADS], ids=lambda each: " ".join(each))
 def test_they_train_as_in_one_process(ranks: Simulator, spread: Any) -> None:
     def run(ctx: accel.DistContext) -> Any:
         model = _make(ctx)

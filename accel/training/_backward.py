@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 
 from accel.comm import start_all_reduce
 from accel.context import DistContext, context_first
@@ -425,17 +426,23 @@ def _check_mean(ctx: DistContext, loss: torch.Tensor, weight: SampleCount, accum
 
 
 def _is_sum(loss: torch.Tensor) -> bool:
-    """Return whether a term of a loss is one of torch's losses with `reduction="sum"`, by its graph."""
+    """Return whether a term of a loss is one of torch's losses with `reduction="sum"`, by its graph. A penalty on
+    parameters is none, as it sums no samples."""
     waiting = [loss.grad_fn]
     for _ in range(_MOST_TERMS):
         node = waiting.pop() if waiting else None
         if node is None:
             return False
-        if getattr(node, "_saved_reduction", None) == _SUM:
+        if getattr(node, "_saved_reduction", None) == _SUM and not _is_of_leaves(node):
             return True
         if node.name() in ("AddBackward0", "SubBackward0"):
             waiting += [each for each, _ in node.next_functions if each is not None]
     return False
+
+
+def _is_of_leaves(node: Node) -> bool:
+    """Return whether a function of a graph takes leaves alone, such as parameters."""
+    return all(each is None or each.name() == "torch::autograd::AccumulateGrad" for each, _ in node.next_functions)
 
 
 def check_loss(loss: torch.Tensor, where: str, fix: str) -> None:

@@ -34,7 +34,13 @@ def _mean(output: Tensor, target: Tensor, batch: accel.Batch) -> Tensor:
 
 
 def _train(
-    ctx: accel.DistContext, loss_of: Loss, *, steps: int = 1, weighted: bool = False, batch_size: int = 4
+    ctx: accel.DistContext,
+    loss_of: Loss,
+    *,
+    steps: int = 1,
+    weighted: bool = False,
+    batch_size: int = 4,
+    penalty: float = 0.0,
 ) -> Tensor:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)).double()
@@ -45,6 +51,8 @@ def _train(
         state = state.next(batch)
         with accel.accumulate(ctx, state, model):
             loss = loss_of(model(batch.data[0]), batch.data[1], batch)
+            for each in model.parameters() if penalty else ():
+                loss = loss + functional.mse_loss(each, torch.full_like(each, penalty), reduction="sum")
             state = accel.backward(ctx, loss, state, weight=batch.valid if weighted else None)
         if state.sync:
             state = accel.optimizer_step(ctx, optimizer, state)
@@ -71,3 +79,10 @@ def test_means_weights_and_sums_of_one_rank_are_taken(ranks: Simulator) -> None:
     assert not torch.equal(summed, mean)
     for each in ranks.run(lambda ctx: _train(accel.replace(ctx, mesh="tp=2"), _squares), 2, default_group=True):
         torch.testing.assert_close(each, summed)
+
+
+def test_a_sum_over_a_parameter_is_a_penalty_and_taken(ranks: Simulator) -> None:
+    alone = _train(accel.single(), _mean, penalty=0.1)
+    assert not torch.equal(alone, _train(accel.single(), _mean))
+    for each in ranks.run(lambda ctx: _train(ctx, _mean, penalty=0.1), 2):
+        torch.testing.assert_close(each, alone)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import CellType, FunctionType
+from types import CellType, FunctionType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -92,16 +92,34 @@ def copied_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 def _copied_in_part(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A deep copy that shares the attributes that cannot be copied. Modules of a class that makes its objects with
     arguments are copied without these."""
-    for each in _values_kept(model):
-        try:
-            _ = copy.deepcopy(each, {id(module): module for module in model.modules()})
-        except Exception:
-            memo[id(each)] = each
+    _share_uncopied(_values_kept(model), memo, {id(module): module for module in model.modules()}, set())
     made = {each: nn.Module.__new__(type(each)) for each in model.modules() if type(each).__new__ is not object.__new__}
     memo.update({id(each): found for each, found in made.items()})
     for each, found in made.items():
         vars(found).update(copy.deepcopy(vars(each), memo))
     return copy.deepcopy(model, memo)
+
+
+def _share_uncopied(values: Iterable[Any], memo: dict[int, Any], modules: dict[int, Any], seen: set[int]) -> None:
+    """Note values that cannot be copied in a memo, so that copies share them. Of objects with attributes, such as a
+    queue of tensors with a lock, only the attributes are shared that cannot be copied."""
+
+    def is_copied(value: Any) -> bool:
+        try:
+            _ = copy.deepcopy(value, memo | modules)
+        except Exception:  # whatever a value says of a copy
+            return False
+        return True
+
+    for each in values:
+        if id(each) in memo or id(each) in seen or is_copied(each):
+            continue
+        seen.add(id(each))
+        held = None if isinstance(each, type | FunctionType | ModuleType) else getattr(each, "__dict__", None)
+        if isinstance(held, dict):
+            _share_uncopied(_values_in([held]), memo, modules, seen)
+        if held is None or not is_copied(each):
+            memo[id(each)] = each
 
 
 def _rebound(value: Any, memo: dict[int, Any]) -> Any:
@@ -138,7 +156,11 @@ def _holds_modules(value: Any) -> bool:
 
 def _values_kept(model: nn.Module) -> Iterator[Any]:
     """The values among the attributes of modules and in containers there, which may hold themselves; no modules."""
-    todo: list[Any] = [vars(module) for module in model.modules()]
+    return _values_in([vars(module) for module in model.modules()])
+
+
+def _values_in(todo: list[Any]) -> Iterator[Any]:
+    """The values in containers, which may hold themselves; no modules."""
     seen = set[int]()
     while todo:
         value = todo.pop()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import accel
 from accel.parallel import Plan
+from accel.parallel._copies import copied_model
 from accel.testing import Simulator
 
 WIDTH = 8
@@ -84,3 +86,24 @@ def test_a_plan_is_found_for_a_model_that_cannot_be_copied(kind: str) -> None:
     styles = accel.parallel.tensor_plan(model, example=[torch.zeros(2, 5, dtype=torch.long)])
     assert styles["blocks.*.up"] == "colwise"
     assert styles["blocks.*.down"] == "rowwise"
+
+
+class Queue:
+    """Rows of former batches, and a lock, which cannot be copied."""
+
+    def __init__(self) -> None:
+        self.rows, self.lock = [torch.zeros(1)], Lock()
+
+
+def test_what_a_forward_changes_is_copied_next_to_what_cannot_be() -> None:
+    """A trial would leave its rows in the model's queue."""
+    model: Any = Drawing()
+    model.queue = Queue()
+    model.last = model(torch.ones(1, WIDTH)).sum()
+
+    found: Any = copied_model(model, {})
+
+    assert found.draws is model.draws
+    assert found.queue.lock is model.queue.lock
+    assert found.queue.rows is not model.queue.rows
+    assert found.last.grad_fn is None

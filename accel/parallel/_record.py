@@ -130,12 +130,15 @@ class UnitCall(msgspec.Struct, frozen=True):
     def check_number(self, leaf: int, value: Any) -> None:
         """Raise `StageError` if a leaf that is a number in the record has another value now: stages that answer the
         call return the recorded one."""
-        known = self.leaves[leaf].value
-        if not isinstance(known, int | float) or value == known or (value != value and known != known):
-            return
+        expected = f"{len(self.leaves)} values, as in the record"
+        if leaf < len(self.leaves):
+            known = self.leaves[leaf].value
+            if not isinstance(known, int | float) or value == known or (value != value and known != known):
+                return
+            expected = f"{known}, which does not depend on what code counts or draws"
         raise StageError(
             "a module returns another number than in the record of the forward, with which later stages compute",
-            expected=f"{known}, which does not depend on what code counts or draws",
+            expected=expected,
             got=f"{value} of {self.path}",
             fix="Return a tensor in the place of the number, which stages send: torch.as_tensor(number).",
         )

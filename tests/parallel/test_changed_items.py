@@ -229,6 +229,39 @@ def test_a_number_of_a_block_that_varies_between_micro_batches_is_refused(ranks:
             torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
 
 
+class Listing(nn.Module):
+    """Returns a number for each of its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.numbers = nn.Linear(4, 4), [0.5]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[float]]:
+        self.numbers.append(0.5)
+        return self.layer(x), list(self.numbers)
+
+
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Listing() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, _ = block(x)
+        return x
+
+
+def test_more_numbers_than_in_the_record_are_refused(ranks: Simulator) -> None:
+    def run(ctx: accel.DistContext) -> None:
+        model = accel.prepare_model(accel.replace(ctx, mesh="pp=2"), Listed(), plan=Plan(micro_batches=2))
+        _ = accel.forward_backward(ctx, model, begin_batch(ctx), torch.ones(4, 4), loss_fn=torch.sum, weight=4)
+
+    with assert_raises(StageError, problem="another number than in the record") as caught:
+        _ = ranks.run(run, 2, default_group=True)
+    assert "expected 3 values" in str(caught.value)
+
+
 @pytest.mark.parametrize("change", [(States, _sets_fields), (Item, _sets_attributes)])
 def test_a_plan_is_found_around_blocks_that_hide_tensors_in_objects(ranks: Simulator, change: Any) -> None:
     """A block alone cannot be proved, as its object is not there: the model is, and no error of torch ends it."""

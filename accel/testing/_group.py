@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from accel.fakes import is_fake
 from accel.testing import _collectives as run
 from accel.testing._collectives import Buffers, Reduction, Run, SimulatedCall, TensorLayout, layout, reduction_of
 from accel.testing._device import SimulatedDevice
@@ -46,11 +47,17 @@ class _RootOptions(Protocol):
 class _ReduceToRootOptions(_ReduceOptions, _RootOptions, Protocol): ...
 
 
+class _Unsent(NamedTuple):
+    """What a call with fake tensors waits for: there are no values to send."""
+
+    done: bool = True
+
+
 class SimulatedWork(dist.Work):
     """The handle of one rank on a call under way."""
 
     def __init__(
-        self, rendezvous: MeetingPoint, rank: int, event: Meeting | MessageSide, outputs: list[Tensor]
+        self, rendezvous: MeetingPoint, rank: int, event: Meeting | MessageSide | _Unsent, outputs: list[Tensor]
     ) -> None:
         super().__init__()
         self._rendezvous = rendezvous
@@ -61,7 +68,7 @@ class SimulatedWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Let other ranks run until the call is complete; the time-out has no meaning here."""
-        if not self._given_up:
+        if not self._given_up and not isinstance(self._event, _Unsent):
             self._rendezvous.wait(self._rank, self._event)
         return True
 
@@ -272,6 +279,8 @@ class SimulatedGroup(_Untyped):
         if reduction is not None:
             check_reduction(network, call.name, reduction, buffers.inputs[0].dtype)
         check_tensors(network, call.name, buffers.inputs, buffers.outputs)
+        if any(map(is_fake, (*buffers.inputs, *buffers.outputs))):
+            return self._work(_Unsent(), buffers.outputs)
         self._settle()
         event = self._rendezvous.join(self._me, call, buffers, work)
         return self._work(event, buffers.outputs)
@@ -289,7 +298,7 @@ class SimulatedGroup(_Untyped):
         if self.device is not None:
             self.device.finish()
 
-    def _work(self, event: Meeting | MessageSide, outputs: list[Tensor]) -> dist.Work:
+    def _work(self, event: Meeting | MessageSide | _Unsent, outputs: list[Tensor]) -> dist.Work:
         work = SimulatedWork(self._rendezvous, self._me, event, outputs)
         if self.works is not None:
             self.works.add(work)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from catching import assert_raises
@@ -46,6 +48,40 @@ def run_stages(ctx: accel.DistContext) -> None:
 
 def test_a_plan_is_not_searched_in_them(ranks: Simulator) -> None:
     _ = ranks.run(prepare_tensor, 2, default_group=True)
+
+
+class Summing(nn.Module):
+    """Adds a sum over the ranks of a group."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.group = [group]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(torch.relu(self.up(x)))
+        found = x.detach().clone()
+        if self.group[0] is None:
+            return x + 2 * found
+        distributed.all_reduce(found, group=self.group[0])
+        return x + found
+
+
+def test_a_message_among_ranks_with_one_stage_runs(ranks: Simulator) -> None:
+    """A forward on fake tensors, which records the stages, sends none."""
+
+    def run(ctx: accel.DistContext, mesh: str) -> Tensor:
+        ctx = accel.replace(ctx, mesh=mesh)
+        torch.manual_seed(0)
+        group = accel.group_of(ctx, "dp") if mesh else None
+        x, plan = torch.randn(4, 8), accel.parallel.Plan(micro_batches=2)
+        model = accel.prepare_model(ctx, Summing(group), plan=plan, example=x)
+        loss, _ = accel.forward_backward(ctx, model, begin_batch(ctx), x, loss_fn=torch.sum, weight=4)
+        return loss
+
+    expected = run(accel.single(), "")
+    for loss in ranks.run(lambda ctx: run(ctx, "pp=2,dp=2"), 4, default_group=True):
+        torch.testing.assert_close(loss, expected)
 
 
 def assert_refused(rank: int, environs: list[dict[str, str]]) -> None:

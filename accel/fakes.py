@@ -7,7 +7,7 @@ import functools
 import gc
 import sys
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import CellType, FunctionType
 from typing import Any, cast
 
@@ -36,9 +36,11 @@ def is_fake(tensor: object) -> bool:
 @contextmanager
 def emptied_caches() -> Generator[None]:
     """Empty the `functools` caches of functions that hold fake tensors, such as positions or masks, behind a block that
-    runs models on them: a later forward would get them."""
+    runs models on them: a later forward would get them. In the block, functions that torch compiles run as they are."""
+    is_loaded = "torch._dynamo" in sys.modules  # else nobody has compiled anything yet
     try:
-        yield
+        with cast(Any, torch.compiler).set_stance("force_eager") if is_loaded else nullcontext():
+            yield
     finally:
         for each in _caches():
             if _holds_fakes(each):

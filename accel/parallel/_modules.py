@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.context import DistContext
 from accel.errors import ConfigError, StepError
 from accel.mixins import Mixin
+from accel.parallel._private import WRAPPED
 from accel.tensors import Memory, is_dtensor
 from accel.terminal import show_names
 
@@ -167,7 +168,6 @@ class ModuleNotes(TypedDict, total=False):
     exchanges: Mapping[str, Any]  # rows of its parameters that ranks exchange, by name. By prepare_model, along tp
     expert: int  # its place in a list of experts. By prepare_model, along ep
     experts: str  # name of its list of experts. By prepare_model, along ep
-    full_around: bool  # graphs break around its divided regions alone. By its first compiled call, along tp
     gate: Any  # leads calls of entries to the model. By prepare_model, methods=
     held: EngineGradients  # the `EngineGradients` of an engine's wrapper. By the engine; read by `accumulate`
     kept_gathered: bool  # an FSDP unit that is not resharded after a forward. By its first such forward
@@ -344,8 +344,7 @@ def wrapped_name(module: nn.Module) -> str | None:
         return "module"
     if (name := notes_of(module).get("wraps")) is not None:
         return name
-    compiled = isinstance(getattr(module, "_orig_mod", None), nn.Module)  # torch names the class in a private place
-    return "_orig_mod" if compiled else None
+    return WRAPPED if isinstance(getattr(module, WRAPPED, None), nn.Module) else None
 
 
 def clean_name(module: nn.Module, raw: str) -> str:

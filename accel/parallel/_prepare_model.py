@@ -22,7 +22,7 @@ from accel.parallel._entries import add_entries, check_methods, lead_entries
 from accel.parallel._labels import keep_state_on_host_, label_parameters, name_of
 from accel.parallel._modules import note_prepared, notes_of, sharded_units, unwrap_model
 from accel.parallel._offload import use_streams
-from accel.parallel._private import is_compiled
+from accel.parallel._private import compile_in_place, is_compiled, is_wrapper
 from accel.parallel._refused import (
     FORMS,
     HOOKED,
@@ -195,10 +195,17 @@ def prepare_view(
         _check_for_engine(ctx, view, plan, keywords)
         compile_as_set(ctx, view.model)
         return engine.prepare(ctx, [view.model])[0]
+    if _divides_modules(ctx) and any(map(is_wrapper, view.modules.values())) and compile_in_place(view.model):
+        view = ModelView(view.model, view.example)
     with _deferral(ctx, view, plan, keywords):
         prepared = _spread_alike(ctx, view, plan, keywords, allocate=allocate)
     compile_as_set(ctx, prepared)
     return prepared
+
+
+def _divides_modules(ctx: DistContext) -> bool:
+    """Return whether modules compute with parts of tensors, by mixins of their classes."""
+    return not {each.dimension for each in composition(ctx)}.isdisjoint(("tensor", "context", "expert"))
 
 
 def _deferral(

@@ -37,7 +37,8 @@ PRIVATE = {
     "torch.nn.parallel.DistributedDataParallel": ("_active_ddp_module", "_inside_ddp_forward"),
     "torch._C._distributed_c10d.Reducer": ("_rebuild_buckets", "_set_mixed_precision_param_dtype"),
     "torch.Tensor": ("_backward_hooks", "_post_accumulate_grad_hooks", "_make_wrapper_subclass"),
-    "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod",),
+    "torch._dynamo.eval_frame": ("_stance", "DynamoStance"),  # of torch.compiler.set_stance
+    "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod", "dynamo_ctx"),
     "torch": ("_weight_norm", "_dynamo"),
     "torch.nn.Module": (
         "_parameters",
@@ -161,6 +162,7 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+WRAPPED = "_orig_mod"  # attribute of the module in a wrapper of torch.compile, whose class torch has in a private place
 REGION = "accel_region"  # attribute of compiled regions, and of recomputed blocks in them: how blocks are compiled
 
 
@@ -176,10 +178,31 @@ def contains_compiled(module: nn.Module) -> bool:
         each = todo.pop()
         if each is not None:
             attributes = vars(each)
-            if attributes.get("_compiled_call_impl") is not None or REGION in attributes:
+            inside = attributes["_modules"]
+            if attributes.get("_compiled_call_impl") is not None or REGION in attributes or WRAPPED in inside:
                 return True
-            todo += attributes["_modules"].values()
+            todo += inside.values()
     return False
+
+
+def compile_in_place(model: nn.Module) -> bool:
+    """Replace the wrappers of torch.compile in a model by their modules, which torch then compiles as
+    `nn.Module.compile` does. Return whether there were some. Mutates the model.
+
+    A call of such a wrapper goes past the class of its module, which passes parts of tensors to graphs.
+    """
+    found = [(each, name) for each in model.modules() for name, child in each.named_children() if is_wrapper(child)]
+    for parent, name in found:
+        wrapper = getattr(parent, name)
+        inner = getattr(wrapper, WRAPPED)
+        inner._compiled_call_impl = wrapper.dynamo_ctx(inner._call_impl)
+        setattr(parent, name, inner)
+    return bool(found)
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Return whether a module is a wrapper of torch.compile."""
+    return isinstance(getattr(module, WRAPPED, None), nn.Module) and hasattr(module, "dynamo_ctx")
 
 
 class GraphBreak(NamedTuple):
@@ -218,8 +241,50 @@ def call_compiled(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> tu
 
 
 @contextlib.contextmanager
+def uncompiled() -> Generator[object]:
+    """Let functions that torch compiles by themselves run as they are; yield the stance of torch.compile before.
+
+    Parts of tensors report other sizes than they have in memory, and torch.compile cannot guard on them: a model that
+    calls such a function runs it on parts.
+    """
+    if "torch._dynamo" not in sys.modules:  # nobody has compiled anything yet
+        yield None
+        return
+    before = stance()
+    with cast(Any, torch.compiler).set_stance("force_eager"):
+        yield before
+
+
+@contextlib.contextmanager
+def compiled_as(wanted: object) -> Generator[None]:
+    """Let torch.compile do what it does under a stance that `uncompiled` yielded; None for the present one."""
+    if wanted is None:
+        yield
+        return
+    before = stance()
+    set_stance(wanted)
+    try:
+        yield
+    finally:
+        set_stance(before)
+
+
+def stance() -> object:
+    """Return the stance of torch.compile, which the process shares; None if nobody has compiled anything yet."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return None if frames is None else cast(Any, frames)._stance
+
+
+def set_stance(wanted: object) -> None:
+    """Set the stance of torch.compile to one that `stance` returned."""
+    frames = cast(Any, sys.modules["torch._dynamo.eval_frame"])
+    frames._stance = frames.DynamoStance() if wanted is None else wanted
+
+
+@contextlib.contextmanager
 def called_eagerly(module: nn.Module) -> Generator[None]:
-    """Let modules that torch compiles run as they are, for calls that it should not compile for."""
+    """Let modules that torch compiles, and functions that they call, run as they are, for calls that it should not
+    compile for."""
     compiled: list[Any] = [each for each in module.modules() if is_compiled(each)]
     calls = [each._compiled_call_impl for each in compiled]
     inside = [(vars(each), vars(each)[REGION]) for each in module.modules() if REGION in vars(each)]
@@ -228,7 +293,8 @@ def called_eagerly(module: nn.Module) -> Generator[None]:
     for attributes, _ in inside:
         del attributes[REGION]
     try:
-        yield
+        with uncompiled():
+            yield
     finally:
         for attributes, region in inside:
             attributes[REGION] = region

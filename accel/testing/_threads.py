@@ -120,10 +120,12 @@ class _State(NamedTuple):
     torch: torch.Tensor
     python: Any
     numpy: Any
+    stance: object
 
 
 class GlobalStreams:
-    """Reads and writes python's, torch's and (when it is imported) numpy's global streams.
+    """Reads and writes python's, torch's and (when it is imported) numpy's global streams, and the stance of
+    torch.compile.
 
     It remembers what it read last, so that streams that nobody draws from cost little: keep one for several runs.
     """
@@ -137,7 +139,7 @@ class GlobalStreams:
         if self._numpy is None and "numpy" in sys.modules:
             self._numpy = _NumpyStream()
         numpy = self._numpy and self._numpy.capture()
-        return _State(torch.default_generator.get_state(), self._python.capture(), numpy)
+        return _State(torch.default_generator.get_state(), self._python.capture(), numpy, self._stance())
 
     def restore(self, state: _State) -> None:
         """Go back to a captured state."""
@@ -147,11 +149,20 @@ class GlobalStreams:
         """Go to a captured state, and return the one before."""
         before = self.capture()
         torch.default_generator.set_state(state.torch)
+        if before.stance is not state.stance:
+            frames: Any = sys.modules["torch._dynamo.eval_frame"]
+            frames._stance = state.stance or frames.DynamoStance()
         if before.python is not state.python:
             self._python.write(state.python)
         if before.numpy is not state.numpy and self._numpy is not None and state.numpy is not None:
             self._numpy.write(state.numpy)
         return before
+
+    @staticmethod
+    def _stance() -> object:
+        """Return the stance of torch.compile; None if nobody has compiled anything yet."""
+        frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+        return None if frames is None else getattr(frames, "_stance", None)
 
 
 class RankStreams:

@@ -76,6 +76,7 @@ class Ranks:
         shares_tokens: whether each rank holds its tokens between divided layers.
         keeps_rows: whether this rank's rows of outputs leave a model, and not all.
         given: layouts of the parts among the leaves of the arguments of a compiled call, by their number; None inside.
+        stance: of torch.compile, for modules that it compiles while parts are in use; None for the present one.
     """
 
     nests = False
@@ -83,7 +84,7 @@ class Ranks:
     shares_tokens = False
     keeps_rows = False
 
-    __slots__ = ("_entered", "given", "group", "in_rule", "rank", "size")
+    __slots__ = ("_entered", "given", "group", "in_rule", "rank", "size", "stance")
 
     def __init__(self, group: dist.ProcessGroup | ThreadGroup) -> None:
         self.group: Any = group
@@ -92,6 +93,7 @@ class Ranks:
         self.in_rule = False
         self._entered: Entered = {}
         self.given: tuple[tuple[int, RowLayout | None], ...] | None = None
+        self.stance: object = None
 
     def enter(self, tensor: Tensor) -> Tensor:
         """Return a plain tensor for use inside: its backward sums gradients over ranks, once for all who take it."""

@@ -17,6 +17,7 @@ from accel.parallel._private import (
     REGION,
     alike,
     call_in_one_graph,
+    compiled_as,
     is_compiled,
     run_eagerly,
     subclasses_are_on,
@@ -44,6 +45,8 @@ class PartsInGraph(TorchFunctionMode):
         if subclasses_are_on() and any(isinstance(each, PartTensor) for each in tensors_of((args, kwargs or {}))):
             with self:
                 return PartTensor.__torch_function__(func, (), args, kwargs)
+        if func is Tensor.unflatten:  # a function in Python, which torch.compile only traces as a method
+            return args[0].unflatten(*args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -80,9 +83,10 @@ class PartRegion(Mixin):
             outer = ranks.begin()  # a graph would look at what has entered
             try:
                 given, named = self._rows_of(args, kwargs)
-                if region is None or region.fullgraph:
-                    return self._parts_in(own.__call__(*given, **named))
-                found, end = call_in_one_graph(own.__call__, *given, **named)
+                with compiled_as(ranks.stance):
+                    if region is not None and region.fullgraph:
+                        return self._parts_in(own.__call__(*given, **named))
+                    found, end = call_in_one_graph(own.__call__, *given, **named)
             finally:
                 ranks.given = None
                 ranks.end(outer)

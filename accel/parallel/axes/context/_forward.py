@@ -21,7 +21,14 @@ from accel.errors import ConfigError, PrepareError
 from accel.mixins import add_mixin
 from accel.parallel._copies import NotPickled
 from accel.parallel._modules import forward_names, note_module, notes_of, written_class
-from accel.parallel._private import called_eagerly, is_compiled, runs_in_backward, untraced
+from accel.parallel._private import (
+    called_eagerly,
+    compile_in_place,
+    is_compiled,
+    runs_in_backward,
+    uncompiled,
+    untraced,
+)
 from accel.parallel.axes.context._attention import whole_positions
 from accel.parallel.axes.context._checks import refuse_reentrant
 from accel.parallel.axes.context._inner import (
@@ -161,14 +168,16 @@ class Positions:
         """Call a forward with parts of the inputs that are cut, and return own positions. A collective of the first
         call, which is proved. `is_traced`: whether torch compiles the call."""
         self.is_running = True
+        losses = own_losses(self.ctx) if self.traits.has_own_losses else contextlib.nullcontext()
         try:
-            with own_losses(self.ctx) if self.traits.has_own_losses else contextlib.nullcontext():
+            with losses, uncompiled() as self.ranks.stance:
                 return self._call(module, forward, given, is_traced=is_traced)
         except RuntimeError as error:  # of a message in the graph of a compiled block
             if (lost := peer_error(error, f"the forward of {written_class(module).__name__}")) is not None:
                 raise lost from error
             raise
         finally:
+            self.ranks.stance = None
             self.is_running = False
 
     def _call(self, module: nn.Module, forward: _Forward, given: Inputs, *, is_traced: bool) -> Any:
@@ -180,6 +189,7 @@ class Positions:
         if not self.traits.is_cut:
             note_cut(self.ctx, 0)  # by a first block
         if not self.is_proved:
+            _ = compile_in_place(module)  # the proof calls blocks as they are
             self.prove(module, given, partial(self._problem, module, forward, given), is_traced=is_traced)
         inputs, keywords = self.parts_of(given, self.dim)
         compile_inside(module, self.ranks, self)

@@ -19,6 +19,7 @@ from accel.parallel._modules import RANKS, note_module, notes_of, written_class
 from accel.parallel._private import (
     REGION,
     called_eagerly,
+    compile_in_place,
     contains_compiled,
     forward_pre_hooks,
     is_compiled,
@@ -222,6 +223,7 @@ def compile_inside(model: nn.Module, ranks: PositionRanks, positions: Any) -> No
     cannot, they run as they are from now on. `positions`: calls of the model."""
     if not contains_compiled(model):
         return
+    _ = compile_in_place(model)  # blocks that a user has compiled after `prepare`
     if reason := _uncompiled_for(model, ranks):
         log_uncompiled(model, ranks, reason)
         run_eagerly(model)  # and in a backward that computes blocks again

@@ -16,16 +16,19 @@ from torch.nn import functional
 from accel.errors import ConfigError, TreeError
 from accel.mixins import Mixin
 from accel.parallel._local import local_of
-from accel.parallel._modules import RANKS, note_module, note_tensor, notes_of, written_class
+from accel.parallel._modules import RANKS, note_tensor, notes_of, written_class
 from accel.parallel._private import (
     REGION,
     call_compiled,
     call_in_one_graph,
+    compile_in_place,
     contains_compiled,
     is_compiled,
     map_kind,
     one_graph,
     runs_in_backward,
+    uncompiled,
+    untraced,
 )
 from accel.parallel.axes.tensor._layers import Layer, LocalParameters, is_computed_again, needed_rows
 from accel.parallel.axes.tensor._overlap import copied_product, summed_product
@@ -48,7 +51,7 @@ class LayerRanks(Ranks):
     On a mesh with cp, tensors may be parts of positions too (`nests`).
     """
 
-    __slots__ = ("depth", "layer", "nests", "overlaps", "sees_tuples")
+    __slots__ = ("breaks_around", "depth", "layer", "nests", "overlaps", "sees_tuples")
 
     def __init__(self, layer: Layer, *, nests: bool = False) -> None:
         super().__init__(layer.group)
@@ -56,6 +59,7 @@ class LayerRanks(Ranks):
         self.nests = nests
         self.overlaps = layer.rule.overlap and not nests
         self.depth = 0  # of the regions that run
+        self.breaks_around = False  # whether graphs of a module break around its divided regions alone
         self.sees_tuples = False  # whether the region that runs finds parts in tuples
 
     def __deepcopy__(self, memo: object) -> LayerRanks:
@@ -208,7 +212,7 @@ class GraphedCall(PartRegion):
         region = vars(module).get(REGION)
         if region is not None and region.fullgraph:
             return own.__call__(*args, **kwargs)
-        if not notes_of(module).get("full_around"):  # a graph break is found before anything is computed and sent
+        if not self.accel_ranks.breaks_around:  # a graph break is found before anything is computed and sent
             found, end = call_in_one_graph(own.__call__, *args, **kwargs)
             if end is None:
                 return found
@@ -216,7 +220,7 @@ class GraphedCall(PartRegion):
             if len(ends) > 1:  # of `RegionEnd`: in a block, and not around blocks
                 leave_uncompiled(module, end.problem)
                 return own.__call__(*args, **kwargs)
-            note_module(module, full_around=True)
+            self.accel_ranks.breaks_around = True
         found, end = call_compiled(own.__call__, *args, **kwargs)
         if end is None:
             return found
@@ -228,6 +232,19 @@ class GraphedCall(PartRegion):
             fix='Compile blocks alone: accel.compile_model(model, "repeated"). One with such a graph break runs '
             "uncompiled.",
         )
+
+
+@untraced
+def _called_eagerly(ranks: LayerRanks, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of a model outside of graphs, such as one that a graph of torch.compile has broken in: parts do
+    not pass from one graph to the next. Modules in it that torch compiles by themselves still are."""
+    if ranks.stance is not None:  # in such a call
+        return forward(*args, **kwargs)
+    with uncompiled() as ranks.stance:
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            ranks.stance = None
 
 
 class RegionEnd(Mixin):
@@ -242,17 +259,25 @@ class RegionEnd(Mixin):
         ranks: LayerRanks | None = getattr(self, RANKS, None)
         if ranks is None:  # a slice of an nn.Sequential, which its class makes
             return super().forward(*args, **kwargs)
-        if not self.accel_layer.rule.ends and (ranks.depth or (not is_dynamo_compiling() and runs_in_backward())):
+        if not self.accel_layer.rule.ends and ranks.depth:
             return super().forward(*args, **kwargs)
+        if not self.accel_layer.rule.ends and not is_dynamo_compiling() and runs_in_backward():
+            return _called_eagerly(ranks, super().forward, *args, **kwargs)
         outer = ranks.begin()
         ranks.depth += 1
         sees_around = ranks.sees_tuples
         if ranks.depth == 1:  # regions in others have modules of theirs
-            # torch compiles nothing where tensors are parts along two axes
-            ranks.sees_tuples = not ranks.nests and (is_dynamo_compiling() or contains_compiled(cast(Any, self)))
+            module = cast(nn.Module, self)
+            has_graphs = is_dynamo_compiling() or contains_compiled(module)
+            if has_graphs and not is_dynamo_compiling():
+                _ = compile_in_place(module)  # blocks that a user has compiled after `prepare`
+            ranks.sees_tuples = has_graphs and not ranks.nests  # torch compiles nothing of parts along two axes
+        is_outermost = ranks.depth == 1
         try:
-            if ranks.sees_tuples:
-                is_block = is_dynamo_compiling() and ranks.depth > 1
+            if is_outermost and not is_dynamo_compiling() and not ranks.breaks_around:
+                output = _called_eagerly(ranks, super().forward, *args, **kwargs)
+            elif ranks.sees_tuples:
+                is_block = is_dynamo_compiling() and not is_outermost and ranks.breaks_around
                 with PartsInGraph(), one_graph() if is_block else contextlib.nullcontext():
                     output = super().forward(*args, **kwargs)
             else:

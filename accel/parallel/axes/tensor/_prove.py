@@ -21,7 +21,7 @@ from accel.mixins import remove_mixin
 from accel.parallel._compile import Recomputed
 from accel.parallel._copies import copied_model
 from accel.parallel._modules import RANKS, named_modules
-from accel.parallel._private import forward_hooks, forward_pre_hooks
+from accel.parallel._private import forward_hooks, forward_pre_hooks, uncompiled
 from accel.parallel.axes.tensor._layers import GroupLayer
 from accel.parallel.axes.tensor._rules import install, rules_of
 from accel.parallel.axes.tensor._styles import Regions, Rule
@@ -73,7 +73,7 @@ def prove(
     `regions` of parts, a forward and backward in training mode must run, too. In that mode a rank must draw as many
     numbers from python's and numpy's streams as the whole module. The module and all streams are unchanged.
     """
-    with cast(Any, torch.random).fork_rng(devices=[]), torch.enable_grad():
+    with cast(Any, torch.random).fork_rng(devices=[]), torch.enable_grad(), uncompiled():
         whole = redrawn(module)
         values = drawn_inputs(call)
         try:

@@ -87,7 +87,7 @@ class Memory:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
+        return set, ()  # empty, and of a class that torch.load(weights_only=True) allows
 
     def is_left(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor has got another storage since."""

@@ -199,7 +199,7 @@ class TensorNotes(TypedDict, total=False):
     exchanger: Any  # the latest `Replica` with its gradient. By prepare_model, ddp; read by the next one and by steps
     found: bool  # whether a window found a gradient with other values than zero. Until the gradient is cleared
     heir: nn.Parameter  # the parameter in its place. By prepare_model; read by prepare_optimizer and steps
-    memory: Memory | None  # of a DTensor; None of others, and in a file. By prepare_model; read by steps
+    memory: Memory | None  # of a DTensor; None of others, an empty set in a file. By prepare_model; read by steps
     name: str  # its name in the prepared model. By prepare_model; read by errors
     needed: bool  # a step needs its gradient. By prepare_model; read by steps
     on_host: bool  # the optimizer keeps its state on the host. By prepare_model; read by prepare_optimizer and steps
@@ -288,7 +288,7 @@ def refuse_assigned_gradients(parameters: Iterable[Tensor], where: str) -> None:
 def is_assigned(tensor: Tensor, known: TensorNotes) -> bool:
     """Return whether a line `tensor.data = values` has set a tensor with these notes since its memory was noted."""
     memory = known.get("memory")  # Module.to swaps in tensors without the note
-    return memory is not None and memory.is_left(tensor)
+    return bool(memory) and memory.is_left(tensor)
 
 
 def assigned_data(what: str, names: Sequence[str], where: str) -> StepError:

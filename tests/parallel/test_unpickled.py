@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 
 import accel
 from accel.errors import PrepareError
+from accel.tensors import local_part
 from accel.testing import Simulator
 
 X = torch.linspace(-1, 1, 32).view(8, 4).sin()
@@ -98,6 +99,18 @@ def test_a_shallow_copy_of_a_sharded_model_computes(ranks: Simulator) -> None:
 def test_shards_are_saved_without_a_warning_about_hooks(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
         torch.save(list(_prepared(ctx, "dp=2", "fsdp").parameters()), io.BytesIO())
+
+    _ = ranks.run(rank, 2, default_group=True)
+
+
+@pytest.mark.parametrize(("mesh", "strategy"), [("dp=2", "fsdp"), ("tp=2", "ddp")])
+def test_shards_are_read_as_weights_alone(ranks: Simulator, mesh: str, strategy: str) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        parameters, file = dict(_prepared(ctx, mesh, strategy).named_parameters()), io.BytesIO()
+        torch.save(parameters, file)
+        _ = file.seek(0)
+        for name, each in torch.load(file, weights_only=True).items():
+            assert torch.equal(local_part(each), local_part(parameters[name]))
 
     _ = ranks.run(rank, 2, default_group=True)
 

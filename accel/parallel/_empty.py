@@ -13,7 +13,16 @@ from accel.comm import Call, Comm, agreed, call_site, reduce_ints
 from accel.comm._streams import DeviceStreams
 from accel.errors import PrepareError
 from accel.parallel._labels import replace_parameter
-from accel.parallel._modules import forget, named_modules, note_prepared, prepared_of, stage_modules, unwrap_model
+from accel.parallel._modules import (
+    forget,
+    memory_of,
+    named_modules,
+    note_prepared,
+    note_tensor,
+    prepared_of,
+    stage_modules,
+    unwrap_model,
+)
 from accel.parallel._spread import ModelView
 from accel.tensors import become, is_dtensor, local_part
 
@@ -71,6 +80,8 @@ def _become(tensor: torch.Tensor, values: torch.Tensor) -> None:
         values = nn.Parameter(values, tensor.requires_grad)
         values.grad_dtype = tensor.grad_dtype
     become(tensor, values)
+    if is_dtensor(tensor):
+        note_tensor(tensor, memory=memory_of(tensor))
 
 
 def values_or_room(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

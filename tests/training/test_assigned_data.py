@@ -139,3 +139,24 @@ def test_changes_in_place_and_conversions_are_taken(
     alone = changed(accel.single())
     for each in ranks.run(changed, size, default_group=True):
         torch.testing.assert_close(each, alone, atol=1e-6, rtol=0)
+
+
+def test_a_part_that_a_load_fills_trains(ranks: Simulator, tmp_path: Path) -> None:
+    """The load gives parameters other memory, in place."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+    def filled(ctx: accel.DistContext) -> dict[str, Tensor]:
+        ctx = accel.replace(ctx, mesh="tp=2" if ctx.world_size > 1 else "")
+        model = accel.prepare_model(ctx, accel.init_empty_weights(make), allocate=False)
+        accel.bigmodel.load_checkpoint_in_model(ctx, model, tmp_path)
+        optimizer = accel.prepare_optimizer(ctx, torch.optim.SGD(model.parameters(), lr=0.1))
+        _step(ctx, model, optimizer, accel.train_state(ctx))
+        return accel.get_state_dict(ctx, model, dst=None)
+
+    accel.save_model(accel.single(), make(), tmp_path)
+    alone = filled(accel.single())
+    for each in ranks.run(filled, 2, default_group=True):
+        torch.testing.assert_close(each, alone)

@@ -21,7 +21,15 @@ from accel.checkpoint._boxes import Box, whole
 from accel.checkpoint._live_tensors import held_box
 from accel.errors import CheckpointError, ConfigError, StreamError
 from accel.parallel._empty import is_unknown
-from accel.parallel._modules import check_module, clean_name, is_pipelined, reshard, unwrap_model
+from accel.parallel._modules import (
+    check_module,
+    clean_name,
+    is_pipelined,
+    memory_of,
+    note_tensor,
+    reshard,
+    unwrap_model,
+)
 from accel.parallel.axes.pipeline import pipeline_of
 from accel.storage import WEIGHT_FLOATS
 from accel.tensors import become, is_absent, is_dtensor, local_part, packed_weights, split_dims
@@ -194,6 +202,8 @@ def fill(target: LoadTarget, made: torch.Tensor) -> None:
     if isinstance(live, nn.Parameter):
         there = nn.Parameter(there, live.requires_grad)
     become(live, there)
+    if is_dtensor(live):
+        note_tensor(live, memory=memory_of(live))
 
 
 def _target(

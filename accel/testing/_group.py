@@ -48,7 +48,7 @@ class _ReduceToRootOptions(_ReduceOptions, _RootOptions, Protocol): ...
 
 
 class _Unsent(NamedTuple):
-    """What a call with fake tensors waits for: there are no values to send."""
+    """The end of a call with fake tensors, which have no values to send."""
 
     done: bool = True
 

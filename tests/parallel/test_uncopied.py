@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 
 import accel
 from accel.parallel import Plan
-from accel.parallel._copies import copied_model
 from accel.testing import Simulator
 
 WIDTH = 8
@@ -32,6 +32,27 @@ class Drawing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(x)))
+
+
+class Queue:
+    """Rows of former batches, and a lock, which cannot be copied."""
+
+    def __init__(self) -> None:
+        self.rows, self.lock = [torch.zeros(1)], Lock()
+
+
+class Queueing(Drawing):
+    """Keeps the rows of its forwards in a queue, and the last of its losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue, self.last = Queue(), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.queue.rows.append(x.detach())
+        self.last = x.sum()
+        return x
 
 
 class Sized(nn.Module):
@@ -53,7 +74,8 @@ class Words(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 32)
-        self.blocks = nn.ModuleList(Drawing() if kind == "attributes" else Sized(WIDTH) for _ in range(4))
+        made = {"attributes": Drawing, "queues": Queueing, "classes": partial(Sized, WIDTH)}[kind]
+        self.blocks = nn.ModuleList(made() for _ in range(4))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -88,22 +110,8 @@ def test_a_plan_is_found_for_a_model_that_cannot_be_copied(kind: str) -> None:
     assert styles["blocks.*.down"] == "rowwise"
 
 
-class Queue:
-    """Rows of former batches, and a lock, which cannot be copied."""
-
-    def __init__(self) -> None:
-        self.rows, self.lock = [torch.zeros(1)], Lock()
-
-
-def test_what_a_forward_changes_is_copied_next_to_what_cannot_be() -> None:
-    """A trial would leave its rows in the model's queue."""
-    model: Any = Drawing()
-    model.queue = Queue()
-    model.last = model(torch.ones(1, WIDTH)).sum()
-
-    found: Any = copied_model(model, {})
-
-    assert found.draws is model.draws
-    assert found.queue.lock is model.queue.lock
-    assert found.queue.rows is not model.queue.rows
-    assert found.last.grad_fn is None
+def test_a_trial_leaves_no_rows_in_a_queue_with_a_lock() -> None:
+    model, example = _entry("queues").make(), [torch.zeros(2, 5, dtype=torch.long)]
+    _ = model(*example)
+    assert "blocks.*.up" in accel.parallel.tensor_plan(model, example=example)
+    assert [len(each.queue.rows) for each in model.modules() if isinstance(each, Queueing)] == [2] * 4

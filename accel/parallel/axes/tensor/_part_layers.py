@@ -40,6 +40,7 @@ from accel.parallel.parts._layout import even, no_rule, shortest
 from accel.parallel.parts._nested import NestedPart, entered_rows, nested, rows_in
 from accel.parallel.parts._part import Args, Named, entered, name_of, outside
 from accel.parallel.parts._region import leave_uncompiled
+from accel.tensors import is_dtensor
 from accel.tree import map_tensors
 
 _OF_WHOLE = ("reshape", "scaled_dot_product_attention")
@@ -145,8 +146,12 @@ class PartParameters(LocalParameters):
     accel_ranks: LayerRanks
 
     def is_read_local(self, parameter: nn.Parameter) -> bool:
-        """Return whether a region runs, or is computed again: another module may read a parameter there."""
-        return self.accel_ranks.depth > 0 or is_computed_again()
+        """Return whether a region runs, or is computed again: another module may read a parameter there.
+
+        One that `fully_shard` has not gathered stays as it is, for readers of its dtype or its device.
+        """
+        is_sharded = is_dtensor(parameter) and parameter.device_mesh.ndim > 1
+        return not is_sharded and (self.accel_ranks.depth > 0 or is_computed_again())
 
     def parameters_here(self, stored: Mapping[str, nn.Parameter | None]) -> dict[str, Tensor | None]:
         """Return parts, after an exchange of rows where this rank computes with others than it stores."""

@@ -14,7 +14,6 @@ from planned_parts import found_plan, prove, trace
 from steps import two_steps
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parametrizations
 
 import accel
 from accel.parallel.parts import RowCut, RowLayout
@@ -88,13 +87,11 @@ class States(nn.Module):
 
 
 class Codec(nn.Module):
-    """Convolutions with weights of a direction and a length, and a transposed one."""
+    """Convolutions, and a transposed one."""
 
     def __init__(self) -> None:
         super().__init__()
-        normed = parametrizations.weight_norm
-        self.into = normed(nn.Conv1d(WIDTH, 2 * WIDTH, 3, padding=1))
-        self.out = normed(nn.Conv1d(WIDTH, WIDTH, 3, padding=1))
+        self.into, self.out = nn.Conv1d(WIDTH, 2 * WIDTH, 3, padding=1), nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
         self.back = nn.ConvTranspose1d(2 * WIDTH, WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:

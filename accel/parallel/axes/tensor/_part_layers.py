@@ -278,15 +278,16 @@ class RegionEnd(Mixin):
                 _ = compile_in_place(module)  # blocks that a user has compiled after `prepare`
             ranks.sees_tuples = has_graphs and not ranks.nests  # torch compiles nothing of parts along two axes
         is_outermost = ranks.depth == 1
+        is_block = is_dynamo_compiling() and not is_outermost and ranks.breaks_around
         try:
-            if is_outermost and not is_dynamo_compiling() and not ranks.breaks_around:
-                output = _called_eagerly(ranks, super().forward, *args, **kwargs)
-            elif ranks.sees_tuples:
-                is_block = is_dynamo_compiling() and not is_outermost and ranks.breaks_around
-                with PartsInGraph(), one_graph() if is_block else contextlib.nullcontext():
+            with (
+                PartsInGraph() if ranks.sees_tuples else contextlib.nullcontext(),
+                one_graph() if is_block else contextlib.nullcontext(),
+            ):
+                if is_outermost and not is_dynamo_compiling() and not ranks.breaks_around:
+                    output = _called_eagerly(ranks, super().forward, *args, **kwargs)
+                else:
                     output = super().forward(*args, **kwargs)
-            else:
-                output = super().forward(*args, **kwargs)
             return ranks.returned(self.accel_layer.rule, output)
         finally:
             ranks.sees_tuples = sees_around

@@ -279,7 +279,7 @@ class SimulatedGroup(_Untyped):
         if reduction is not None:
             check_reduction(network, call.name, reduction, buffers.inputs[0].dtype)
         check_tensors(network, call.name, buffers.inputs, buffers.outputs)
-        if any(map(is_fake, (*buffers.inputs, *buffers.outputs))):
+        if any(type(each) is not Tensor and is_fake(each) for each in (*buffers.inputs, *buffers.outputs)):
             return self._work(_Unsent(), buffers.outputs)
         self._settle()
         event = self._rendezvous.join(self._me, call, buffers, work)

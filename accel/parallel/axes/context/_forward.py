@@ -174,7 +174,7 @@ class Positions:
         for each in modules:
             if (inner := notes_of(each).get("positions")) is not None:
                 inner.guard([])
-        self.guard(each for each in modules if any(each.children()) or isinstance(each, nn.MultiheadAttention))
+        self.guard(each for each in modules if [*each.children()] or isinstance(each, nn.MultiheadAttention))
 
     @untraced
     def call(self, module: nn.Module, forward: _Forward, given: Inputs, *, is_traced: bool) -> Any:

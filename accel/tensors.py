@@ -68,6 +68,31 @@ def is_in_base(tensor: torch.Tensor) -> bool:
     )
 
 
+class Memory:
+    """A tensor's storage, in a note of this tensor. The note says nothing of a copy, which has other memory.
+
+    Attributes:
+        owner: id of the tensor.
+        storage: held, so that no later storage has its id.
+    """
+
+    __slots__ = ("owner", "storage")
+
+    def __init__(self, owner: int, storage: torch.UntypedStorage) -> None:
+        self.owner = owner
+        self.storage = storage
+
+    def __deepcopy__(self, memo: object) -> Memory:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def is_left(self, tensor: torch.Tensor) -> bool:
+        """Return whether the tensor has got another storage since."""
+        return self.owner == id(tensor) and tensor.untyped_storage() is not self.storage
+
+
 class _SameMemory(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from accel.items._optimizer import OPTIMIZER
 from accel.items._source import Captured, ItemHandler
 from accel.items._values import RECORD, STATEFUL, VALUE, Stateful
 from accel.parallel._engines import ENGINES, engine_items
-from accel.parallel._labels import refuse_assigned
+from accel.parallel._modules import refuse_assigned
 
 HANDLERS: tuple[ItemHandler, ...] = (
     MODULE,

@@ -19,8 +19,7 @@ from accel.items._module import EXTRA_STATE
 from accel.items._source import Facts
 from accel.parallel._empty import check_filled
 from accel.parallel._engines import whole_model
-from accel.parallel._labels import refuse_assigned
-from accel.parallel._modules import clean_name, unwrap_model
+from accel.parallel._modules import clean_name, refuse_assigned, unwrap_model
 from accel.parallel.axes.pipeline import pipeline_of
 from accel.storage import dtype_name
 from accel.tensors import full_tensor, is_dtensor, state_tensors, stored_values

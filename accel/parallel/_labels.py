@@ -13,7 +13,10 @@ from torch.optim import Optimizer
 from accel.errors import PrepareError, StepError
 from accel.parallel._modules import (
     TensorNotes,
+    assigned_data,
     forget,
+    is_assigned,
+    memory_of,
     note_prepared,
     note_tensor,
     prepared_of,
@@ -23,7 +26,6 @@ from accel.parallel._modules import (
 )
 from accel.parallel._private import hook_count
 from accel.tensors import is_dtensor, is_in_base, local_part, split_dims
-from accel.terminal import show_names
 from accel.topology import Dimension, has_unknown_axis
 from accel.topology._axes import Axis
 
@@ -40,69 +42,8 @@ def label_parameters(
     `viewed`: an exchanged gradient is a view of its bucket.
     """
     for name, parameter in named.items():
-        note_tensor(parameter, name=name, needed=needed and not name.startswith(spared), viewed=viewed)
-
-
-class Memory:
-    """A tensor's storage, in a note of this tensor. The note says nothing of a copy, which has other memory.
-
-    Attributes:
-        owner: id of the tensor.
-        storage: held, so that no later storage has its id.
-    """
-
-    __slots__ = ("owner", "storage")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.owner = id(tensor)
-        self.storage = tensor.untyped_storage()
-
-    def __deepcopy__(self, memo: object) -> Memory:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-    def is_left(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor has got another storage since."""
-        return self.owner == id(tensor) and tensor.untyped_storage() is not self.storage
-
-
-def note_memory(parameters: Iterable[torch.Tensor]) -> None:
-    """Note the memory of DTensors, for `refuse_assigned`. Mutates them by one attribute."""
-    for each in parameters:
-        if is_dtensor(each):
-            note_tensor(each, memory=Memory(each))
-
-
-def refuse_assigned(parameters: Iterable[torch.Tensor], where: str) -> None:
-    """Raise `StepError` if a line `parameter.data = values` has set a DTensor: torch leaves this rank's part."""
-    found = [name_of(each) for each in parameters if _is_assigned(each, tensor_notes(each))]
-    if found:
-        raise _assigned("parameter", found, where)
-
-
-def refuse_assigned_gradients(parameters: Iterable[torch.Tensor], where: str) -> None:
-    """Raise `StepError` as `refuse_assigned`, for gradients."""
-    held = ((name_of(each), each.grad) for each in parameters)
-    found = [name for name, grad in held if grad is not None and _is_assigned(grad, tensor_notes(grad))]
-    if found:
-        raise _assigned("parameter.grad", found, where)
-
-
-def _is_assigned(tensor: torch.Tensor, known: TensorNotes) -> bool:
-    memory: Memory | None = known.get("memory")  # Module.to swaps in tensors without the note
-    return memory is not None and memory.is_left(tensor)
-
-
-def _assigned(what: str, names: Sequence[str], where: str) -> StepError:
-    return StepError(
-        "an assignment to .data of a DTensor, as a sharded parameter is, has no effect: this rank's part stays",
-        expected="a change in place",
-        got=f"{what}.data = ... for {show_names(names)}",
-        where=where,
-        fix=f"Under torch.no_grad(): {what}.copy_(values).",
-    )
+        needs = needed and not name.startswith(spared)
+        note_tensor(parameter, name=name, needed=needs, viewed=viewed, memory=memory_of(parameter))
 
 
 class Replicated(NamedTuple):
@@ -155,6 +96,7 @@ def replace_parameter(name: str, old: nn.Parameter, new: nn.Parameter) -> None:
         if key not in vars(new):
             setattr(new, key, value)
     note_tensor(new, **cast("TensorNotes", known))
+    note_tensor(new, memory=memory_of(new))
     note_tensor(old, name=name, needed=False, viewed=False, heir=new)
     old.grad = None
 
@@ -193,7 +135,7 @@ def check_exchanged(rank: int, parameters: Iterable[torch.Tensor]) -> None:
     assigned: list[str] = []
     for each in parameters:
         known, grad = tensor_notes(each), each.grad
-        if _is_assigned(each, known):
+        if is_assigned(each, known):
             assigned.append(name_of(each))
         name = known.get("name")
         if "sharded" in known and hook_count(each) > known["sharded"]:
@@ -209,7 +151,7 @@ def check_exchanged(rank: int, parameters: Iterable[torch.Tensor]) -> None:
         elif known.get("viewed") and not ((grad.is_sparse and grad.is_coalesced()) or is_in_base(grad)):
             own.append(name)
     if assigned:
-        raise _assigned("parameter", assigned, f"rank {rank}, optimizer_step")
+        raise assigned_data("parameter", assigned, f"rank {rank}, optimizer_step")
     if hooked:
         raise StepError(
             "hooks on gradients of sharded parameters have not run",

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.context import DistContext
-from accel.errors import ConfigError
+from accel.errors import ConfigError, StepError
 from accel.mixins import Mixin
 from accel.parallel._private import WRAPPED
+from accel.tensors import Memory, is_dtensor
+from accel.terminal import show_names
 
 
 def named_modules(
@@ -197,7 +199,7 @@ class TensorNotes(TypedDict, total=False):
     exchanger: Any  # the latest `Replica` with its gradient. By prepare_model, ddp; read by the next one and by steps
     found: bool  # whether a window found a gradient with other values than zero. Until the gradient is cleared
     heir: nn.Parameter  # the parameter in its place. By prepare_model; read by prepare_optimizer and steps
-    memory: Any  # its `Memory`, of a DTensor; None in a tensor read from a file. By prepare_model; read by steps
+    memory: Memory | None  # of a DTensor; None of others, and in a file. By prepare_model; read by steps
     name: str  # its name in the prepared model. By prepare_model; read by errors
     needed: bool  # a step needs its gradient. By prepare_model; read by steps
     on_host: bool  # the optimizer keeps its state on the host. By prepare_model; read by prepare_optimizer and steps
@@ -261,6 +263,43 @@ def forget(owner: nn.Module | Tensor, *names: str) -> None:
     for attribute in (NOTES, _PREPARED):
         if notes := getattr(owner, attribute, None) if isinstance(owner, Tensor) else vars(owner).get(attribute):
             vars(owner)[attribute] = {name: each for name, each in notes.items() if name not in names}
+
+
+def memory_of(tensor: Tensor) -> Memory | None:
+    """Return the memory of a DTensor, to be noted for `refuse_assigned`; None of other tensors."""
+    return Memory(id(tensor), tensor.untyped_storage()) if is_dtensor(tensor) else None
+
+
+def refuse_assigned(parameters: Iterable[Tensor], where: str) -> None:
+    """Raise `StepError` if a line `parameter.data = values` has set a DTensor: torch leaves this rank's part."""
+    found = [tensor_notes(each).get("name", "") for each in parameters if is_assigned(each, tensor_notes(each))]
+    if found:
+        raise assigned_data("parameter", found, where)
+
+
+def refuse_assigned_gradients(parameters: Iterable[Tensor], where: str) -> None:
+    """Raise `StepError` as `refuse_assigned`, for gradients."""
+    held = ((tensor_notes(each).get("name", ""), each.grad) for each in parameters)
+    found = [name for name, grad in held if grad is not None and is_assigned(grad, tensor_notes(grad))]
+    if found:
+        raise assigned_data("parameter.grad", found, where)
+
+
+def is_assigned(tensor: Tensor, known: TensorNotes) -> bool:
+    """Return whether a line `tensor.data = values` has set a tensor with these notes since its memory was noted."""
+    memory = known.get("memory")  # Module.to swaps in tensors without the note
+    return memory is not None and memory.is_left(tensor)
+
+
+def assigned_data(what: str, names: Sequence[str], where: str) -> StepError:
+    """Make the error for such a line."""
+    return StepError(
+        "an assignment to .data of a DTensor, as a sharded parameter is, has no effect: this rank's part stays",
+        expected="a change in place",
+        got=f"{what}.data = ... for {show_names(names)}",
+        where=where,
+        fix=f"Under torch.no_grad(): {what}.copy_(values).",
+    )
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm import Comm, lost_rank
 from accel.context import DistContext, context_first
-from accel.errors import PrepareError
+from accel.errors import AccelError, PrepareError
 from accel.parallel._engines import engine_of
 from accel.parallel._labels import is_local, unused_parameters
 from accel.parallel._modules import Sharded, is_pipelined, sharded_roots
@@ -215,7 +215,7 @@ def raise_lost_peer(comm: Comm, error: BaseException | None, name: str) -> None:
 
 def _raise_of_shards(error: BaseException | None) -> None:
     """Raise `StepError` if a line of a block computed with a parameter as ranks keep it."""
-    if isinstance(error, RuntimeError) and mixes_dtensors(error):
+    if isinstance(error, RuntimeError) and not isinstance(error, AccelError) and mixes_dtensors(error):
         raise computed_in_block(error) from error
 
 

@@ -140,7 +140,7 @@ def computed_in_block(error: Exception) -> StepError:
         got=_line_of(error),
         where="accel.accumulate",
         fix="Return penalties, and learnt factors of losses, with the outputs from the forward of the module that has"
-        " the parameter. If the line calls a module inside the model, put it in a method of the model: model ="
+        " the parameter. If the line calls a module inside the model, put the call in a method of the model: model ="
         ' accel.prepare_model(ctx, model, plan=accel.parallel.Plan(methods=("encode",))).',
     )
 

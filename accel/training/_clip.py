@@ -18,7 +18,7 @@ from accel.errors import ConfigError
 from accel.loop_state import Accumulation
 from accel.optim import clamp_, norm_dtype, scale_, total_norm
 from accel.parallel._engines import engine_of
-from accel.parallel._labels import note_memory
+from accel.parallel._modules import memory_of, note_tensor
 from accel.tensors import local_parts, parameters_of
 from accel.training._train_state import TrainState, after_backward, carries_state, ended_window
 from accel.training._window import (
@@ -183,6 +183,8 @@ def divide(ctx: DistContext, optimizer: Optimizer | Sequence[Optimizer], window:
     with refused_alike(ctx, parameters, "unscale_gradients", optimizers):
         [grads] = window_gradients(ctx, accum, parameters)
     scale_(grads, division(ctx, accum, total_weight(accum)))
-    note_memory(each.grad for each in parameters if each.grad is not None)
+    for each in parameters:
+        if each.grad is not None:
+            note_tensor(each.grad, memory=memory_of(each.grad))
     # Noted in the window: a step that divided once more would go unseen.
     return msgspec.structs.replace(accum, divided=len(grads) or -1, retained=False)

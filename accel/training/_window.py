@@ -30,14 +30,9 @@ from accel.optim import (
     total_norm,
     wide_norm,
 )
-from accel.parallel._labels import (
-    check_exchanged,
-    decide_independently,
-    has_state_on_host,
-    name_of,
-    refuse_assigned_gradients,
-)
+from accel.parallel._labels import check_exchanged, decide_independently, has_state_on_host, name_of
 from accel.parallel._leftovers import drop_unused, found_gradient
+from accel.parallel._modules import refuse_assigned_gradients
 from accel.parallel._spread import average_
 from accel.parallel.axes.pipeline import is_tied_copy
 from accel.tensors import is_dtensor, parameters_of

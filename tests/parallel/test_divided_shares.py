@@ -10,17 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from planned_parts import found_plan
+from planned_parts import found_plan, prove, trace
 from steps import two_steps
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parametrizations
 
 import accel
-from accel.parallel.axes.tensor._prove import prove
-from accel.parallel.axes.tensor._trace import trace
-from accel.parallel.parts import RowLayout
-from accel.parallel.parts._layout import even
+from accel.parallel.parts import RowCut, RowLayout
 from accel.tensors import is_dtensor
 from accel.testing import Simulator
 
@@ -91,13 +87,11 @@ class States(nn.Module):
 
 
 class Codec(nn.Module):
-    """Convolutions with weights of a direction and a length, and a transposed one."""
+    """Convolutions, and a transposed one."""
 
     def __init__(self) -> None:
         super().__init__()
-        normed = parametrizations.weight_norm
-        self.into = normed(nn.Conv1d(WIDTH, 2 * WIDTH, 3, padding=1))
-        self.out = normed(nn.Conv1d(WIDTH, WIDTH, 3, padding=1))
+        self.into, self.out = nn.Conv1d(WIDTH, 2 * WIDTH, 3, padding=1), nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
         self.back = nn.ConvTranspose1d(2 * WIDTH, WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -171,7 +165,7 @@ def test_a_divided_layer_with_a_divided_input_is_right_and_the_search_does_not_t
     """Ranks could divide the features between all layers of a model, and gather them before each."""
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
     (call,) = [each for each in trace(model, [torch.empty(2, 3, 8)]).calls if not each.path]
-    regions = {"": {"0.weight": RowLayout(0, even(16, 2)), "1.weight": RowLayout(0, even(8, 2))}}
+    regions = {"": {"0.weight": RowLayout(0, RowCut(1, ((16, 2),))), "1.weight": RowLayout(0, RowCut(1, ((8, 2),)))}}
     assert prove(model, call, {}, 2, regions=regions).problem == ""
     refused = prove(model, call, {}, 2, regions=regions, gathers_inputs=False).problem
     assert refused == "no rule for linear, a matmul of two tensors that ranks divide along different dimensions"

@@ -125,6 +125,38 @@ def test_a_shard_that_nobody_has_gathered_is_not_computed_with(ranks):
     ranks.run(rank, 4, default_group=True)
 
 
+class Reads(nn.Module):
+    """Asks a layer for its dtype, as CLIP does, and computes with its weight if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4)) for _ in range(2))
+        self.computes = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.blocks[0][0].weight
+        x = x.to(weight.dtype).to(weight.device)
+        x = x * weight.mean() if self.computes else x
+        return self.blocks[1](self.blocks[0](x))
+
+
+def test_a_forward_reads_the_dtype_of_a_layer_that_nobody_has_gathered(ranks):
+    torch.manual_seed(0)
+    whole, x = Reads().double(), torch.ones(2, 4)
+    want = whole(x).detach()
+
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="dp=2,tp=2", strategy="fsdp")
+        plan = accel.parallel.Plan(units=("Sequential",))
+        model = accel.prepare_model(ctx, copy.deepcopy(whole), plan=plan, example=x)
+        torch.testing.assert_close(model(x).detach(), want)
+        accel.unwrap_model(model).computes = True
+        with pytest.raises(PrepareError):
+            model(x)
+
+    ranks.run(rank, 4, default_group=True)
+
+
 @pytest.mark.nightly
 @settings(max_examples=share(0.18), deadline=None)
 @given(

@@ -98,7 +98,7 @@ def test_an_assignment_to_a_gradient_is_refused_and_a_change_in_place_taken(
                 if assigns and ctx.world_size > 1:
                     each.grad.data = each.grad.data * 0.5
                 else:
-                    each.grad.data.mul_(0.5)
+                    each.grad.data *= 0.5
             state = accel.optimizer_step(ctx, optimizer, state)
         return accel.get_state_dict(ctx, model, dst=None)["0.weight"]
 
@@ -122,7 +122,7 @@ def test_changes_in_place_and_conversions_are_taken(
         average = Ema(model, decay=0.5)
         state = _step(ctx, model, optimizer, accel.train_state(ctx))
         for each in model.parameters():
-            each.data.mul_(0.5)
+            each.data *= 0.5  # in place, and then an assignment of the same memory
             with torch.no_grad():
                 each.copy_(each * 2)
         average.update_(model)

@@ -1032,6 +1032,22 @@ PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "parallel/_watches.py",
+        "a line computes with a parameter as ranks keep it",
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(); self.inner, self.last = nn.Linear(2, 4), nn.Linear(4, 1)\n"
+        "    def encode(self, x): return self.inner(x)\n"
+        "    def forward(self, x): return self.last(self.encode(x))\n"
+        "model, x = Net(), torch.ones(4, 2); expected = model.encode(x)\n",
+        "model = accel.prepare_model(ctx, model)\n"
+        "with accel.accumulate(ctx, accel.train_state(ctx).next(), model): x @ model.inner.weight.T",
+        'model = accel.prepare_model(ctx, model, plan=accel.parallel.Plan(methods=("encode",)))',
+        "{line}\ntorch.testing.assert_close(model.encode(x), expected)",
+        ranks=2,
+        strategy="fsdp",
+    ),
+    Program(
+        "parallel/_watches.py",
         "the forward computes with a parameter as ranks keep it",
         "class Block(nn.Module):\n"
         "    def __init__(self):\n"

@@ -319,7 +319,7 @@ class _Search:
         return (left, rows) if readers else ({}, [])
 
     def _depends(self, tensor: Tensor, names: Sequence[str]) -> bool:
-        """Whether a tensor depends on one of these parameters, as far as its backward can tell."""
+        """Whether a tensor depends on one of these parameters, as far as its backward shows."""
         try:
             return any(gradient is not None for _, gradient in self._gradients(tensor, names))
         except RuntimeError:  # of a function with a backward for gradients of one layout

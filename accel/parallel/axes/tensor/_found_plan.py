@@ -224,11 +224,11 @@ class _Proofs:
     def leaves(self, plan: FoundPlan, within: Sequence[str]) -> Regions:
         """Rows of large parameters of convolutions, and of parameters that the user's modules hold, such as a head that
         multiplies by a plain parameter: each rank computes with some, and gathers the results."""
-        whole = {name: each for name, each in self._whole(plan).items() if _is_divisible(self._modules[_holder(name)])}
+        whole = {name: each for name, each in self._whole(plan).items() if _is_divisible(self._modules[_owner(name)])}
         called = {call.path for call in self._trace.calls}
         found: list[tuple[str, Layouts]] = []
         for name in self._large(whole):
-            unit = _holder(f"{self._around(whole[name], called)}.weight".lstrip("."))
+            unit = self._around(whole[name], called)
             if not any(is_in(unit, each) for each in within):
                 continue
             is_whole = not any(_inside(unit, plan.styles, plan.regions))
@@ -243,8 +243,7 @@ class _Proofs:
     def _ways_of(self, name: str, weight: Tensor) -> Iterator[Layouts]:
         """Layouts of a parameter, along its longest dimension first; of a convolution, output channels of all of its
         parameters."""
-        holder = _holder(name)
-        module = self._modules[holder]
+        module = self._modules[_owner(name)]
         if not isinstance(module, _CONVOLUTIONS):
             for dim in sorted(range(weight.dim()), key=lambda dim: weight.shape[dim], reverse=True):
                 if weight.shape[dim] % self._size == 0:
@@ -252,7 +251,9 @@ class _Proofs:
             return
         out = 1 if module.transposed else 0
         cut = even(weight.shape[out], self._size)
-        own = {each: (values, 0 if values.dim() == 1 else out) for each, values in module.named_parameters(holder)}
+        own = {
+            each: (values, 0 if values.dim() == 1 else out) for each, values in module.named_parameters(_owner(name))
+        }
         if cut.total % self._size == 0:
             yield {each: RowLayout(dim, cut) for each, (values, dim) in own.items() if values.shape[dim] == cut.total}
 
@@ -449,12 +450,6 @@ def _outermost(path: str, regions: Regions) -> str:
 
 def _owner(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _holder(name: str) -> str:
-    """The path of the module that computes with a parameter, also if it is parametrized."""
-    path = f".{_owner(name)}"
-    return path.partition(".parametrizations.")[0].lstrip(".")
 
 
 def _is_divisible(module: nn.Module) -> bool:

@@ -40,6 +40,7 @@ from accel.parallel.parts._layout import even, no_rule, shortest
 from accel.parallel.parts._nested import NestedPart, entered_rows, nested, rows_in
 from accel.parallel.parts._part import Args, Named, entered, name_of, outside
 from accel.parallel.parts._region import leave_uncompiled
+from accel.tensors import is_dtensor
 from accel.tree import map_tensors
 
 _OF_WHOLE = ("reshape", "scaled_dot_product_attention")
@@ -145,8 +146,12 @@ class PartParameters(LocalParameters):
     accel_ranks: LayerRanks
 
     def is_read_local(self, parameter: nn.Parameter) -> bool:
-        """Return whether a region runs, or is computed again: another module may read a parameter there."""
-        return self.accel_ranks.depth > 0 or is_computed_again()
+        """Return whether a region runs, or is computed again: another module may read a parameter there.
+
+        One that `fully_shard` has not gathered stays as it is, for readers of its dtype or its device.
+        """
+        is_sharded = is_dtensor(parameter) and parameter.device_mesh.ndim > 1
+        return not is_sharded and (self.accel_ranks.depth > 0 or is_computed_again())
 
     def parameters_here(self, stored: Mapping[str, nn.Parameter | None]) -> dict[str, Tensor | None]:
         """Return parts, after an exchange of rows where this rank computes with others than it stores."""
@@ -273,15 +278,16 @@ class RegionEnd(Mixin):
                 _ = compile_in_place(module)  # blocks that a user has compiled after `prepare`
             ranks.sees_tuples = has_graphs and not ranks.nests  # torch compiles nothing of parts along two axes
         is_outermost = ranks.depth == 1
+        is_block = is_dynamo_compiling() and not is_outermost and ranks.breaks_around
         try:
-            if is_outermost and not is_dynamo_compiling() and not ranks.breaks_around:
-                output = _called_eagerly(ranks, super().forward, *args, **kwargs)
-            elif ranks.sees_tuples:
-                is_block = is_dynamo_compiling() and not is_outermost and ranks.breaks_around
-                with PartsInGraph(), one_graph() if is_block else contextlib.nullcontext():
+            with (
+                PartsInGraph() if ranks.sees_tuples else contextlib.nullcontext(),
+                one_graph() if is_block else contextlib.nullcontext(),
+            ):
+                if is_outermost and not is_dynamo_compiling() and not ranks.breaks_around:
+                    output = _called_eagerly(ranks, super().forward, *args, **kwargs)
+                else:
                     output = super().forward(*args, **kwargs)
-            else:
-                output = super().forward(*args, **kwargs)
             return ranks.returned(self.accel_layer.rule, output)
         finally:
             ranks.sees_tuples = sees_around

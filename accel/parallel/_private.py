@@ -189,15 +189,24 @@ def compile_in_place(model: nn.Module) -> bool:
     """Replace the wrappers of torch.compile in a model by their modules, which torch then compiles as
     `nn.Module.compile` does. Return whether there were some. Mutates the model.
 
-    A call of such a wrapper goes past the class of its module, which passes parts of tensors to graphs.
+    A call of such a wrapper goes past the class of its module, which passes parts of tensors to graphs. A wrapper with
+    hooks stays, and runs as it is.
     """
-    found = [(each, name) for each in model.modules() for name, child in each.named_children() if is_wrapper(child)]
-    for parent, name in found:
-        wrapper = getattr(parent, name)
-        inner = getattr(wrapper, WRAPPED)
-        inner._compiled_call_impl = wrapper.dynamo_ctx(inner._call_impl)
-        setattr(parent, name, inner)
-    return bool(found)
+    seen: set[int] = set()
+    todo = [model]
+    is_changed = False
+    while todo:  # each forward asks that finds compiled modules
+        inside = vars(todo.pop())["_modules"]
+        for name, child in inside.items():
+            if child is not None and WRAPPED in vars(child)["_modules"] and is_wrapper(child) and not user_hooks(child):
+                inner = getattr(child, WRAPPED)
+                inner._compiled_call_impl = child.dynamo_ctx(inner._call_impl)
+                inside[name] = inner
+                is_changed = True
+        fresh = [each for each in inside.values() if each is not None and id(each) not in seen]
+        seen.update(map(id, fresh))
+        todo += fresh
+    return is_changed
 
 
 def is_wrapper(module: nn.Module) -> bool:

@@ -225,6 +225,20 @@ def test_blocks_in_wrappers_are_compiled(ranks: Simulator, mesh: str) -> None:
         assert found == names
 
 
+@pytest.mark.parametrize("mesh", ["tp=2", "cp=2"])
+def test_hooks_of_wrappers_stay(ranks: Simulator, mesh: str) -> None:
+    """A block with hooks of its wrapper runs as it is, with them."""
+
+    def hooked(model: Any) -> Any:
+        model = around_blocks(model)
+        model.blocks[0].register_forward_hook(lambda _module, _given, output: output * 2)
+        return model
+
+    (alone,) = ranks.run(lambda ctx: train(ctx, "", Block, before=hooked), 1)
+    for found in ranks.run(lambda ctx: train(ctx, mesh, Block, before=hooked), 2, default_group=True, timeout_s=300):
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-10)
+
+
 def test_sizes_of_plain_tensors_are_split_in_one_graph(ranks: Simulator) -> None:
     """A block in which attention stays whole, by `unflatten`, compiles with fullgraph=True."""
 

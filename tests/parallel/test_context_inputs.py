@@ -67,6 +67,30 @@ def test_biases_of_own_queries_with_infinite_scores_are_cut(ranks: Simulator, le
     check(ranks, [{"bias": bias.expand(2, 1, -1, -1)}], {"bias": 2})
 
 
+class Turning(nn.Module):
+    """Multiplies by complex numbers of each position."""
+
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * turns).flatten(-2).cumsum(1)
+
+
+@pytest.mark.parametrize("heads", [(), (1,)])
+def test_complex_numbers_of_positions_are_cut(ranks: Simulator, heads: tuple[int, ...]) -> None:
+    """No warning says that imaginary parts are left out."""
+    x = X.unflatten(2, (*heads, -1))
+    angles = torch.arange(LENGTH, dtype=torch.float64)[:, None] * torch.tensor([1.0, 0.1])
+    turns = torch.polar(torch.ones_like(angles), angles).expand(2, -1, -1).unflatten(2, (*heads, -1))
+    expected = Turning()(x, turns)
+
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        part = accel.parallel.split_sequence(ctx, {"x": x, "turns": turns, "want": expected})
+        torch.testing.assert_close(accel.prepare_model(ctx, Turning())(part["x"], part["turns"].clone()), part["want"])
+
+    ranks.run(rank, 2, default_group=True)
+
+
 def test_an_input_is_known_by_its_key_in_a_mapping(ranks: Simulator) -> None:
     calls = [{"factors": FACTORS}, {"image": IMAGE}, {"factors": FACTORS, "image": IMAGE}]
     check(ranks, calls, {"factors": 1})

@@ -33,8 +33,8 @@ class TrainedOnly(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         if not self.training and self.fails == "forward":
             raise ValueError("the number of steps is drawn in training only")
-        if self.training:
-            self.calls += 1
+        if self.training:  # one model replaces its buffer, and one changes it
+            self.calls = self.calls + 1 if self.fails == "forward" else self.calls.add_(1)
         x = self.embed(ids)
         mixed = (x @ x.transpose(-1, -2)).softmax(-1) @ self.mix(x)
         if self.fails == "backward":
@@ -96,6 +96,34 @@ def test_a_model_that_fails_in_evaluation_mode_is_proved_in_training_mode(ranks:
 def test_wrong_gradients_of_such_a_model_are_refused(ranks: Simulator) -> None:
     with assert_raises(PrepareError, got="a gradient of a parameter"):
         _ = ranks.run(lambda ctx: _steps(ctx, Wrong, "forward"), 2, default_group=True)
+
+
+class OneFails(TrainedOnly):
+    """Fails in evaluation mode on one rank alone, in the dtype that all ranks can compute in."""
+
+    rank = 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.embed(ids).dtype == torch.float64:
+            raise TypeError("a kernel has no float64")
+        if self.rank == 0 and not self.training:
+            raise RuntimeError("out of memory")
+        return super().forward(ids)
+
+
+def test_an_evaluation_that_one_rank_cannot_run_is_an_error_on_all(ranks: Simulator) -> None:
+    """No rank tries in training mode while others have gone on."""
+
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        net = OneFails("")
+        net.rank = ctx.rank
+        model = accel.prepare_model(ctx, net)
+        part = accel.parallel.split_sequence(ctx, {"ids": torch.zeros(2, LENGTH, dtype=torch.int64)})
+        with assert_raises(PrepareError, got="out of memory"):
+            model(part["ids"])
+
+    ranks.run(rank, 2, default_group=True)
 
 
 class GroupedExperts(nn.Module):

@@ -174,7 +174,7 @@ class Positions:
         for each in modules:
             if (inner := notes_of(each).get("positions")) is not None:
                 inner.guard([])
-        self.guard(each for each in modules if any(each.children()) or isinstance(each, nn.MultiheadAttention))
+        self.guard(each for each in modules if [*each.children()] or isinstance(each, nn.MultiheadAttention))
 
     @untraced
     def call(self, module: nn.Module, forward: _Forward, given: Inputs, *, is_traced: bool) -> Any:
@@ -267,7 +267,7 @@ class Positions:
         collective of the first call with an input that `split_sequence` has not returned.
 
         Integers for each position are cut, with a warning: those of packed documents of one length are alike on all
-        ranks, too.
+        ranks, too. Complex numbers, which turn queries and keys, are cut.
         """
         known = (*zip(self.names, given.inputs, strict=False), *given.keywords.items())
         samples = [value for name, value in known if name.startswith(self.traits.samples)]
@@ -275,13 +275,14 @@ class Positions:
         for path, each in leaves(given):
             is_plain = isinstance(each, Tensor) and not isinstance(each, PartTensor)
             at = self.cut_dim(each, 1) if is_plain else None
-            if at is None:
+            may_be_uncut = each.is_floating_point() or each.dim() > 3
+            if at is None or (each.is_complex() and not may_be_uncut):
                 continue
             if is_part(self.ctx, each):
                 self.alike[path] = False
             elif path not in self.alike:
                 is_alike = self.ranks.hold_alike(each.detach(), at)
-                self.alike[path] = is_alike and (each.is_floating_point() or each.dim() > 3)
+                self.alike[path] = is_alike and may_be_uncut
                 if is_alike and not self.alike[path] and self.ctx.is_main_process:
                     _LOG.warning(_ALIKE, self.ranks.size, path)
             if self.alike[path]:

@@ -169,7 +169,8 @@ class PositionRanks(Ranks):
         """
         if not tensor.numel():
             return False
-        wide = tensor.to(wide_dtype(tensor.device)).nan_to_num().clamp(-_LARGEST, _LARGEST)
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        wide = real.to(wide_dtype(tensor.device)).nan_to_num().clamp(-_LARGEST, _LARGEST)
         weights = torch.arange(1, wide.numel() + 1, device=wide.device).to(wide.dtype).view(wide.shape)
         sums = gathered((wide * weights).sum().view(1), 0, self.group)
         least, most = wide.aminmax()

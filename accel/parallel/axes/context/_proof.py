@@ -27,6 +27,7 @@ from accel.tensors import is_dtensor
 DIFFERENT = "ranks along cp did not compute the same"
 FAILED_ALONE = "the model does not run in evaluation mode"
 PROVED = 8  # positions of a rank in the proof
+_FAILED, _FAILED_ALONE = -1, -2  # what a rank that fails meets others with, in the place of a number of positions
 _LARGEST = 2**28  # most parameter elements for comparing all gradients; larger models: vectors
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _WIDEST = 2**29  # elements of the largest parameter that the proof copies in a wide dtype: 4 GiB
@@ -59,7 +60,8 @@ class ProofComparison:
     def attempted(self, attempt: Callable[[], None], *, may_train: bool = False) -> str:
         """Return the problem that a comparison finds on this rank; "" for none. A collective.
 
-        `may_train`: whether the caller tries once more in training modes where this returns `FAILED_ALONE`.
+        `may_train`: whether the caller tries once more in training modes where this returns `FAILED_ALONE`, which all
+        ranks do or none.
         """
         try:
             attempt()
@@ -68,11 +70,14 @@ class ProofComparison:
             error = _of_forward(failure)
             if isinstance(error, DifferentRankError):
                 return DIFFERENT
-            with contextlib.suppress(DifferentRankError):  # which the other ranks raise
-                self.ranks.meet(-1)
-            if isinstance(error, _FailedAloneError) and may_train:
+            is_alone = isinstance(error, _FailedAloneError)
+            try:
+                self.ranks.meet(_FAILED_ALONE if is_alone else _FAILED)
+            except DifferentRankError:  # which the other ranks raise
+                may_train = False
+            if is_alone and may_train:
                 return FAILED_ALONE
-            return _problem_of(error.error if isinstance(error, _FailedAloneError) else error)
+            return _problem_of(error.error if is_alone else error)
         return ""
 
     def differ(
@@ -200,6 +205,7 @@ def evaluated(module: nn.Module, device: torch.device, *, trains: bool = False) 
     dropout change their mode, and buffers that the forward changes are put back.
     """
     before = [(each, each.training, dict(each.named_children()), dict(vars(each))) for each in module.modules()]
+    buffers = [(vars(each)["_buffers"], dict(each.named_buffers(recurse=False))) for each, *_ in before if trains]
     values = [(each, each.clone()) for each in module.buffers()] if trains else []
     for each, *_ in before:
         note_module(each, proves=True)
@@ -215,6 +221,8 @@ def evaluated(module: nn.Module, device: torch.device, *, trains: bool = False) 
                 setattr(each, name, children[name])
             vars(each).update({name: value for name, value in own.items() if isinstance(value, str)})
             each.training = training
+        for stored, given in buffers:
+            stored.update(given)
         with torch.no_grad():
             for buffer, value in values:
                 _ = buffer.copy_(value)

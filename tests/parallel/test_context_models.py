@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -221,6 +223,42 @@ def test_copies_of_a_model_compute_alike(ranks: Simulator) -> None:
         return all(torch.equal(each(own), out) for each in (*early, copy.deepcopy(model), copy.copy(inner), model))
 
     assert all(ranks.run(rank, 2, default_group=True))
+
+
+class Equations(nn.Module):
+    """An attention by equations. The second one contracts positions that ranks divide.
+
+    Attributes:
+        seen: the values of each call.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+        self.seen: list[weakref.ref[Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = self.v(x)
+        self.seen.append(weakref.ref(v))
+        weights = torch.einsum("bqd,bkd->bqk", self.q(x), self.k(x)).softmax(-1)
+        return x + torch.einsum("bqk,bkd->bqd", weights, v)
+
+
+def test_what_an_equation_gathers_is_not_kept_after_a_step(ranks: Simulator) -> None:
+    x = torch.randn(2, 8, 8, dtype=torch.float64)
+
+    def rank(ctx: accel.DistContext) -> list[bool]:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare(ctx, Equations().double())
+        own = cut(ctx, {"x": x})["x"]
+        for _ in range(2):
+            model(own).square().mean().backward()
+        _ = gc.collect()
+        return [each() is None for each in accel.unwrap_model(model).seen]
+
+    for is_gone in ranks.run(rank, 2, default_group=True):
+        assert len(is_gone) > 1
+        assert all(is_gone)
 
 
 def test_functions_of_all_positions_are_named_once(ranks: Simulator, caplog: pytest.LogCaptureFixture) -> None:

@@ -694,6 +694,11 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
             [(2, 4 * size, 3, 2), (4 * size,), (4 * size,)],
             [RowLayout(1, RowCut(2, ((2 * size, size),))), None, None],
         ),
+        "norm of groups of no image": Region(
+            lambda x: functional.group_norm(x * 2.0, 1),
+            [(0, 2 * size, 3)],
+            [RowLayout(1, RowCut(1, ((2 * size, size),)))],
+        ),
         "norm of one group": Region(lambda x: functional.group_norm(x * 2.0, 1), [(3, 7)], [RowLayout(1, unequal)]),
         "outputs of divided features": Region(
             lambda x, w, b, v: functional.linear(x, w, b) + x @ v.t(),

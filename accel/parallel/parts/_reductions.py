@@ -269,7 +269,7 @@ def _group_normed_over(given: dict[str, Any], layout: RowLayout, ranks: Ranks) -
         by_channel = values.sum(further) if further else values
         sums = by_channel.new_zeros(len(values), given["num_groups"]).index_add(1, group, by_channel)
         means = ranks.enter(ranks.total(sums)) / count
-        return means.index_select(1, group).view(len(values), -1, *[1] * len(further))
+        return means.index_select(1, group).view(len(values), len(of_channel), *[1] * len(further))
 
     rows = rows - mean(rows)
     found = (rows * torch.rsqrt(mean(rows.square()) + given.get("eps", 1e-5))).to(x.dtype)

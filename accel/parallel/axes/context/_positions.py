@@ -90,6 +90,7 @@ class PositionRanks(Ranks):
 
     def __init__(self, ctx: DistContext) -> None:
         super().__init__(cast(Any, group_of(ctx, "cp")))
+        self.gathers_inputs = False  # `without_rule` gathers positions
         self.ctx = ctx
         self.callers: list[nn.Module] = []
         self.across: dict[nn.Module, bool] = {}

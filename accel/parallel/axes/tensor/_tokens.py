@@ -51,6 +51,7 @@ class TokenRanks(Ranks):
     def __init__(self, layers: SequenceRanks) -> None:
         self.layers = layers
         super().__init__(layers.group)
+        self.gathers_inputs = False  # `without_rule` gathers tokens
 
     @property
     def nests(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

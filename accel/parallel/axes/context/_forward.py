@@ -275,8 +275,10 @@ class Positions:
         for path, each in leaves(given):
             is_plain = isinstance(each, Tensor) and not isinstance(each, PartTensor)
             at = self.cut_dim(each, 1) if is_plain else None
+            if at is None:
+                continue
             may_be_uncut = each.is_floating_point() or each.dim() > 3
-            if at is None or (each.is_complex() and not may_be_uncut):
+            if each.is_complex() and not may_be_uncut:
                 continue
             if is_part(self.ctx, each):
                 self.alike[path] = False

@@ -278,7 +278,10 @@ class RegionEnd(Mixin):
                 _ = compile_in_place(module)  # blocks that a user has compiled after `prepare`
             ranks.sees_tuples = has_graphs and not ranks.nests  # torch compiles nothing of parts along two axes
         is_outermost = ranks.depth == 1
-        is_block = is_dynamo_compiling() and not is_outermost and ranks.breaks_around
+        # A graph break is an error, which names it, in a block that is compiled by itself, and if graphs break around
+        # blocks alone; elsewhere torch.compile leaves the model.
+        has_errors = ranks.breaks_around or is_compiled(cast(nn.Module, self))
+        is_block = is_dynamo_compiling() and not is_outermost and has_errors
         try:
             with (
                 PartsInGraph() if ranks.sees_tuples else contextlib.nullcontext(),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_
 
 from accel.errors import ConfigError
+from accel.errors._checks import check_kind
 from accel.optim._matrices import Matrix, RankedOptimizer, Spec, Where, loss_of, plan_matrices, put, through_owners
 from accel.tensors import local_part, mesh_of, placements_of, word_layers
 from accel.terminal import show_names
@@ -257,14 +258,14 @@ class _Kinds(NamedTuple):
 
 def _sorted(model: nn.Module, muon: Sequence[str], adamw: Sequence[str]) -> _Kinds:
     """Give each parameter to Muon or AdamW."""
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - other optimizers take lists
-        raise ConfigError(
-            "Muon takes a model, and chooses its matrices",
-            expected="a torch.nn.Module",
-            got=type(model).__name__,
-            where="Muon",
-            fix="accel.optim.Muon(model, adamw=[...]) leaves parameters to AdamW by their names.",
-        )
+    check_kind(  # other optimizers take lists
+        model,
+        nn.Module,
+        "Muon takes a model, and chooses its matrices",
+        expected="a torch.nn.Module",
+        where="Muon",
+        fix="accel.optim.Muon(model, adamw=[...]) leaves parameters to AdamW by their names.",
+    )
     kept_ids = _embeddings_and_head(model)
     kinds = _Kinds({}, {})
     used = set[str]()

@@ -198,7 +198,7 @@ def compile_in_place(model: nn.Module) -> bool:
     while todo:  # each forward asks that finds compiled modules
         inside = vars(todo.pop())["_modules"]
         for name, child in inside.items():
-            if child is not None and WRAPPED in vars(child)["_modules"] and is_wrapper(child) and not user_hooks(child):
+            if child is not None and is_wrapper(child) and not user_hooks(child):
                 inner = getattr(child, WRAPPED)
                 inner._compiled_call_impl = child.dynamo_ctx(inner._call_impl)
                 inside[name] = inner
@@ -211,7 +211,7 @@ def compile_in_place(model: nn.Module) -> bool:
 
 def is_wrapper(module: nn.Module) -> bool:
     """Return whether a module is a wrapper of torch.compile."""
-    return isinstance(getattr(module, WRAPPED, None), nn.Module) and hasattr(module, "dynamo_ctx")
+    return WRAPPED in vars(module)["_modules"] and hasattr(module, "dynamo_ctx")
 
 
 class GraphBreak(NamedTuple):

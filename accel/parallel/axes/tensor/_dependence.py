@@ -383,9 +383,8 @@ class _Search:
                 if name in layouts:
                     continue
                 cut = fit(ranks, self._shape(name)[dim])
-                is_needed = (
-                    name in self._of_matmuls and len(self._shape(name)) > 1
-                )  # others are cut where they meet parts
+                # parameters that no matmul takes are cut where they meet parts
+                is_needed = name in self._of_matmuls and len(self._shape(name)) > 1
                 if cut is None and not is_weight and is_needed and len({*ranks}) > 1:
                     _ = others.setdefault(name, NeededRows(dim, tuple(ranks)))
                 if cut is None or cut.total % self._size:

@@ -271,23 +271,23 @@ class RegionEnd(Mixin):
         outer = ranks.begin()
         ranks.depth += 1
         sees_around = ranks.sees_tuples
-        if ranks.depth == 1:  # regions in others have modules of theirs
-            module = cast(nn.Module, self)
-            has_graphs = is_dynamo_compiling() or contains_compiled(module)
-            if has_graphs and not is_dynamo_compiling():
+        module = cast(nn.Module, self)
+        is_traced = is_dynamo_compiling()
+        is_outermost = ranks.depth == 1
+        if is_outermost:  # regions in others have modules of theirs
+            has_graphs = is_traced or contains_compiled(module)
+            if has_graphs and not is_traced:
                 _ = compile_in_place(module)  # blocks that a user has compiled after `prepare`
             ranks.sees_tuples = has_graphs and not ranks.nests  # torch compiles nothing of parts along two axes
-        is_outermost = ranks.depth == 1
         # A graph break is an error, which names it, in a block that is compiled by itself, and if graphs break around
         # blocks alone; elsewhere torch.compile leaves the model.
-        has_errors = ranks.breaks_around or is_compiled(cast(nn.Module, self))
-        is_block = is_dynamo_compiling() and not is_outermost and has_errors
+        is_block = is_traced and not is_outermost and (ranks.breaks_around or is_compiled(module))
         try:
             with (
                 PartsInGraph() if ranks.sees_tuples else contextlib.nullcontext(),
                 one_graph() if is_block else contextlib.nullcontext(),
             ):
-                if is_outermost and not is_dynamo_compiling() and not ranks.breaks_around:
+                if is_outermost and not is_traced and not ranks.breaks_around:
                     output = _called_eagerly(ranks, super().forward, *args, **kwargs)
                 else:
                     output = super().forward(*args, **kwargs)

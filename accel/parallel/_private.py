@@ -7,6 +7,7 @@ A test looks for each of them in the torch that is installed, and in the package
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -113,13 +114,15 @@ _PLAIN: tuple[type[Any], ...] = (int, float, complex, str, slice, torch.Size, to
 
 
 def tensors_of(tree: object) -> list[torch.Tensor]:
-    """Return the tensors in a nesting of containers, in order."""
+    """Return the tensors in a nesting of containers, mappings and dataclasses, in order."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     if isinstance(tree, _PLAIN):
         return []
     if isinstance(tree, Mapping):
         tree = [*cast("Mapping[object, object]", tree).values()]
+    elif dataclasses.is_dataclass(tree):
+        tree = [getattr(tree, each.name, None) for each in dataclasses.fields(tree)]
     if not isinstance(tree, tuple | list):
         return [each for each in pytree.tree_leaves(tree) if isinstance(each, torch.Tensor)]
     found: list[torch.Tensor] = []

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from accel.context import DistContext, group_of
 from accel.errors import AccelError, ConfigError
 from accel.parallel._blocks import ModelBlock, blocks_of
 from accel.parallel._modules import named_modules, sharded_roots, unwrap_model
+from accel.parallel._private import tensors_of
 from accel.tensors import Packed, is_dtensor, packed_weights
 from accel.topology import Dimension, Plan, dimension_of
 
@@ -79,7 +79,7 @@ class PendingForward:
 
     def note(self, outputs: object) -> None:
         """Note the outputs of a forward."""
-        tensor = next(with_gradient(outputs), None) if torch.is_grad_enabled() else None
+        tensor = next(iter(with_gradient(outputs)), None) if torch.is_grad_enabled() else None
         if tensor is not None:
             awaited = _Awaited()
             self._awaited = weakref.ref(awaited)
@@ -92,21 +92,9 @@ class PendingForward:
         return PendingForward, ()
 
 
-def with_gradient(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors among outputs that a backward may begin from."""
-    if isinstance(value, torch.Tensor):
-        if value.requires_grad:
-            yield value
-        return
-    parts: Iterable[object] = ()
-    if isinstance(value, Mapping):
-        parts = cast("Mapping[object, object]", value).values()
-    elif isinstance(value, list | tuple):
-        parts = cast("Iterable[object]", value)
-    elif dataclasses.is_dataclass(value):
-        parts = vars(value).values()
-    for each in parts:
-        yield from with_gradient(each)
+def with_gradient(outputs: object) -> list[torch.Tensor]:
+    """Return the tensors among outputs that a backward may begin from."""
+    return [each for each in tensors_of(outputs) if each.requires_grad]
 
 
 def begin_with_rank_0_(ctx: DistContext, tensors: Iterable[torch.Tensor]) -> None:

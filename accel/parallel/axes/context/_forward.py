@@ -36,8 +36,8 @@ from accel.parallel.axes.context._inner import (
     Inputs,
     Outputs,
     PositionRegion,
+    ProofInputs,
     compile_inside,
-    halved,
     listed,
     log_uncompiled,
 )
@@ -271,7 +271,7 @@ class Positions:
         """
         known = (*zip(self.names, given.inputs, strict=False), *given.keywords.items())
         samples = [value for name, value in known if name.startswith(self.traits.samples)]
-        self.uncut = set(map(id, listed(samples)))
+        self.uncut = set(map(id, listed(tuple(samples))))
         for path, each in leaves(given):
             is_plain = isinstance(each, Tensor) and not isinstance(each, PartTensor)
             at = self.cut_dim(each, 1) if is_plain else None
@@ -406,19 +406,20 @@ class Positions:
 
     def _problem(self, module: nn.Module, forward: _Forward, given: Inputs, dim: int | None, most: int | None) -> str:
         """Return the difference of a call with parts from one with all positions; "" for none. A collective."""
-        whole, own = self.paired(given, dim, most)
+        proof = self.proof_inputs(given, dim, most)
 
         def run(inputs: Inputs) -> list[Tensor]:
             return outputs_of(forward(*inputs.inputs, **inputs.keywords))
 
-        def run_whole(inputs: Inputs) -> list[Tensor] | None:
-            return self.comparison.expected(partial(run, inputs), may_fail=True)
+        def run_own() -> list[Tensor]:
+            return run(self.parts_of(proof.own, dim))
 
         def attempt() -> None:
             units = list(module.children())
-            got = self.comparison.differ(module, partial(run, whole), lambda: run(self.parts_of(own, dim)), units)
-            if self.outputs.may_be_full(got, whole, own):
-                self.outputs.note_full(got, run_whole(halved(whole, own)))
+            got = self.comparison.differ(module, partial(run, proof.whole), run_own, units)
+            if self.outputs.may_be_full(got, proof.lengths):
+                shorter = self.comparison.expected(partial(run, proof.half), may_fail=True)
+                self.outputs.note_full(got, shorter, proof.lengths)
 
         def problem_in(*, trains: bool, may_train: bool) -> str:
             with evaluated(module, self.ctx.device, trains=trains), called_eagerly(module), self.ranks.agreeing():
@@ -427,25 +428,27 @@ class Positions:
         problem = problem_in(trains=False, may_train=module.training)
         return problem_in(trains=True, may_train=False) if problem == FAILED_ALONE else problem
 
-    def paired(self, given: Inputs, dim: int | None, most: int | None) -> tuple[Inputs, Inputs]:
-        """Return the inputs of a call with all positions, `most` at most, and with the own among them. A collective."""
+    def proof_inputs(self, given: Inputs, dim: int | None, most: int | None) -> ProofInputs:
+        """Return the inputs of the calls of a proof, with `most` positions at most. A collective."""
         tensors = listed(tuple(given))
-        lengths: dict[int, int] = {}
-        pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        lengths: dict[int, int] = {}  # in the proof, by the length of a sequence
+        proofs: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         for each in tensors:
             at = self.cut_dim(each, dim)
-            if at is not None and id(each) not in pairs:
+            if at is not None and id(each) not in proofs:
                 whole = whole_positions(self.ctx, each.detach(), at)
                 length = min(whole.shape[at], most or whole.shape[at])
                 lengths[whole.shape[at]] = length
                 note_cut(self.ctx, length // self.ranks.size)
                 whole = whole.narrow(at, 0, length)
-                pairs[id(each)] = whole, own_positions(whole, self.ranks.rank, self.ranks.size, at)
+                own = own_positions(whole, self.ranks.rank, self.ranks.size, at)
+                proofs[id(each)] = whole, own, whole.narrow(at, 0, length // 2)
         for each in tensors:  # masks of all positions
-            whole = each
-            for at, length in enumerate(each.shape):
-                if id(each) not in (*pairs, *self.uncut) and length in lengths:
-                    whole = whole.narrow(at, 0, lengths[length])
-            _ = pairs.setdefault(id(each), (whole, whole))
-        whole, own = (map_tensors(lambda each, at=at: pairs[id(each)][at], given) for at in (0, 1))
-        return whole, own
+            whole = half = each
+            for at, size in enumerate(each.shape):
+                if id(each) not in (*proofs, *self.uncut) and size in lengths:
+                    whole = whole.narrow(at, 0, lengths[size])
+                    half = half.narrow(at, 0, lengths[size] // 2)
+            _ = proofs.setdefault(id(each), (whole, whole, half))
+        whole, own, half = (map_tensors(lambda each, at=at: proofs[id(each)][at], given) for at in range(3))
+        return ProofInputs(whole, own, half, frozenset(lengths.values()))

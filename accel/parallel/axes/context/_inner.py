@@ -32,13 +32,12 @@ from accel.parallel.axes.context._split import own_positions
 from accel.parallel.parts import PartRegion, PartsInGraph, PartTensor
 from accel.parallel.parts._region import leave_uncompiled
 from accel.tree import map_tensors
+from accel.tree._walk import tensors
 
 
 def listed(tree: Any) -> list[Tensor]:
     """Return the tensors in a tree."""
-    found: list[Tensor] = []
-    map_tensors(found.append, tree)
-    return found
+    return [each for _, each in tensors(tree)]
 
 
 @contextlib.contextmanager
@@ -112,19 +111,26 @@ class PositionRegion(PartRegion, nn.Module):
             return super().forward(*args, **kwargs)
 
 
+class ProofInputs(NamedTuple):
+    """Inputs of a model for the calls of a proof."""
+
+    whole: Inputs  # with all positions
+    own: Inputs  # with this rank's of them
+    half: Inputs  # with the first half of all
+    lengths: frozenset[int]  # of the sequences with all positions
+
+
 class Outputs:
     """Outputs of a forward that computes with parts.
 
     Attributes:
         ranks: of the parts.
         full: dimensions of positions, by number, of outputs that each rank computes in full.
-        lengths: of the sequences in the inputs of the proof.
     """
 
     def __init__(self, ranks: PositionRanks) -> None:
         self.ranks = ranks
         self.full: dict[int, int] = {}
-        self.lengths: set[int] = set()
 
     def leave(self, output: Any) -> Any:
         """Return own positions for the tensors of an output."""
@@ -139,52 +145,33 @@ class Outputs:
 
         return map_tensors(own, output)
 
-    def may_be_full(self, outputs: Sequence[Tensor], whole: Any, own: Any) -> bool:
+    def may_be_full(self, outputs: Sequence[Tensor], lengths: frozenset[int]) -> bool:
         """Return whether an output may be one that each rank computes in full, as the model puts it together from
         single positions.
 
         Args:
             outputs: floating-point outputs of a call with this rank's positions.
-            whole, own: the inputs with all positions and with this rank's.
+            lengths: of the sequences.
         """
         self.full = {}
-        self.lengths = {each.shape[at] for each, dims in _cut_dims(whole, own) for at in dims}
-        return any(self.lengths.intersection(each.shape) for each in outputs if not _has_rows(each))
+        return any(lengths.intersection(each.shape) for each in outputs if not _has_rows(each))
 
-    def note_full(self, outputs: Sequence[Tensor], shorter: Sequence[Tensor] | None) -> None:
+    def note_full(self, outputs: Sequence[Tensor], shorter: Sequence[Tensor] | None, lengths: frozenset[int]) -> None:
         """Note the outputs that each rank computes in full: a dimension is one of positions if it is as long as the
         sequence, and half as long for half of the sequence.
 
         Args:
             outputs: floating-point outputs of a call with this rank's positions.
-            shorter: for the inputs that `halved` returns; None if the model fails for them.
+            shorter: of a call with half of the positions; None if the model fails for them.
+            lengths: of the sequences.
         """
         if shorter is None or [each.dim() for each in shorter] != [each.dim() for each in outputs]:
             return
         for number, (each, half) in enumerate(zip(outputs, shorter, strict=True)):
             sizes = zip(each.shape, half.shape, strict=True)
-            found = [at for at, (size, less) in enumerate(sizes) if size in self.lengths and less == size // 2]
+            found = [at for at, (size, less) in enumerate(sizes) if size in lengths and less == size // 2]
             if found and not _has_rows(each):
                 self.full[number] = 1 if 1 in found else found[0]
-
-
-def _cut_dims(whole: Any, own: Any) -> list[tuple[Tensor, list[int]]]:
-    """The inputs with all positions, each with the dimensions that are shorter in the inputs with this rank's."""
-    pairs = zip(listed(whole), listed(own), strict=True)
-    return [(each, [at for at, size in enumerate(each.shape) if size != mine.shape[at]]) for each, mine in pairs]
-
-
-def halved(whole: Any, own: Any) -> Any:
-    """Return inputs with half of the positions, from the inputs with all positions and with this rank's."""
-    inputs = _cut_dims(whole, own)
-    lengths = {each.shape[at] for each, dims in inputs for at in dims}
-    halves: dict[int, Tensor] = {}
-    for each, dims in inputs:
-        half = each
-        for at in dims or [at for at, size in enumerate(each.shape) if size in lengths]:  # masks of all positions
-            half = half.narrow(at, 0, each.shape[at] // 2)
-        halves[id(each)] = half
-    return map_tensors(lambda each: halves[id(each)], whole)
 
 
 def _has_rows(tensor: Tensor) -> bool:

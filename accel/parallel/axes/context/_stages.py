@@ -20,7 +20,7 @@ from accel.parallel._modules import prepared_of, stage_modules
 from accel.parallel._private import called_eagerly
 from accel.parallel.axes.context._attention import whole_positions
 from accel.parallel.axes.context._forward import Inputs, Positions, Traits
-from accel.parallel.axes.context._inner import halved, listed
+from accel.parallel.axes.context._inner import listed
 from accel.parallel.axes.context._positions import PositionRanks
 from accel.parallel.axes.context._proof import DIFFERENT, evaluated, outputs_of
 from accel.parallel.axes.context._split import all_positions, has_all_positions
@@ -126,7 +126,7 @@ class StagePositions(Positions):
         self, trials: StageTrials, batch: MicroBatch, given: Inputs, dim: int | None, most: int | None
     ) -> str:
         """Return the difference of stages with parts from stages with all positions; "" for none. A collective."""
-        whole, own = self.paired(given, dim, most)
+        proof = self.proof_inputs(given, dim, most)
         with contextlib.ExitStack() as stack:
             for each in (trials.model, *trials.stages):
                 stack.enter_context(evaluated(each, self.ctx.device))
@@ -134,16 +134,18 @@ class StagePositions(Positions):
             stack.enter_context(self._proving())
             self.dim = dim
             self.got = []
-            problem = self._compared(trials, [_batch_of(batch, each) for each in (whole, own)], self._compare_stage)
-            may_be_full = not problem and self.outputs.may_be_full(self.got, whole, own)
+            problem = self._compared(
+                trials, [_batch_of(batch, each) for each in (proof.whole, proof.own)], self._compare_stage
+            )
+            may_be_full = not problem and self.outputs.may_be_full(self.got, proof.lengths)
             if any(exchange_values(self.ctx.comm, _PROOF, may_be_full, bool)):
 
                 def run_whole(trial: StageTrial) -> None:
                     found = self.comparison.expected(partial(self._run_whole, trial), may_fail=False)
                     if trial.module.is_last:
-                        self.outputs.note_full(self.got, found)
+                        self.outputs.note_full(self.got, found, proof.lengths)
 
-                failed = self._compared(trials, [_batch_of(batch, halved(whole, own))] * 2, run_whole)
+                failed = self._compared(trials, [_batch_of(batch, proof.half)] * 2, run_whole)
                 problem = failed and f"an output that may have all positions, and for half of them {failed}"
         names = exchange_values(self.ctx.comm, _PROOF, list(self.ranks.whole), list[str])
         self.ranks.whole |= dict.fromkeys(name for each in names for name in each)

@@ -27,13 +27,13 @@ from accel.parallel._private import (
     map_kind,
     one_graph,
     runs_in_backward,
+    tensors_of,
     uncompiled,
     untraced,
 )
 from accel.parallel.axes.tensor._layers import Layer, LocalParameters, is_computed_again, needed_rows
 from accel.parallel.axes.tensor._overlap import copied_product, summed_product
 from accel.parallel.axes.tensor._styles import RowExchange, Rule, row_exchange
-from accel.parallel.axes.tensor._trace import outputs_in
 from accel.parallel.logits._logits import DeferredLogits
 from accel.parallel.parts import PartRegion, PartsInGraph, PartTensor, Ranks, RowLayout, leave, make, plain_of
 from accel.parallel.parts._layout import even, no_rule, shortest
@@ -188,7 +188,7 @@ class PartParameters(LocalParameters):
 
 def in_dataclasses(given_back: Callable[[Tensor], Tensor], output: Any) -> Any:
     """Return an output, parts in dataclasses replaced by what a function gives back for them."""
-    if any(isinstance(each, PartTensor | DeferredLogits) for each in outputs_in(output)):
+    if any(isinstance(each, PartTensor | DeferredLogits) for each in tensors_of(output)):
         with contextlib.suppress(TreeError):  # an object of another kind; nobody can use its tensors outside
             return map_tensors(given_back, output)
     return output

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -19,7 +18,7 @@ from accel.fakes import emptied_caches, fake_mode
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._copies import copied_model
 from accel.parallel._modules import KeepsParameters, has_parameters, named_modules, written_class
-from accel.parallel._private import forward_hooks, forward_pre_hooks, message_of
+from accel.parallel._private import forward_hooks, forward_pre_hooks, message_of, tensors_of
 from accel.parallel.axes.tensor._styles import is_adapted, is_linear
 
 
@@ -78,7 +77,7 @@ class ReplacedModulesError(Exception):
 
 
 def tensors_in(tree: object) -> list[Tensor]:
-    """Return the tensors of a nesting of containers."""
+    """Return the tensors of a nesting of containers that torch can flatten."""
     return [each for each in pytree.tree_leaves(tree) if isinstance(each, Tensor)]
 
 
@@ -137,7 +136,7 @@ def _run_valued(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any], rec
         value = each.detach().to("cpu", copy=True)
         memo[id(each)] = nn.Parameter(value, value.is_floating_point()) if isinstance(each, nn.Parameter) else value
     with cast(Any, torch.random).fork_rng(devices=[]):
-        return _recorded(_without_hooks(copied_model(model, memo)), inputs, recorder, _valued)
+        return _recorded(without_hooks(copied_model(model, memo)), inputs, recorder, _valued)
 
 
 def _recorded(
@@ -165,7 +164,7 @@ def _recorded(
         behind = dict(named_modules(copied))
         if replaced := [path for path, module in before.items() if behind.get(path, module) is not module]:
             raise ReplacedModulesError(f"it replaces {replaced[-1]}")
-    return tuple(map(recorder.number, outputs_in(output)))
+    return tuple(map(recorder.number, tensors_of(output)))
 
 
 class _Unseen(Mixin):
@@ -198,18 +197,6 @@ def _valued(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.detach().to("cpu", kind, copy=True)
 
 
-def outputs_in(output: Any) -> list[Tensor]:
-    """Return the tensors that a module returns, also in a mapping of transformers and in dataclasses."""
-    given = [*cast("Mapping[str, object]", output).values()] if isinstance(output, Mapping) else output
-    found: list[Tensor] = []
-    for leaf in pytree.tree_leaves(given):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif is_dataclass(leaf):
-            found += outputs_in([getattr(leaf, each.name, None) for each in fields(leaf)])
-    return found
-
-
 def _without_values(model: nn.Module, fake: Any) -> nn.Module:
     memo: dict[int, Any] = {}
     with fake:
@@ -217,10 +204,10 @@ def _without_values(model: nn.Module, fake: Any) -> nn.Module:
             blank = _blank(each)
             is_parameter = isinstance(each, nn.Parameter)
             memo[id(each)] = nn.Parameter(blank, blank.is_floating_point()) if is_parameter else blank
-    return _without_hooks(copied_model(model, memo))  # tensors that are plain attributes keep their values
+    return without_hooks(copied_model(model, memo))  # tensors that are plain attributes keep their values
 
 
-def _without_hooks(copied: nn.Module) -> nn.Module:
+def without_hooks(copied: nn.Module) -> nn.Module:
     """Put a copy in eval, without hooks. Mutates it."""
     batch_experts(copied.eval())
     for module in copied.modules():
@@ -316,9 +303,9 @@ class _Recorder(TorchFunctionMode):
         if self._layers:
             return
         inputs = tuple(map(self.number, tensors_in((args, kwargs))))
-        outputs = tuple(map(self.number, outputs_in(output)))
+        outputs = tuple(map(self.number, tensors_of(output)))
         if kind is not None:
-            shapes = [list(each.shape) for each in (*module.parameters(), *outputs_in(output))]
+            shapes = [list(each.shape) for each in (*module.parameters(), *tensors_of(output))]
             self.nodes.append(Node(kind, path, inputs, outputs, f"{type(module).__name__} {shapes}"))
         given = {number: self.given[number] for number in inputs if number in self.given}
         self.calls.append(ModuleCall(path, args, kwargs, inputs, outputs, range(begin, len(self.nodes)), given))

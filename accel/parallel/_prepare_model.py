@@ -39,7 +39,7 @@ from accel.parallel._same_batches import SHARING, compare_batches
 from accel.parallel._sharded import check_adopted, check_replicated, note_shards
 from accel.parallel._spread import ModelView, ReplicateOptions, Spread, SpreadOptions, stage_comm
 from accel.parallel._watches import log_changed_buffers, watch_autocast
-from accel.parallel.axes.context import CONTEXT, all_positions
+from accel.parallel.axes.context import ALL_POSITIONS, CONTEXT
 from accel.parallel.axes.experts import EXPERT
 from accel.parallel.axes.pipeline import PIPELINE
 from accel.parallel.axes.replicate._comm_hooks import CommHook, check_hook
@@ -277,7 +277,7 @@ def _resolved(
     """A spread with the options that ranks decide on together. A collective for some models."""
     if spread.resolve is None:
         return spread, options
-    with all_positions(ctx):  # a single rank that tries plans must not wait for others along cp
+    with ALL_POSITIONS.begun(ctx):  # a single rank that tries plans must not wait for others along cp
         return spread, spread.resolve(ctx, view, options)
 
 

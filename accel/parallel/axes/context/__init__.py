@@ -10,7 +10,7 @@ what cannot be cut.
 
 from accel.parallel.axes.context._attention import context_attention as context_attention
 from accel.parallel.axes.context._split import (
-    all_positions as all_positions,
+    ALL_POSITIONS as ALL_POSITIONS,
     check_context_used as check_context_used,
     sequence_positions as sequence_positions,
     split_sequence as split_sequence,

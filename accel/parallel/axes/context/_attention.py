@@ -24,7 +24,7 @@ from accel.parallel.axes.context._checks import check_cut, check_fit, check_meth
 from accel.parallel.axes.context._kernels import Seen, Terms, attend, repeated
 from accel.parallel.axes.context._ring import ring_attention
 from accel.parallel.axes.context._split import (
-    has_all_positions,
+    ALL_POSITIONS,
     near_keys,
     note_attention,
     places,
@@ -149,7 +149,7 @@ def _of_all(own: Tensor | None, group: dist.ProcessGroup) -> Tensor | None:
 
 def whole_positions(ctx: DistContext, own: Tensor, dim: int = 1) -> Tensor:
     """Return the positions of all ranks along cp in their order. A collective, as its backward."""
-    if has_all_positions(ctx) or isinstance(own, PartTensor):
+    if ALL_POSITIONS.holds(ctx) or isinstance(own, PartTensor):
         return leave(own)
     group = group_of(ctx, "cp")
     assert group is not None

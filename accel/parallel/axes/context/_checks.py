@@ -16,7 +16,7 @@ from accel.parallel._blocks import ModuleGroup, block_groups, outermost_groups
 from accel.parallel._modules import forward_names, layerdrops, named_modules, source_of, written_class
 from accel.parallel._private import runs_in_reentrant_checkpoint
 from accel.parallel.axes.context._kernels import Terms
-from accel.parallel.axes.context._split import has_uncut_inputs, is_cut
+from accel.parallel.axes.context._split import UNCUT_INPUTS, is_cut
 from accel.parallel.parts import PartTensor
 
 _WHERE = "context_attention"
@@ -302,7 +302,7 @@ def _attention_sources(model: nn.Module) -> list[str]:
 
 def check_cut(ctx: DistContext, own: int) -> None:
     """Raise `ConfigError` for positions in a forward of inputs that were not cut, if no sequence was cut to so many."""
-    if has_uncut_inputs(ctx) and not is_cut(ctx, own):
+    if UNCUT_INPUTS.holds(ctx) and not is_cut(ctx, own):
         raise _uncut(f"queries of {own} positions")
 
 

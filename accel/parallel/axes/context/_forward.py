@@ -52,15 +52,15 @@ from accel.parallel.axes.context._proof import (
 )
 from accel.parallel.axes.context._selected import whole_of
 from accel.parallel.axes.context._split import (
-    has_all_positions,
+    ALL_POSITIONS,
+    OWN_LOSSES,
+    UNCUT_INPUTS,
     is_cut,
     is_cut_along,
     is_part,
     note_attention,
     note_cut,
-    own_losses,
     own_positions,
-    uncut_inputs,
 )
 from accel.parallel.parts import PartTensor
 from accel.tree import map_tensors
@@ -181,7 +181,7 @@ class Positions:
         """Call a forward with parts of the inputs that are cut, and return own positions. A collective of the first
         call, which is proved. `is_traced`: whether torch compiles the call."""
         self.is_running = True
-        losses = own_losses(self.ctx) if self.traits.has_own_losses else contextlib.nullcontext()
+        losses = OWN_LOSSES.begun(self.ctx) if self.traits.has_own_losses else contextlib.nullcontext()
         try:
             with losses, uncompiled() as self.ranks.stance:
                 return self._call(module, forward, given, is_traced=is_traced)
@@ -194,10 +194,10 @@ class Positions:
             self.is_running = False
 
     def _call(self, module: nn.Module, forward: _Forward, given: Inputs, *, is_traced: bool) -> Any:
-        if has_all_positions(self.ctx):
+        if ALL_POSITIONS.holds(self.ctx):
             return forward(*given.inputs, **given.keywords)
         if self.traits.is_cut and not self.has_own(given):
-            with contextlib.nullcontext() if _has_parts(given) else uncut_inputs(self.ctx):
+            with contextlib.nullcontext() if _has_parts(given) else UNCUT_INPUTS.begun(self.ctx):
                 return forward(*given.inputs, **given.keywords)
         if not self.traits.is_cut:
             note_cut(self.ctx, 0)  # by a first block
@@ -217,7 +217,7 @@ class Positions:
         self, _module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Cut the hidden states that all ranks hold, as a hook of a first block."""
-        if has_all_positions(self.ctx):
+        if ALL_POSITIONS.holds(self.ctx):
             return None
         name = next((each for each in keywords if not inputs), "")
         hidden = inputs[0] if inputs else keywords[name]
@@ -233,9 +233,9 @@ class Positions:
             return  # which has asked
         in_backward = runs_in_backward()
         runs = self.is_running and not in_backward
-        if runs and not has_all_positions(self.ctx):
+        if runs and not ALL_POSITIONS.holds(self.ctx):
             refuse_reentrant(module)
-        if runs or has_all_positions(self.ctx) or not self._has_own(Inputs(inputs, keywords)):
+        if runs or ALL_POSITIONS.holds(self.ctx) or not self._has_own(Inputs(inputs, keywords)):
             return
         if not in_backward and self.ranks.across.get(module):
             self.ranks.plain.add(module)

@@ -29,7 +29,7 @@ from accel.parallel.axes.context._selected import (
     selected,
     whole_of,
 )
-from accel.parallel.axes.context._split import all_positions, has_own_losses, note_attention
+from accel.parallel.axes.context._split import ALL_POSITIONS, OWN_LOSSES, note_attention
 from accel.parallel.logits._logits import DeferredLogits
 from accel.parallel.parts import PartTensor, Ranks, RowLayout, make, plain_of
 from accel.parallel.parts._attention import own_draws
@@ -133,7 +133,7 @@ class PositionRanks(Ranks):
     def loss(self, own: Tensor, count: Tensor | None) -> Tensor:
         """Return the loss of all positions: the sum of what ranks compute of their own, divided by the sum of their
         counts. A collective, unless a model returns losses of own positions. `count`: None for the sum."""
-        if has_own_losses(self.ctx):
+        if OWN_LOSSES.holds(self.ctx):
             self.has_own_loss = True
             return own if count is None else own / count
         if count is None and not is_dynamo_compiling():
@@ -335,7 +335,7 @@ def _loss(ranks: PositionRanks, func: Any, args: _Args, kwargs: _Named) -> Any:
         count = None
     if reduction == "none":
         return losses
-    if has_own_losses(ranks.ctx):
+    if OWN_LOSSES.holds(ranks.ctx):
         ranks.has_own_loss = True
         losses = plain_of(losses)
     elif reduction == "sum" and not is_dynamo_compiling():
@@ -367,7 +367,7 @@ def _loss_of_classes(
         counted = labels != given.get("ignore_index", -100)
         weight = given.get("weight")
         count = counted.sum() if weight is None else (weight[labels * counted] * counted).sum()
-        total = count if has_own_losses(ranks.ctx) else ranks.total(count)
+        total = count if OWN_LOSSES.holds(ranks.ctx) else ranks.total(count)
     return losses.view(shape), total
 
 
@@ -421,7 +421,7 @@ def _context_attended(ranks: PositionRanks, ctx: DistContext, *tensors: Tensor, 
         ranks.note_callers(may_be_alone=True)
         return _across(ranks, *tensors, **given)
     note_attention(ctx)
-    with all_positions(ctx):
+    with ALL_POSITIONS.begun(ctx):
         return context_attention(ctx, *all_whole(tensors), **all_whole(given))
 
 

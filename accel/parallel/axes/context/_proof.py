@@ -19,7 +19,7 @@ from accel.parallel._private import is_of_inputs
 from accel.parallel.axes.context._inner import listed, noted
 from accel.parallel.axes.context._positions import DifferentRankError, PositionRanks
 from accel.parallel.axes.context._selected import SelectedTensor, whole_of
-from accel.parallel.axes.context._split import all_positions
+from accel.parallel.axes.context._split import ALL_POSITIONS
 from accel.parallel.parts import NoRuleError, PartTensor, plain_of, rows_of
 from accel.random import isolated_rng
 from accel.tensors import is_dtensor
@@ -123,7 +123,7 @@ class ProofComparison:
 
     def expected(self, call: Callable[[], list[Tensor]], *, may_fail: bool) -> list[Tensor] | None:
         """Return the outputs of a call with all positions; None if it failed and may. A collective."""
-        with all_positions(self.ctx):
+        with ALL_POSITIONS.begun(self.ctx):
             try:
                 found = call()
             except Exception as error:
@@ -167,7 +167,7 @@ class ProofComparison:
         want, have = (torch.stack([each[at].real for each in objectives]).sum() for at in (0, 1))
         if not parameters or not want.requires_grad:
             return ""
-        with all_positions(self.ctx):  # where blocks are recomputed
+        with ALL_POSITIONS.begun(self.ctx):  # where blocks are recomputed
             try:
                 expected = gradients_of(want, parameters)
             except Exception as error:

@@ -95,9 +95,6 @@ _ATTENDED = "context: attention ran"
 _STAGES = "context: attention ran in some stage"
 _CUT = "context: own positions of sequences that were cut"
 _DIMS = "context: dimensions along which sequences were cut"
-_WHOLE = "context: inputs of all positions"
-_UNCUT = "context: inputs that were not cut"
-_LOSSES = "context: losses of own positions"
 _USED = Call("context", "attention of stages", ordered=False)
 _LENGTHS = 256  # that are remembered
 
@@ -147,56 +144,39 @@ def is_part(ctx: DistContext, tensor: Tensor) -> bool:
     return ctx.comm.marks.find(tensor, "cut") is not None
 
 
-@contextlib.contextmanager
-def all_positions(ctx: DistContext) -> Generator[None]:
-    """Let attention only see the positions of its inputs, if these are all. Mutates the context's handle."""
-    with _noted(ctx, _WHOLE):
-        yield
+class ForwardState:
+    """A state of the forward that runs, which a note of the context's handle tells."""
+
+    def __init__(self, note: str) -> None:
+        self._note = note
+
+    @contextlib.contextmanager
+    def begun(self, ctx: DistContext) -> Generator[None]:
+        """Begin the state, for a block. Mutates the context's handle."""
+        is_outermost = self._note not in ctx.comm.notes
+        ctx.comm.notes[self._note] = "yes"
+        try:
+            yield
+        finally:
+            if is_outermost:
+                del ctx.comm.notes[self._note]
+
+    def holds(self, ctx: DistContext) -> bool:
+        """Return whether a forward in the state runs."""
+        return self._note in ctx.comm.notes
 
 
-def has_all_positions(ctx: DistContext) -> bool:
-    """Return whether a forward of `all_positions` runs."""
-    return _WHOLE in ctx.comm.notes
-
-
-@contextlib.contextmanager
-def uncut_inputs(ctx: DistContext) -> Generator[None]:
-    """Note that a prepared model computes with inputs of no sequence that was cut. Mutates the context's handle."""
-    with _noted(ctx, _UNCUT):
-        yield
-
-
-def has_uncut_inputs(ctx: DistContext) -> bool:
-    """Return whether a forward of `uncut_inputs` runs."""
-    return _UNCUT in ctx.comm.notes
-
-
-@contextlib.contextmanager
-def own_losses(ctx: DistContext) -> Generator[None]:
-    """Let losses be of this rank's positions, as in a model of transformers. Mutates the context's handle."""
-    with _noted(ctx, _LOSSES):
-        yield
-
-
-def has_own_losses(ctx: DistContext) -> bool:
-    """Return whether a forward of `own_losses` runs."""
-    return _LOSSES in ctx.comm.notes
-
-
-@contextlib.contextmanager
-def _noted(ctx: DistContext, name: str) -> Generator[None]:
-    is_outermost = name not in ctx.comm.notes
-    ctx.comm.notes[name] = "yes"
-    try:
-        yield
-    finally:
-        if is_outermost:
-            del ctx.comm.notes[name]
+# Inputs have all positions, and attention only sees these.
+ALL_POSITIONS = ForwardState("context: inputs of all positions")
+# A prepared model computes with inputs of no sequence that was cut.
+UNCUT_INPUTS = ForwardState("context: inputs that were not cut")
+# Losses are of this rank's positions, as in a model of transformers.
+OWN_LOSSES = ForwardState("context: losses of own positions")
 
 
 def position_axis(ctx: DistContext) -> Axis:
-    """Return this rank's index along cp, and the size; (0, 1) in a forward of `all_positions`."""
-    return Axis(0, 1) if has_all_positions(ctx) else ctx.axis("cp")
+    """Return this rank's index along cp, and the size; (0, 1) in a forward of `ALL_POSITIONS`."""
+    return Axis(0, 1) if ALL_POSITIONS.holds(ctx) else ctx.axis("cp")
 
 
 def check_context_used(ctx: DistContext) -> None:

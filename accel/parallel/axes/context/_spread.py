@@ -31,7 +31,7 @@ from accel.parallel.axes.context._checks import (
     transformers_models,
 )
 from accel.parallel.axes.context._forward import Traits, use_positions
-from accel.parallel.axes.context._split import has_all_positions, plan_method, planned_method
+from accel.parallel.axes.context._split import ALL_POSITIONS, plan_method, planned_method
 from accel.parallel.axes.context._stages import ghost_of, use_stage_positions
 from accel.parallel.axes.context._transformers import check_first, kept_for_padding, use_context_attention
 from accel.topology import ContextMethod
@@ -123,7 +123,7 @@ class _GivenParts:
         self.padding = kept_for_padding(model)
 
     def __call__(self, _module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-        if has_all_positions(self.ctx):
+        if ALL_POSITIONS.holds(self.ctx):
             return
         known = {**dict(zip(self.names, inputs, strict=False)), **keywords}
         if self.is_pair:  # its labels are of its decoder's tokens; samples have a separate mask

@@ -23,7 +23,7 @@ from accel.parallel.axes.context._forward import Inputs, Positions, Traits
 from accel.parallel.axes.context._inner import listed
 from accel.parallel.axes.context._positions import PositionRanks
 from accel.parallel.axes.context._proof import DIFFERENT, evaluated, outputs_of
-from accel.parallel.axes.context._split import all_positions, has_all_positions
+from accel.parallel.axes.context._split import ALL_POSITIONS
 from accel.parallel.parts import PartTensor, leave, make, plain_of
 from accel.parallel.parts._nested import rows_in
 from accel.parallel.parts._part import outside, own_rows
@@ -89,7 +89,7 @@ class StagePositions(Positions):
 
     def whole(self, batch: MicroBatch) -> MicroBatch:
         """Return a micro-batch with all positions, for a record. A collective."""
-        if has_all_positions(self.ctx):
+        if ALL_POSITIONS.holds(self.ctx):
             return batch
         self.note_uncut(Inputs(batch.args, batch.kwargs))
 
@@ -173,7 +173,7 @@ class StagePositions(Positions):
         problem = ""
         replays: list[Replay] = []
         try:
-            with all_positions(self.ctx):
+            with ALL_POSITIONS.begun(self.ctx):
                 replays.append(trials.replay(batches[0]))
         except StageError as error:
             self.unrecorded = self.unrecorded or error

@@ -22,7 +22,7 @@ from accel.parallel._modules import note_module, notes_of
 from accel.parallel.axes.context._attention import context_attention, whole_positions
 from accel.parallel.axes.context._checks import text_decoder
 from accel.parallel.axes.context._positions import position_ranks
-from accel.parallel.axes.context._split import all_positions
+from accel.parallel.axes.context._split import ALL_POSITIONS
 
 NAME = "accel_context"
 # keywords of attentions that mean other scores or masks, and reach the function where a model has them
@@ -165,7 +165,7 @@ def _attention(
     ranks = position_ranks(query, key, value)
     if ranks is not None:
         ranks.note_callers()
-    with all_positions(ctx) if ranks is None else nullcontext():
+    with ALL_POSITIONS.begun(ctx) if ranks is None else nullcontext():
         out = context_attention(
             ctx,
             query,

@@ -46,9 +46,11 @@ from accel.parallel.axes.context._proof import (
     DIFFERENT,
     FAILED_ALONE,
     PROVED,
-    ProofComparison,
+    attempted,
+    differ,
     evaluated,
     outputs_of,
+    whole_outputs,
 )
 from accel.parallel.axes.context._selected import whole_of
 from accel.parallel.axes.context._split import (
@@ -127,7 +129,6 @@ class Positions:
         in_region: whether a `PositionRegion` runs.
         guards: hooks that refuse separate calls of parts of the model.
         outputs: of the forward.
-        comparison: of calls, for the proof.
         roots: modules that run the whole forward, or a stage of it.
     """
 
@@ -146,7 +147,6 @@ class Positions:
         self.in_region = False
         self.guards: list[RemovableHandle] = []
         self.outputs = Outputs(self.ranks)
-        self.comparison = ProofComparison(ctx, self.ranks)
 
     def begin(self, model: nn.Module, runs: Sequence[nn.Module], within: Sequence[nn.Module]) -> None:
         """Compute with parts from now on. Mutates modules, by classes and hooks.
@@ -416,14 +416,14 @@ class Positions:
 
         def attempt() -> None:
             units = list(module.children())
-            got = self.comparison.differ(module, partial(run, proof.whole), run_own, units)
+            got = differ(self.ranks, module, partial(run, proof.whole), run_own, units)
             if self.outputs.may_be_full(got, proof.lengths):
-                shorter = self.comparison.expected(partial(run, proof.half), may_fail=True)
+                shorter = whole_outputs(self.ranks, partial(run, proof.half), may_fail=True)
                 self.outputs.note_full(got, shorter, proof.lengths)
 
         def problem_in(*, trains: bool, may_train: bool) -> str:
             with evaluated(module, self.ctx.device, trains=trains), called_eagerly(module), self.ranks.agreeing():
-                return self.comparison.attempted(attempt, may_train=may_train)
+                return attempted(self.ranks, attempt, may_train=may_train)
 
         problem = problem_in(trains=False, may_train=module.training)
         return problem_in(trains=True, may_train=False) if problem == FAILED_ALONE else problem

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel.context import DistContext
 from accel.devices import wide_dtype
 from accel.errors import PrepareError, StageError
+from accel.parallel._calls import unchanged
 from accel.parallel._copies import WideMode, gradients_of
 from accel.parallel._modules import forget, note_module, sharded_roots
 from accel.parallel._private import is_of_inputs
@@ -20,7 +20,7 @@ from accel.parallel.axes.context._inner import listed, noted
 from accel.parallel.axes.context._positions import DifferentRankError, PositionRanks
 from accel.parallel.axes.context._selected import SelectedTensor, whole_of
 from accel.parallel.axes.context._split import ALL_POSITIONS
-from accel.parallel.parts import NoRuleError, PartTensor, plain_of, rows_of
+from accel.parallel.parts import NoRuleError
 from accel.random import isolated_rng
 from accel.tensors import is_dtensor
 
@@ -45,142 +45,128 @@ class _FailedAloneError(Exception):
         self.error = error
 
 
-class ProofComparison:
-    """A comparison of two calls, on the ranks along cp.
+def attempted(ranks: PositionRanks, attempt: Callable[[], None], *, may_train: bool = False) -> str:
+    """Return the problem that a comparison finds on this rank; "" for none. A collective.
 
-    Attributes:
-        ctx: the context.
-        ranks: of the parts.
+    `may_train`: whether the caller tries once more in training modes where this returns `FAILED_ALONE`, which all
+    ranks do or none.
     """
-
-    def __init__(self, ctx: DistContext, ranks: PositionRanks) -> None:
-        self.ctx = ctx
-        self.ranks = ranks
-
-    def attempted(self, attempt: Callable[[], None], *, may_train: bool = False) -> str:
-        """Return the problem that a comparison finds on this rank; "" for none. A collective.
-
-        `may_train`: whether the caller tries once more in training modes where this returns `FAILED_ALONE`, which all
-        ranks do or none.
-        """
+    try:
+        attempt()
+        ranks.meet(PROVED)
+    except Exception as failure:
+        error = _of_forward(failure)
+        if isinstance(error, DifferentRankError):
+            return DIFFERENT
+        is_alone = isinstance(error, _FailedAloneError)
         try:
-            attempt()
-            self.ranks.meet(PROVED)
-        except Exception as failure:
-            error = _of_forward(failure)
-            if isinstance(error, DifferentRankError):
-                return DIFFERENT
-            is_alone = isinstance(error, _FailedAloneError)
-            try:
-                self.ranks.meet(_FAILED_ALONE if is_alone else _FAILED)
-            except DifferentRankError:  # which the other ranks raise
-                may_train = False
-            if is_alone and may_train:
-                return FAILED_ALONE
-            return _problem_of(error.error if is_alone else error)
-        return ""
+            ranks.meet(_FAILED_ALONE if is_alone else _FAILED)
+        except DifferentRankError:  # which the other ranks raise
+            may_train = False
+        if is_alone and may_train:
+            return FAILED_ALONE
+        return _problem_of(error.error if is_alone else error)
+    return ""
 
-    def differ(
-        self,
-        module: nn.Module,
-        run_whole: Callable[[], list[Tensor]],
-        run_own: Callable[[], list[Tensor]],
-        units: Sequence[nn.Module],
-    ) -> list[Tensor]:
-        """Raise `PrepareError` where a call with parts differs from one with all positions; return its outputs. Both
-        return floating-point outputs. A collective.
 
-        Both compute in a wide dtype, as rounding would hide an error in a narrow one. A forward that does not run in
-        it, has a very large parameter or gathers units of `fully_shard`, and the gradients of a large model, are
-        compared in its dtypes.
+def differ(
+    ranks: PositionRanks,
+    module: nn.Module,
+    run_whole: Callable[[], list[Tensor]],
+    run_own: Callable[[], list[Tensor]],
+    units: Sequence[nn.Module],
+) -> list[Tensor]:
+    """Raise `PrepareError` where a call with parts differs from one with all positions; return its outputs. Both
+    return floating-point outputs. A collective.
 
-        `units`: the outermost modules that the calls call, some of which may be units of `fully_shard`.
-        """
-        everything = list(module.parameters())
-        parameters = _proved(everything)
-        sizes = [each.numel() for each in everything]
-        is_small = bool(parameters) and sum(sizes) <= _LARGEST  # frozen ones count: a graph keeps wide copies
-        mode = WideMode(wide_dtype(self.ctx.device), everything if is_small else [])
-        copies = [mode.copies[id(each)] for each in parameters] if is_small else []
-        runs = [(mode, copies), (contextlib.nullcontext(), parameters)]
-        has_units = any(map(sharded_roots, units))  # messages fill buffers of their dtype
-        got: list[Tensor] = []
-        for run, compared in runs[1:] if has_units or max(sizes, default=0) > _WIDEST else runs:
-            # if ranks share parameters, a graph is made alone: functions that lose positions fail in it
-            follows = not parameters and (run is not mode or sum(sizes) <= _LARGEST)
-            is_followed = bool(compared) or (follows and any(each.requires_grad for each in everything))
-            with run, torch.set_grad_enabled(is_followed):
-                expected = self.expected(run_whole, may_fail=run is mode)
-                if expected is None:
-                    continue
-                with noted(module, self.ranks):
-                    got = run_own()
-                if difference := self.difference(expected, got, compared):
-                    raise PrepareError("", got=difference)
-            if compared or not parameters:
-                break
-        return got
+    Both compute in a wide dtype, as rounding would hide an error in a narrow one. A forward that does not run in
+    it, has a very large parameter or gathers units of `fully_shard`, and the gradients of a large model, are
+    compared in its dtypes.
 
-    def expected(self, call: Callable[[], list[Tensor]], *, may_fail: bool) -> list[Tensor] | None:
-        """Return the outputs of a call with all positions; None if it failed and may. A collective."""
-        with ALL_POSITIONS.begun(self.ctx):
-            try:
-                found = call()
-            except Exception as error:
-                if not may_fail:
-                    raise _FailedAloneError(error) from error
-                found = None
-        self.ranks.meet(found is None)
-        return found
-
-    def difference(self, expected: Sequence[Tensor], got: Sequence[Tensor], parameters: Sequence[Tensor]) -> str:
-        """Return a line on the first output or gradient that differs from the one of all positions; "" for none. A
-        collective."""
-        if len(expected) != len(got):
-            return f"{len(got)} outputs of {len(expected)}"
-        objectives: list[tuple[Tensor, Tensor]] = []
-        for number, (want, have) in enumerate(zip(expected, got, strict=True)):
-            if self.ranks.has_own_loss and not want.dim():
+    `units`: the outermost modules that the calls call, some of which may be units of `fully_shard`.
+    """
+    everything = list(module.parameters())
+    parameters = _proved(everything)
+    sizes = [each.numel() for each in everything]
+    is_small = bool(parameters) and sum(sizes) <= _LARGEST  # frozen ones count: a graph keeps wide copies
+    mode = WideMode(wide_dtype(ranks.ctx.device), everything if is_small else [])
+    copies = [mode.copies[id(each)] for each in parameters] if is_small else []
+    runs = [(mode, copies), (contextlib.nullcontext(), parameters)]
+    has_units = any(map(sharded_roots, units))  # messages fill buffers of their dtype
+    got: list[Tensor] = []
+    for run, compared in runs[1:] if has_units or max(sizes, default=0) > _WIDEST else runs:
+        # if ranks share parameters, a graph is made alone: functions that lose positions fail in it
+        follows = not parameters and (run is not mode or sum(sizes) <= _LARGEST)
+        is_followed = bool(compared) or (follows and any(each.requires_grad for each in everything))
+        with run, torch.set_grad_enabled(is_followed):
+            expected = whole_outputs(ranks, run_whole, may_fail=run is mode)
+            if expected is None:
                 continue
-            if want.shape != have.shape:
-                return f"output {number} of shape {list(have.shape)}, expected {list(want.shape)}"
-            draw = torch.arange(1, want.numel() + 1, device=want.device).sin().view(want.shape).to(want.dtype)
-            layout = have.division if isinstance(have, PartTensor) else None
-            if layout is not None and layout.cut.is_shared(self.ranks.size):
-                draw = draw * 0  # several ranks would count a row
-            share = draw / self.ranks.size
-            own = plain_of(have)
-            wanted = want
-            if layout is not None:
-                rows = torch.tensor(rows_of(layout.cut, self.ranks.rank, self.ranks.size), device=want.device)
-                wanted, share = (each.index_select(layout.dim, rows) for each in (want, draw))
-            infinite = wanted.isinf()
-            change = (wanted - own).masked_fill(infinite & (wanted == own), 0)  # as in a mask that stages pass on
-            off = _norm(change.detach()) / max(_norm(wanted.masked_fill(infinite, 0).detach()), 1e-30)
-            if not off <= _tolerance(want):
-                return f"output {number} is off by {off:.0e} of its norm"
-            objectives.append(((want * draw).sum(), (own * share).sum()))
-        return self._gradients(objectives, parameters) if objectives else ""
+            with noted(module, ranks):
+                got = run_own()
+            if difference := _difference(ranks, expected, got, compared):
+                raise PrepareError("", got=difference)
+        if compared or not parameters:
+            break
+    return got
 
-    def _gradients(self, objectives: Sequence[tuple[Tensor, Tensor]], parameters: Sequence[Tensor]) -> str:
-        """Return a line on the first gradient that the ranks' do not sum up to; "" for none. A collective."""
-        want, have = (torch.stack([each[at].real for each in objectives]).sum() for at in (0, 1))
-        if not parameters or not want.requires_grad:
-            return ""
-        with ALL_POSITIONS.begun(self.ctx):  # where blocks are recomputed
-            try:
-                expected = gradients_of(want, parameters)
-            except Exception as error:
+
+def whole_outputs(ranks: PositionRanks, call: Callable[[], list[Tensor]], *, may_fail: bool) -> list[Tensor] | None:
+    """Return the outputs of a call with all positions; None if it failed and may. A collective."""
+    with ALL_POSITIONS.begun(ranks.ctx):
+        try:
+            found = call()
+        except Exception as error:
+            if not may_fail:
                 raise _FailedAloneError(error) from error
-        own = gradients_of(have, parameters)
-        with torch.no_grad():
-            largest = max(_norm(each) for each in expected)
-            for parameter, wanted, mine in zip(parameters, expected, own, strict=True):
-                off = _norm(self.ranks.total(mine.contiguous()) - wanted)
-                size = max(_norm(wanted), largest / 100, 1e-30)
-                if not off <= _tolerance(parameter) * size:
-                    return f"a gradient of a parameter of shape {list(parameter.shape)} is off"
+            found = None
+    ranks.meet(found is None)
+    return found
+
+
+def _difference(
+    ranks: PositionRanks, expected: Sequence[Tensor], got: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> str:
+    """Return a line on the first output or gradient that differs from the one of all positions; "" for none. A
+    collective."""
+    if len(expected) != len(got):
+        return f"{len(got)} outputs of {len(expected)}"
+    objectives: list[tuple[Tensor, Tensor]] = []
+    for number, (want, have) in enumerate(zip(expected, got, strict=True)):
+        if ranks.has_own_loss and not want.dim():
+            continue
+        if want.shape != have.shape:
+            return f"output {number} of shape {list(have.shape)}, expected {list(want.shape)}"
+        have = whole_of(have)
+        draw = torch.arange(1, want.numel() + 1, device=want.device).sin().view(want.shape).to(want.dtype)
+        infinite = want.isinf()
+        change = (want - have).masked_fill(infinite & (want == have), 0)  # as in a mask that stages pass on
+        off = _norm(change.detach()) / max(_norm(want.masked_fill(infinite, 0).detach()), 1e-30)
+        if not off <= _tolerance(want):
+            return f"output {number} is off by {off:.0e} of its norm"
+        objectives.append(((want * draw).sum(), (have * draw).sum() / ranks.size))
+    return _gradients(ranks, objectives, parameters) if objectives else ""
+
+
+def _gradients(ranks: PositionRanks, objectives: Sequence[tuple[Tensor, Tensor]], parameters: Sequence[Tensor]) -> str:
+    """Return a line on the first gradient that the ranks' do not sum up to; "" for none. A collective."""
+    want, have = (torch.stack([each[at].real for each in objectives]).sum() for at in (0, 1))
+    if not parameters or not want.requires_grad:
         return ""
+    with ALL_POSITIONS.begun(ranks.ctx):  # where blocks are recomputed
+        try:
+            expected = gradients_of(want, parameters)
+        except Exception as error:
+            raise _FailedAloneError(error) from error
+    own = gradients_of(have, parameters)
+    with torch.no_grad():
+        largest = max(_norm(each) for each in expected)
+        for parameter, wanted, mine in zip(parameters, expected, own, strict=True):
+            off = _norm(ranks.total(mine.contiguous()) - wanted)
+            size = max(_norm(wanted), largest / 100, 1e-30)
+            if not off <= _tolerance(parameter) * size:
+                return f"a gradient of a parameter of shape {list(parameter.shape)} is off"
+    return ""
 
 
 def _proved(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -201,31 +187,22 @@ def _tolerance(tensor: Tensor) -> float:
 def evaluated(module: nn.Module, device: torch.device, *, trains: bool = False) -> Generator[None]:
     """Compute without gradients and without dropout, as a proof does; streams of random numbers stay as they are.
 
-    Modules and names of modes that a model replaces by the length of its inputs are put back. `trains`: only layers of
-    dropout change their mode, and buffers that the forward changes are put back.
+    Modules, buffers and attributes that the forward replaces or changes are put back. `trains`: only layers of dropout
+    change their mode.
     """
-    before = [(each, each.training, dict(each.named_children()), dict(vars(each))) for each in module.modules()]
-    buffers = [(vars(each)["_buffers"], dict(each.named_buffers(recurse=False))) for each, *_ in before if trains]
-    values = [(each, each.clone()) for each in module.buffers()] if trains else []
-    for each, *_ in before:
+    before = [(each, dict(each.named_children())) for each in module.modules()]
+    for each, _ in before:
         note_module(each, proves=True)
     try:
-        for each in [each for each in module.modules() if isinstance(each, _DROPOUTS)] if trains else [module]:
-            _ = each.eval()
-        with isolated_rng(device), torch.no_grad():
+        with unchanged(module), isolated_rng(device), torch.no_grad():
+            for each in [each for each in module.modules() if isinstance(each, _DROPOUTS)] if trains else [module]:
+                _ = each.eval()
             yield
     finally:
-        for each, training, children, own in before:
+        for each, children in before:
             forget(each, "proves")
             for name in [name for name, child in children.items() if getattr(each, name) is not child]:
                 setattr(each, name, children[name])
-            vars(each).update({name: value for name, value in own.items() if isinstance(value, str)})
-            each.training = training
-        for stored, given in buffers:
-            stored.update(given)
-        with torch.no_grad():
-            for buffer, value in values:
-                _ = buffer.copy_(value)
 
 
 def _of_forward(error: Exception) -> Exception:

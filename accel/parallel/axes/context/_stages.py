@@ -22,7 +22,7 @@ from accel.parallel.axes.context._attention import whole_positions
 from accel.parallel.axes.context._forward import Inputs, Positions, Traits
 from accel.parallel.axes.context._inner import listed
 from accel.parallel.axes.context._positions import PositionRanks
-from accel.parallel.axes.context._proof import DIFFERENT, evaluated, outputs_of
+from accel.parallel.axes.context._proof import DIFFERENT, attempted, differ, evaluated, outputs_of, whole_outputs
 from accel.parallel.axes.context._split import ALL_POSITIONS
 from accel.parallel.parts import PartTensor, leave, make, plain_of
 from accel.parallel.parts._nested import rows_in
@@ -141,7 +141,7 @@ class StagePositions(Positions):
             if any(exchange_values(self.ctx.comm, _PROOF, may_be_full, bool)):
 
                 def run_whole(trial: StageTrial) -> None:
-                    found = self.comparison.expected(partial(self._run_whole, trial), may_fail=False)
+                    found = whole_outputs(self.ranks, partial(self._run_whole, trial), may_fail=False)
                     if trial.module.is_last:
                         self.outputs.note_full(self.got, found, proof.lengths)
 
@@ -168,7 +168,7 @@ class StagePositions(Positions):
 
         def problem_of(trial: StageTrial) -> str:
             with unchanged(trial.module), self.ranks.agreeing():
-                return self.comparison.attempted(partial(attempt, trial))
+                return attempted(self.ranks, partial(attempt, trial))
 
         problem = ""
         replays: list[Replay] = []
@@ -193,7 +193,7 @@ class StagePositions(Positions):
             found = [each if part is None else self.received(each, part) for each, part in passed]
             return list(map(self._number, found))
 
-        found = self.comparison.differ(trial.module, partial(self._run_whole, trial), run_own, [trial.module])
+        found = differ(self.ranks, trial.module, partial(self._run_whole, trial), run_own, [trial.module])
         if trial.module.is_last:
             self.got = found
 

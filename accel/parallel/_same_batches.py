@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-import struct
 from collections.abc import Sequence
+from itertools import starmap, zip_longest
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
-from accel.comm import Call, Comm, adopt, as_bytes, as_tensor, exchange, exchange_values, shared_failure
+from accel.comm import Call, Comm, adopt, agreed_values, as_bytes
 from accel.context import DistContext, group_of
 from accel.devices import wide_dtype
 from accel.errors import DataError, TreeError
@@ -34,22 +34,19 @@ from accel.tree._walk import Containers, leaves
 AXES = ("tp", "pp")
 SHARING: frozenset[Dimension] = frozenset({"tensor", "pipeline"})  # ranks along these get one batch
 
-_HEAD = struct.Struct("<q16s")  # the context's rank, a digest of the batch's structure
-_LEAF = struct.Struct("<8s4d")  # a digest of what must be equal, and the figures of a floating-point tensor
-_MOST_LEAVES = 23  # that fit into the smallest first message; the rest counts as one
-_NO_FIGURES = (0.0, 0.0, 0.0, 0.0)
 _SAMPLED = 1024
 _TOLERANCE = 1e-3  # of absolute sums: outputs of an encoder differ in their last digits between ranks
 
 
-class _Known(NamedTuple):
+class _Leaf(NamedTuple):
     """Facts of one leaf to compare."""
 
     text: str  # path, dtype and shape, or type
-    values: bytes = b""  # bytes to be equal on all ranks
-    # Sum and absolute sum of all elements; then, of a sample, the sum weighted by place and the absolute sum.
+    digest: str = ""  # of values that are equal on all ranks
+    # Sum and absolute sum of all elements; then, of a sample, the sum weighted by place and the absolute sum. None for
+    # one that is not finite.
     # Large batches of one distribution have nearly equal sums, samples of them have not.
-    figures: tuple[float, ...] = _NO_FIGURES
+    figures: tuple[float | None, ...] = ()
 
 
 class SameBatches:
@@ -87,29 +84,30 @@ class SameBatches:
             return
         self.awaited.remove(mode)
         call = Call("forward", f"the first in {mode}", ordered=False)
-        with shared_failure(self._comm, call), torch.no_grad():
-            known = _known(batch, self._containers)
-            mine = as_tensor(_packed(self._rank, known))
-        rows = [as_bytes(row) for row in exchange(self._comm, call, mine)]
-        if (other := _first_other(rows)) is not None:
-            raise self._different(call, rows, other, mode, known)
 
-    def _different(self, call: Call, rows: Sequence[bytes], other: int, mode: str, known: list[_Known]) -> DataError:
-        """Name the first leaf that differs. A collective."""
-        texts = exchange_values(self._comm, call, [each.text for each in known], list[str])
-        ranks = [_HEAD.unpack_from(row)[0] for row in rows]
-        at = _leaf_that_differs(rows[0], rows[other])
-        left, right = ((text[at] if at < len(text) else "nothing") for text in (texts[0], texts[other]))
-        if left == right:
-            right = "other values"
-        return DataError(
-            "ranks that share samples were given different batches",
-            expected=f"one batch on the ranks {', '.join(map(str, ranks))}, which share a model along tp or pp",
-            got=f"{left} on rank {ranks[0]}, {right} on rank {ranks[other]}",
-            where=f"the model's first forward in {mode}",
-            fix="Use the batches of accel.prepare_loader(ctx, loader); a sampler of your own chooses by "
-            "ctx.data_parallel, (index, count), where it has ctx.rank and ctx.world_size.",
-        )
+        def known() -> tuple[int, list[_Leaf]]:
+            with torch.no_grad():
+                return self._rank, [_of_leaf(path, leaf) for path, leaf in _leaves(batch, self._containers)]
+
+        found = agreed_values(self._comm, call, known, tuple[int, list[_Leaf]])
+        ranks = [rank for rank, _ in found]
+        for rank, listed in found:
+            for left, right in zip_longest(found[0][1], listed):
+                if not _are_alike(left, right):
+                    raise _different(ranks, left, rank, right, mode)
+
+
+def _different(ranks: Sequence[int], left: _Leaf | None, other: int, right: _Leaf | None, mode: str) -> DataError:
+    """Return the error of a leaf that differs on the first rank and another; None for no leaf."""
+    one, two = ("nothing" if each is None else each.text for each in (left, right))
+    return DataError(
+        "ranks that share samples were given different batches",
+        expected=f"one batch on the ranks {', '.join(map(str, ranks))}, which share a model along tp or pp",
+        got=f"{one} on rank {ranks[0]}, {'other values' if one == two else two} on rank {other}",
+        where=f"the model's first forward in {mode}",
+        fix="Use the batches of accel.prepare_loader(ctx, loader); a sampler of your own chooses by "
+        "ctx.data_parallel, (index, count), where it has ctx.rank and ctx.world_size.",
+    )
 
 
 class _Compared(Mixin, nn.Module):
@@ -179,17 +177,13 @@ def _leaves(batch: Any, containers: Containers) -> list[tuple[str, object]]:
     return found
 
 
-def _known(batch: Any, containers: Containers) -> list[_Known]:
-    return [_of_leaf(path, leaf) for path, leaf in _leaves(batch, containers)]
-
-
-def _of_leaf(path: str, leaf: object) -> _Known:
+def _of_leaf(path: str, leaf: object) -> _Leaf:
     text, values = _text_of(path, leaf)
     if not isinstance(leaf, torch.Tensor) or not _is_plain(leaf):
-        return _Known(text, values)
+        return _Leaf(text, _digest(values))
     if leaf.is_floating_point() or leaf.is_complex():
-        return _Known(text, figures=_figures(leaf.detach()))
-    return _Known(text, as_bytes(_flattened(leaf.detach().cpu()).view(torch.uint8)))
+        return _Leaf(text, figures=_figures(leaf.detach()))
+    return _Leaf(text, _digest(as_bytes(_flattened(leaf.detach().cpu()).view(torch.uint8))))
 
 
 def _text_of(path: str, leaf: object) -> tuple[str, bytes]:
@@ -220,55 +214,32 @@ def _flattened(tensor: torch.Tensor) -> torch.Tensor:
     return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
 
 
-def _figures(tensor: torch.Tensor) -> tuple[float, ...]:
+def _figures(tensor: torch.Tensor) -> tuple[float | None, ...]:
     """Return the figures of a floating-point tensor, in one wait for its device."""
     flat = _flat_reals(tensor)
     wide = wide_dtype(flat.device)
     sums = [flat.sum(dtype=wide), flat.abs().sum(dtype=wide), *_sampled(flat)]
-    return tuple(cast("list[float]", cast(Any, torch.stack(sums)).tolist()))
+    listed = cast("list[float]", cast(Any, torch.stack(sums)).tolist())
+    return tuple(each if math.isfinite(each) else None for each in listed)
 
 
-def _packed(rank: int, known: Sequence[_Known]) -> bytes:
-    """Pack the compared facts into a message of one size."""
-    listed = list(known)
-    if len(listed) > _MOST_LEAVES:
-        rest = listed[_MOST_LEAVES - 1 :]
-        figures = tuple(map(sum, zip(*(each.figures for each in rest), strict=True)))
-        values = b"".join(_digest(each.values, 8) for each in rest)
-        listed = [*listed[: _MOST_LEAVES - 1], _Known("", values, figures)]
-    structure = _digest("\n".join(each.text for each in known).encode(), 16)
-    packed = [_LEAF.pack(_digest(each.text.encode() + each.values, 8), *each.figures) for each in listed]
-    return (_HEAD.pack(rank, structure) + b"".join(packed)).ljust(_HEAD.size + _MOST_LEAVES * _LEAF.size, b"\0")
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def _digest(data: bytes, size: int) -> bytes:
-    return hashlib.blake2b(data, digest_size=size).digest()
+def _are_alike(left: _Leaf | None, right: _Leaf | None) -> bool:
+    """Return whether a leaf is alike on two ranks; None for no leaf."""
+    if left is None or right is None or left[:2] != right[:2]:
+        return False
+    scales = [max(one or 0.0, other or 0.0) for one, other in zip(left.figures, right.figures, strict=True)]
+    triples = zip(left.figures, right.figures, (scales[at | 1] for at in range(len(scales))), strict=True)
+    return all(starmap(_are_close, triples))
 
 
-def _first_other(rows: Sequence[bytes]) -> int | None:
-    """Return the first row that is not like row 0."""
-    structures = [_HEAD.unpack_from(row)[1] for row in rows]
-    for at, row in enumerate(rows):
-        if structures[at] != structures[0] or _leaf_that_differs(rows[0], row) < _MOST_LEAVES:
-            return at
-    return None
-
-
-def _leaf_that_differs(left: bytes, right: bytes) -> int:
-    pairs = zip(*(_LEAF.iter_unpack(row[_HEAD.size :]) for row in (left, right)), strict=True)
-    return next((at for at, pair in enumerate(pairs) if not _alike(*pair)), _MOST_LEAVES)
-
-
-def _alike(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
-    (digest, *figures), (other, *others) = left, right
-    scales = [max(figures[at], others[at]) for at in (1, 1, 3, 3)]
-    return digest == other and all(map(_close, figures, others, scales))
-
-
-def _close(left: float, right: float, scale: float) -> bool:
-    if left == right or (math.isnan(left) and math.isnan(right)):
-        return True
-    return abs(left - right) <= _TOLERANCE * scale < math.inf
+def _are_close(left: float | None, right: float | None, scale: float) -> bool:
+    if left is None or right is None:
+        return left is right
+    return abs(left - right) <= _TOLERANCE * scale
 
 
 def _sampled(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -67,9 +67,7 @@ INSERTED = (
     Inserted("ListedBlock", "parallel/axes/experts/_listed.py", "prepare_model: ep"),
     Inserted("ListedExperts", "parallel/axes/experts/_listed.py", "prepare_model: ep"),
     Inserted("ListedExpert", "parallel/axes/experts/_listed.py", "prepare_model: ep"),
-    Inserted("LocalExperts", "parallel/axes/experts/_layer.py", "prepare_model: ep"),
-    Inserted("DispatchedExperts", "parallel/axes/experts/_layer.py", "prepare_model: ep"),
-    Inserted("SortedExperts", "parallel/axes/experts/_layer.py", "prepare_model: ep"),
+    Inserted("SharedExperts", "parallel/axes/experts/_layer.py", "prepare_model: ep"),
     # An entry runs in the place of the model's own forward.
     Inserted("_Entered", "parallel/_entries.py", "prepare_model: methods="),
     Inserted("WithOutputs", "precision/_model.py", "apply_precision: outputs="),

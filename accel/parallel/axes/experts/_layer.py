@@ -223,39 +223,17 @@ Run = Callable[[Any, Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 COUNT = "num_experts"  # attribute by which modules of transformers know the number of their experts
 
 
-class LocalExperts(Mixin):
-    """A module with a forward that sees only this rank's experts, and brings tokens to others itself."""
+class SharedExperts(Mixin):
+    """A module with experts that ranks share. A function runs its forward, by the style of the experts."""
 
-    accel_run: Run  # `run_local`, hidden from torch.compile
-    accel_style = "local"
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Run the module with this rank's parts of its parameters."""
-        return self.accel_run(self, super().forward, inputs, named)
-
-
-class DispatchedExperts(Mixin):
-    """A module that is called with the tokens of this rank's experts, from any rank."""
-
-    accel_run: Run  # `run_dispatched`, hidden from torch.compile
+    accel_run: Run  # one of `RUNS`, hidden from torch.compile
+    accel_style: str
     # Mesh of the ranks that hold the same tokens and dispatch a part of them each; None where no other rank holds them.
-    accel_alike: DeviceMesh | None = None
-    accel_style = "dispatch"
+    accel_alike: DeviceMesh | None
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Run the experts of tokens on the ranks that hold them. A collective along `ep`, as its backward."""
-        return self.accel_run(self, super().forward, inputs, named)
-
-
-class SortedExperts(Mixin):
-    """A module that is called with a row for each expert and token, sorted by expert."""
-
-    accel_run: Run  # `run_sorted`, hidden from torch.compile
-    accel_alike: DeviceMesh | None = None  # as in `DispatchedExperts`
-    accel_style = "sorted"
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Run the experts of tokens on the ranks that hold them. A collective along `ep`, as its backward."""
+        """Run the experts of tokens on the ranks that hold them. A collective along `ep`, as its backward; none of the
+        style "local", where the forward itself brings tokens to others."""
         return self.accel_run(self, super().forward, inputs, named)
 
 
@@ -338,6 +316,9 @@ def _dispatched_sorted(
     del filled
     outputs = outputs.index_select(0, places)
     return bring_back(outputs, choices, journey, weights)
+
+
+RUNS: Mapping[str, Run] = {"local": run_local, "dispatch": run_dispatched, "sorted": run_sorted}  # by style
 
 
 def _routed(run: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, Any]) -> tuple[Tensor, ...]:

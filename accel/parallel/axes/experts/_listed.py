@@ -109,7 +109,7 @@ class ListedExperts(Mixin):
     """A list of experts, called with all rows of a loop."""
 
     accel_run: Callable[..., Tensor]  # `run_listed`, hidden from torch.compile
-    accel_alike: DeviceMesh | None = None  # as in `DispatchedExperts`
+    accel_alike: DeviceMesh | None = None  # as in `SharedExperts`
     accel_mesh: DeviceMesh  # mesh of experts
     accel_calls: ExpertCalls  # calls of the experts; of the instance
     accel_style = LISTED

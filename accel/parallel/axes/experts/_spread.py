@@ -21,21 +21,13 @@ from accel.parallel._spread import ModelView, Spread, SpreadOptions, compare_mod
 from accel.parallel.axes.experts._expert_plan import (
     EP,
     LISTS,
-    STYLES,
     expert_modules,
     held_experts,
     open_expert_mesh,
     resolve_experts,
     shard_dim,
 )
-from accel.parallel.axes.experts._layer import (
-    DispatchedExperts,
-    LocalExperts,
-    SortedExperts,
-    run_dispatched,
-    run_local,
-    run_sorted,
-)
+from accel.parallel.axes.experts._layer import RUNS, SharedExperts
 from accel.parallel.axes.experts._listed import ListedBlock, ListedExperts, follow_calls, run_block, run_listed
 from accel.topology import Plan, dimension_of
 
@@ -134,10 +126,9 @@ def _add_forwards(ctx: DistContext, model: nn.Module, styles: Mapping[str, str])
     lists = [path for path in styles if isinstance(model.get_submodule(path), LISTS)]
     alike = ctx.mesh["tp"] if ctx.mesh is not None and ctx.axes.tp > 1 else None
     named = {path: style for path, style in styles.items() if path not in lists}
-    called = {style: [model.get_submodule(path) for path, own in named.items() if own == style] for style in STYLES}
-    add_mixin(called["dispatch"], DispatchedExperts, accel_run=staticmethod(hide(run_dispatched)), accel_alike=alike)
-    add_mixin(called["sorted"], SortedExperts, accel_run=staticmethod(hide(run_sorted)), accel_alike=alike)
-    add_mixin(called["local"], LocalExperts, accel_run=staticmethod(hide(run_local)))
+    for style, run in RUNS.items():
+        called = [model.get_submodule(path) for path, own in named.items() if own == style]
+        add_mixin(called, SharedExperts, accel_run=staticmethod(hide(run)), accel_style=style, accel_alike=alike)
     listed = [model.get_submodule(path) for path in lists]
     mesh = open_expert_mesh(ctx)
     add_mixin(listed, ListedExperts, accel_run=staticmethod(hide(run_listed)), accel_alike=alike, accel_mesh=mesh)

@@ -34,32 +34,15 @@ class PowerSgdExchange:
 
     Args:
         group: process group of the replicas.
-        matrix_rank, start_step, min_compression, error_feedback, warm_start, batched: as in `PowerSgd`.
-        wire: dtype in which the matrices are sent; None for the dtype of the arithmetic.
+        options: of the exchange.
 
     Reference: Vogels et al. 2019, "PowerSGD: practical low-rank gradient compression", arXiv:1905.13727, algorithm 1.
     """
 
-    def __init__(
-        self,
-        group: Any,
-        *,
-        matrix_rank: int,
-        start_step: int,
-        min_compression: float,
-        error_feedback: bool,
-        warm_start: bool,
-        wire: torch.dtype | None,
-        batched: bool,
-    ) -> None:
+    def __init__(self, group: Any, options: PowerSgd) -> None:
         self._group = group
-        self._matrix_rank = matrix_rank
-        self._start_step = start_step
-        self._min_compression = min_compression
-        self._error_feedback = error_feedback
-        self._warm_start = warm_start
-        self._wire = wire
-        self._batched = batched
+        self._options = options
+        self._wire = None if options.wire is None else _DTYPES[options.wire]
         self._step = 0
         self._errors: dict[tuple[int, int], torch.Tensor] = {}
         self._bases: dict[tuple[int, int], torch.Tensor] = {}
@@ -68,7 +51,7 @@ class PowerSgdExchange:
         """Replace a bucket's gradients by an approximation of their mean over ranks. A collective."""
         step = self._step
         self._step += bucket.is_last()
-        parts = [] if step < self._start_step else self._parts(bucket)
+        parts = [] if step < self._options.start_step else self._parts(bucket)
         thin = [part for part in parts if part.columns]
         if not thin:
             return default_hooks.allreduce_hook(self._group, bucket)
@@ -83,7 +66,7 @@ class PowerSgdExchange:
 
     def _parts(self, bucket: GradBucket) -> list[_BucketPart]:
         flat = bucket.buffer()
-        if self._batched:
+        if self._options.batched:
             side = math.ceil(math.sqrt(flat.numel()))
             return [self._part(flat, side, side)]
         parameters = bucket.parameters()  # a complex element is two real ones of the bucket
@@ -93,8 +76,8 @@ class PowerSgdExchange:
         return [self._part(each, n, each.numel() // n if n else 0) for each, n in zip(split, rows, strict=True)]
 
     def _part(self, elements: torch.Tensor, rows: int, width: int) -> _BucketPart:
-        columns = min(self._matrix_rank, rows, width)
-        is_worth_it = elements.numel() > self._min_compression * (rows + width) * columns
+        columns = min(self._options.matrix_rank, rows, width)
+        is_worth_it = elements.numel() > self._options.min_compression * (rows + width) * columns
         return _BucketPart(elements, rows, width, columns if is_worth_it else 0)
 
     def _compress(self, index: int, step: int, parts: Sequence[_BucketPart]) -> None:
@@ -108,11 +91,11 @@ class PowerSgdExchange:
             sent = (left @ right.mT).view(-1)[: part.elements.numel()]
             # without a wait for the device: an overflow reaches the gradients, but not what the next step begins with
             is_finite = right.isfinite().all()
-            if self._error_feedback:
+            if self._options.error_feedback:
                 lost = matrix.view(-1)[: part.elements.numel()] - sent
                 before = self._errors.get((index, at), torch.zeros_like(lost))
                 self._errors[index, at] = torch.where(is_finite, lost, before)
-            if self._warm_start:
+            if self._options.warm_start:
                 self._bases[index, at] = torch.where(is_finite, _orthonormal(right), bases[at])
             _ = part.elements.copy_(sent)
 
@@ -240,7 +223,7 @@ def register_hook(replica: DistributedDataParallel, group: Any, hook: CommHook) 
     """Let a hook exchange the gradients of a replica instead of DDP's own all-reduce."""
     state, function = group, cast(Any, hook)
     if isinstance(hook, PowerSgd):
-        state, function = _power_sgd(group, hook), PowerSgdExchange.exchange
+        state, function = PowerSgdExchange(group, hook), PowerSgdExchange.exchange
     elif isinstance(hook, str):
         function = default_hooks.fp16_compress_hook if hook == "fp16" else default_hooks.bf16_compress_hook
     cast(Any, replica).register_comm_hook(state, _anonymous(function))
@@ -249,16 +232,3 @@ def register_hook(replica: DistributedDataParallel, group: Any, hook: CommHook) 
 def _anonymous(hook: Any) -> Any:
     """The same hook under no name: by their names, DDP refuses torch's bf16 hooks on gloo, which carries bf16."""
     return lambda state, bucket: hook(state, bucket)  # pyright: ignore[reportUnknownLambdaType, reportUnknownVariableType]
-
-
-def _power_sgd(group: Any, hook: PowerSgd) -> PowerSgdExchange:
-    return PowerSgdExchange(
-        group,
-        matrix_rank=hook.matrix_rank,
-        start_step=hook.start_step,
-        min_compression=hook.min_compression,
-        error_feedback=hook.error_feedback,
-        warm_start=hook.warm_start,
-        wire=None if hook.wire is None else _DTYPES[hook.wire],
-        batched=hook.batched,
-    )

@@ -103,6 +103,12 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if is_on else None
 
 
+def as_autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the dtype in which autocast computes products, where it is on; float64 stays, as in torch."""
+    dtype = autocast_dtype(tensor.device.type)
+    return tensor if dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype)
+
+
 def wait_for_device(device: torch.device) -> None:
     """Return once the device has done all its work; at once on the CPU and on XLA, which works when it is read."""
     if device.type not in ("cpu", "xla"):

@@ -189,6 +189,19 @@ def test_bf16_gradients_are_as_near_as_plain_ones(autocast: bool, recompute: boo
         assert found < 1.2 * expected
 
 
+def test_float64_stays_in_autocast_as_in_torch() -> None:
+    hidden, head = torch.randn(ROWS, WIDTH, dtype=torch.float64), torch.randn(WORDS, WIDTH, dtype=torch.float64)
+    target = torch.arange(ROWS) % WORDS
+    with torch.autocast("cpu", torch.bfloat16):
+        found = linear_cross_entropy(ONE, hidden, head, target)
+        expected = functional.cross_entropy(functional.linear(hidden, head), target)
+        model = accel.defer_logits(nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)).double())
+        logits = model(target)
+    assert found.dtype == torch.float64
+    assert abs(float(found - expected)) < 1e-12
+    assert logits.dtype == torch.float64
+
+
 def test_fp16_gradients_have_the_loss_scale_before_they_are_rounded() -> None:
     (hidden, weight, _), target = drawn()
     leaves = [(1e-3 * each.detach()).half().requires_grad_() for each in (hidden, weight)]

@@ -27,7 +27,7 @@ class HeadCall:
         head: the layer.
         hidden: its input.
         forward: the head's own forward.
-        autocast: dtype of autocast then; None where it was off.
+        autocast: dtype of autocast then; None where it was off, and for float64, which stays.
         grad: whether autograd recorded then.
         kept: copies of parameters that are resharded before they are needed; None for the layer's parameters.
         hooks: hooks by which torch.distributed waits for the backward to begin.
@@ -39,7 +39,7 @@ class HeadCall:
         self.head: Any = head
         self.hidden = hidden
         self.forward = forward
-        self.autocast = autocast_dtype(hidden.device.type)
+        self.autocast = None if hidden.dtype == torch.float64 else autocast_dtype(hidden.device.type)
         self.grad = torch.is_grad_enabled()
         self.kept = None if self.grad or not self.head.accel_reshards else _copies(self.head)
         self.hooks: list[Callable[[Tensor], Any]] = []

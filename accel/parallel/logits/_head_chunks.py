@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from accel.comm import Comm, all_gather_flat
-from accel.devices import autocast_dtype
+from accel.devices import as_autocast
 from accel.errors import ConfigError
 from accel.tensors import is_half
 
@@ -80,7 +80,7 @@ def loss_of_rows(
 
     With `entropy`, for `reduction="none"`: losses and the entropies of all rows, shape [2, *target.shape].
     """
-    rows = in_autocast(input.reshape(-1, input.shape[-1]))
+    rows = as_autocast(input.reshape(-1, input.shape[-1]))
     again = _recomputes(recompute, rows, words, reduction)
     if chunk_size is None:
         chunk_size = max(_LEAST_ROWS, -(-rows.numel() // max(part.shape[0], 1)))
@@ -92,11 +92,6 @@ def loss_of_rows(
         factors = _factors(target.flatten(), ignore_index, times.flatten(), classes, reduction, words, part.shape[0])
     losses = cast(Any, _Head).apply(rows, part, bias, *factors, words.comm, by)
     return losses.unflatten(-1, target.shape) if reduction == "none" else losses.sum()
-
-
-def in_autocast(tensor: Tensor) -> Tensor:
-    """Return a tensor in the dtype of autocast, where it is on."""
-    return tensor.to(autocast_dtype(tensor.device.type) or tensor.dtype)
 
 
 def head_error(what: str, expected: str, got: str, fix: str = "") -> ConfigError:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from accel.comm import adopt, all_gather_flat, copied, ranks_of_group
 from accel.context import DistContext, context_first, group_of
+from accel.devices import as_autocast
 from accel.parallel._local import local_of
 from accel.parallel._modules import tensor_notes
 from accel.parallel._private import without_subclasses
-from accel.parallel.logits._head_chunks import Reduction, Words, head_error, in_autocast, loss_of_rows
+from accel.parallel.logits._head_chunks import Reduction, Words, head_error, loss_of_rows
 from accel.parallel.logits._vocabulary import own_words
 from accel.parallel.parts import PartTensor, RowLayout, make, plain_of
 from accel.parallel.parts._layout import no_rule
@@ -108,7 +109,7 @@ def linear_cross_entropy(
     words = _words_of(ctx, linear_weight, part, group)
     own_bias = None if linear_bias is None else _part_of(_own_rows(linear_bias, group), group)
     if words.comm is not None:
-        input = copied(in_autocast(input), cast("dist.ProcessGroup", group))
+        input = copied(as_autocast(input), cast("dist.ProcessGroup", group))
     return loss_of_rows(
         input,
         part,

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 
 from accel.comm import exchanged, gathered, gathered_summed, peer_error, records
 from accel.context import DistContext, context_first, group_of
-from accel.devices import autocast_dtype
+from accel.devices import as_autocast
 from accel.errors._checks import check_choice
 from accel.parallel.axes.context._checks import check_cut, check_fit, check_method, check_terms
 from accel.parallel.axes.context._kernels import Seen, Terms, attend, repeated
@@ -280,7 +280,7 @@ def context_attention(
     given: dict[str, Any] = {**of_all, **of_keys, **of_scores}
     if torch.overrides.has_torch_function((q, k, v)):
         return torch.overrides.handle_torch_function(context_attention, (q, k, v), ctx, q, k, v, method=method, **given)
-    q, k, v = _as_autocast(q, k, v)
+    q, k, v = map(as_autocast, (q, k, v))
     size = position_axis(ctx).size
     terms = _terms(q, k.shape[2] * size, **given)
     check_fit(q, k, v, size, causal=causal)
@@ -336,11 +336,3 @@ def _across(ctx: DistContext, function: Callable[..., Tensor], q: Tensor, k: Ten
         if (lost := peer_error(error, "context_attention")) is not None:
             raise lost from error
         raise
-
-
-def _as_autocast(*tensors: Tensor) -> list[Tensor]:
-    """Return tensors in the dtype in which autocast would run attention, before they are sent."""
-    dtype = autocast_dtype(tensors[0].device.type)
-    if dtype is None:
-        return list(tensors)
-    return [each if each.dtype == torch.float64 else each.to(dtype) for each in tensors]

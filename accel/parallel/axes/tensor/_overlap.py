@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from accel.comm import start_gather, start_scatter, start_sum
-from accel.devices import autocast_dtype
+from accel.devices import as_autocast
 from accel.errors import PrepareError
 from accel.mixins import Mixin
 from accel.parallel.axes.tensor._styles import COLWISE, ROWWISE, Rule, is_transposed
@@ -91,13 +91,9 @@ def scattered_product(x: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Te
     return cast(Any, _Scattered).apply(*_cast(x, weight), group)
 
 
-def _cast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+def _cast(*tensors: Tensor | None) -> list[Any]:
     """Tensors in the dtype of autocast, which does not apply in a backward."""
-    tensors = (first, *others)
-    dtype = autocast_dtype(first.device.type)
-    if dtype is None:
-        return tensors
-    return tuple(each if each is None or each.dtype == torch.float64 else each.to(dtype) for each in tensors)
+    return [None if each is None else as_autocast(each) for each in tensors]
 
 
 class _Copied(torch.autograd.Function):

@@ -203,7 +203,9 @@ class Positions:
             note_cut(self.ctx, 0)  # by a first block
         if not self.is_proved:
             _ = compile_in_place(module)  # the proof calls blocks as they are
-            self.prove(module, given, partial(self._problem, module, forward, given), is_traced=is_traced)
+            self.prove(module, given, partial(self._problem, module, forward, given))
+            if is_traced and not is_compiled(module):
+                log_uncompiled(module, self.ranks, COMPILED_AROUND)
         inputs, keywords = self.parts_of(given, self.dim)
         compile_inside(module, self.ranks, self)
         return self.left(forward(*inputs, **keywords))
@@ -317,9 +319,7 @@ class Positions:
 
         return map_tensors(part, Inputs(tuple(given.inputs), dict(given.keywords)))
 
-    def prove(
-        self, module: nn.Module, given: Inputs, problem_of: Callable[[int | None, int | None], str], *, is_traced: bool
-    ) -> None:
+    def prove(self, module: nn.Module, given: Inputs, problem_of: Callable[[int | None, int | None], str]) -> None:
         """Raise `PrepareError` on every rank where parts of positions give something else than all of them. A
         collective.
 
@@ -342,8 +342,6 @@ class Positions:
             if not problems[-1]:
                 self.guard(self.ranks.across)
                 note_attention(self.ctx)  # or no position needs another
-                if is_traced and not is_compiled(module):
-                    log_uncompiled(module, self.ranks, COMPILED_AROUND)
                 if self.ctx.is_main_process:
                     self._log(module)
                 self.is_proved = True

@@ -145,7 +145,7 @@ def is_part(ctx: DistContext, tensor: Tensor) -> bool:
 
 
 class ForwardState:
-    """A state of the forward that runs, which a note of the context's handle tells."""
+    """A state of the forward that runs, as a note of the context's handle."""
 
     def __init__(self, note: str) -> None:
         self._note = note

@@ -115,7 +115,7 @@ class StagePositions(Positions):
             return False
         self.unrecorded = None
         try:
-            self.prove(trials.model, given, partial(self._problem_of, trials, batch, given), is_traced=False)
+            self.prove(trials.model, given, partial(self._problem_of, trials, batch, given))
         except PrepareError:
             if self.unrecorded is not None:
                 raise self.unrecorded from None

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -34,12 +35,14 @@ from accel.parallel.axes.context._checks import refuse_reentrant
 from accel.parallel.axes.context._inner import (
     COMPILED_AROUND,
     Inputs,
-    Outputs,
     PositionRegion,
     ProofInputs,
     compile_inside,
+    full_outputs,
+    has_rows,
     listed,
     log_uncompiled,
+    may_be_full,
 )
 from accel.parallel.axes.context._positions import PositionRanks
 from accel.parallel.axes.context._proof import (
@@ -128,7 +131,7 @@ class Positions:
         is_running: whether a forward of the model runs.
         in_region: whether a `PositionRegion` runs.
         guards: hooks that refuse separate calls of parts of the model.
-        outputs: of the forward.
+        full: dimensions of positions, by number, of floating-point outputs that each rank computes in full.
         roots: modules that run the whole forward, or a stage of it.
     """
 
@@ -146,7 +149,7 @@ class Positions:
         self.is_running = False
         self.in_region = False
         self.guards: list[RemovableHandle] = []
-        self.outputs = Outputs(self.ranks)
+        self.full: dict[int, int] = {}
 
     def begin(self, model: nn.Module, runs: Sequence[nn.Module], within: Sequence[nn.Module]) -> None:
         """Compute with parts from now on. Mutates modules, by classes and hooks.
@@ -212,7 +215,16 @@ class Positions:
 
     def left(self, output: Any) -> Any:
         """Return own positions for the parts of an output."""
-        return self.outputs.leave(output)
+        numbers = count()
+
+        def own(each: Tensor) -> Tensor:
+            found = self.ranks.left(each)
+            dim = self.full.get(next(numbers)) if each.is_floating_point() else None
+            if dim is None or has_rows(each) or found.shape[dim] % (2 * self.ranks.size):
+                return found
+            return own_positions(found, self.ranks.rank, self.ranks.size, dim)
+
+        return map_tensors(own, output)
 
     @untraced
     def divide(
@@ -415,9 +427,10 @@ class Positions:
         def attempt() -> None:
             units = list(module.children())
             got = differ(self.ranks, module, partial(run, proof.whole), run_own, units)
-            if self.outputs.may_be_full(got, proof.lengths):
+            self.full = {}
+            if may_be_full(got, proof.lengths):
                 shorter = whole_outputs(self.ranks, partial(run, proof.half), may_fail=True)
-                self.outputs.note_full(got, shorter, proof.lengths)
+                self.full = full_outputs(got, shorter, proof.lengths)
 
         def problem_in(*, trains: bool, may_train: bool) -> str:
             with evaluated(module, self.ctx.device, trains=trains), called_eagerly(module), self.ranks.agreeing():

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import sys
 from collections.abc import Generator, Mapping, Sequence
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +27,8 @@ from accel.parallel._private import (
 )
 from accel.parallel.axes.context._kernels import allow_in_graphs
 from accel.parallel.axes.context._positions import PositionRanks
-from accel.parallel.axes.context._split import own_positions
 from accel.parallel.parts import PartRegion, PartsInGraph, PartTensor
 from accel.parallel.parts._region import leave_uncompiled
-from accel.tree import map_tensors
 from accel.tree._walk import tensors
 
 
@@ -120,61 +117,36 @@ class ProofInputs(NamedTuple):
     lengths: frozenset[int]  # of the sequences with all positions
 
 
-class Outputs:
-    """Outputs of a forward that computes with parts.
+def may_be_full(outputs: Sequence[Tensor], lengths: frozenset[int]) -> bool:
+    """Return whether an output may be one that each rank computes in full, as the model puts it together from single
+    positions. `outputs`: of a call with this rank's positions of sequences of these lengths."""
+    return any(lengths.intersection(each.shape) for each in outputs if not has_rows(each))
 
-    Attributes:
-        ranks: of the parts.
-        full: dimensions of positions, by number, of outputs that each rank computes in full.
+
+def full_outputs(
+    outputs: Sequence[Tensor], shorter: Sequence[Tensor] | None, lengths: frozenset[int]
+) -> dict[int, int]:
+    """Return the dimensions of positions, by number, of the outputs that each rank computes in full: a dimension is one
+    of positions if it is as long as the sequence, and half as long for half of the sequence.
+
+    Args:
+        outputs: floating-point outputs of a call with this rank's positions.
+        shorter: of a call with half of the positions; None if the model fails for them.
+        lengths: of the sequences.
     """
-
-    def __init__(self, ranks: PositionRanks) -> None:
-        self.ranks = ranks
-        self.full: dict[int, int] = {}
-
-    def leave(self, output: Any) -> Any:
-        """Return own positions for the tensors of an output."""
-        numbers = count()
-
-        def own(each: Tensor) -> Tensor:
-            found = self.ranks.left(each)
-            dim = self.full.get(next(numbers)) if each.is_floating_point() else None
-            if dim is None or _has_rows(each) or found.shape[dim] % (2 * self.ranks.size):
-                return found
-            return own_positions(found, self.ranks.rank, self.ranks.size, dim)
-
-        return map_tensors(own, output)
-
-    def may_be_full(self, outputs: Sequence[Tensor], lengths: frozenset[int]) -> bool:
-        """Return whether an output may be one that each rank computes in full, as the model puts it together from
-        single positions.
-
-        Args:
-            outputs: floating-point outputs of a call with this rank's positions.
-            lengths: of the sequences.
-        """
-        self.full = {}
-        return any(lengths.intersection(each.shape) for each in outputs if not _has_rows(each))
-
-    def note_full(self, outputs: Sequence[Tensor], shorter: Sequence[Tensor] | None, lengths: frozenset[int]) -> None:
-        """Note the outputs that each rank computes in full: a dimension is one of positions if it is as long as the
-        sequence, and half as long for half of the sequence.
-
-        Args:
-            outputs: floating-point outputs of a call with this rank's positions.
-            shorter: of a call with half of the positions; None if the model fails for them.
-            lengths: of the sequences.
-        """
-        if shorter is None or [each.dim() for each in shorter] != [each.dim() for each in outputs]:
-            return
-        for number, (each, half) in enumerate(zip(outputs, shorter, strict=True)):
-            sizes = zip(each.shape, half.shape, strict=True)
-            found = [at for at, (size, less) in enumerate(sizes) if size in lengths and less == size // 2]
-            if found and not _has_rows(each):
-                self.full[number] = 1 if 1 in found else found[0]
+    if shorter is None or [each.dim() for each in shorter] != [each.dim() for each in outputs]:
+        return {}
+    found: dict[int, int] = {}
+    for number, (each, half) in enumerate(zip(outputs, shorter, strict=True)):
+        sizes = zip(each.shape, half.shape, strict=True)
+        dims = [at for at, (size, less) in enumerate(sizes) if size in lengths and less == size // 2]
+        if dims and not has_rows(each):
+            found[number] = 1 if 1 in dims else dims[0]
+    return found
 
 
-def _has_rows(tensor: Tensor) -> bool:
+def has_rows(tensor: Tensor) -> bool:
+    """Return whether a tensor is a part with this rank's rows."""
     return isinstance(tensor, PartTensor) and tensor.division is not None
 
 

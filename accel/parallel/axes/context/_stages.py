@@ -20,7 +20,7 @@ from accel.parallel._modules import prepared_of, stage_modules
 from accel.parallel._private import called_eagerly
 from accel.parallel.axes.context._attention import whole_positions
 from accel.parallel.axes.context._forward import Inputs, Positions, Traits
-from accel.parallel.axes.context._inner import listed
+from accel.parallel.axes.context._inner import full_outputs, listed, may_be_full
 from accel.parallel.axes.context._positions import PositionRanks
 from accel.parallel.axes.context._proof import DIFFERENT, attempted, differ, evaluated, outputs_of, whole_outputs
 from accel.parallel.axes.context._split import ALL_POSITIONS
@@ -137,13 +137,14 @@ class StagePositions(Positions):
             problem = self._compared(
                 trials, [_batch_of(batch, each) for each in (proof.whole, proof.own)], self._compare_stage
             )
-            may_be_full = not problem and self.outputs.may_be_full(self.got, proof.lengths)
-            if any(exchange_values(self.ctx.comm, _PROOF, may_be_full, bool)):
+            self.full = {}
+            is_open = not problem and may_be_full(self.got, proof.lengths)
+            if any(exchange_values(self.ctx.comm, _PROOF, is_open, bool)):
 
                 def run_whole(trial: StageTrial) -> None:
                     found = whole_outputs(self.ranks, partial(self._run_whole, trial), may_fail=False)
                     if trial.module.is_last:
-                        self.outputs.note_full(self.got, found, proof.lengths)
+                        self.full = full_outputs(self.got, found, proof.lengths)
 
                 failed = self._compared(trials, [_batch_of(batch, proof.half)] * 2, run_whole)
                 problem = failed and f"an output that may have all positions, and for half of them {failed}"

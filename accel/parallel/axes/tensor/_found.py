@@ -16,7 +16,7 @@ from accel.parallel.axes.tensor._dependence import Candidate, Layouts, NeededRow
 from accel.parallel.axes.tensor._prove import drawn_inputs, prove, redrawn, run_valued, short
 from accel.parallel.axes.tensor._rules import is_in, rules_of
 from accel.parallel.axes.tensor._styles import Regions, is_linear, output_dim
-from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, settings_of
+from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, facts_of
 from accel.parallel.parts import RowLayout
 from accel.parallel.parts._layout import even
 from accel.topology import TensorStyle
@@ -146,10 +146,7 @@ class PlanSearch:
         """The plan that is found in a module, or was before in an equal one."""
         module = self._model.get_submodule(path)
         calls = {self._trace.signature(call): call for call in self._units[path]}
-        facts = [
-            (own, type(each).__name__, [list(p.shape) for p in each.parameters(recurse=False)], settings_of(each))
-            for own, each in named_modules(module)
-        ]
+        facts = facts_of(module)
         prefix = f"{path}." if path else ""
         styles: dict[str, TensorStyle] = {
             "" if own == path else own.removeprefix(prefix): style

@@ -22,7 +22,7 @@ from accel.parallel.axes.tensor._trace import (
     MessageError,
     ModuleCall,
     ReplacedModulesError,
-    settings_of,
+    facts_of,
     trace,
 )
 from accel.parallel.parts import RowLayout
@@ -125,33 +125,12 @@ class _Proofs:
         self._verdicts: dict[str, Verdict] = {}
         self._linear = {path: each for path, each in self._modules.items() if is_linear(_layer(each))}
 
-    def verdict(
-        self,
-        unit: str,
-        call: ModuleCall,
-        styles: Styles,
-        *,
-        regions: Regions | None = None,
-        shares_tokens: bool = False,
-        gathers_inputs: bool = True,
-    ) -> Verdict:
-        """A proof of the module, or of an equal module."""
+    def verdict(self, unit: str, call: ModuleCall, styles: Styles, **options: Any) -> Verdict:
+        """A proof of the module, or of an equal module. `options`: of `prove`."""
         module = self._modules[unit]
-        facts = [
-            (path, type(each).__name__, [list(p.shape) for p in each.parameters(recurse=False)], settings_of(each))
-            for path, each in named_modules(module)
-        ]
-        key = repr((self._trace.signature(call), facts, styles, regions, shares_tokens, gathers_inputs))
+        key = repr((self._trace.signature(call), facts_of(module), styles, options))
         if key not in self._verdicts:
-            self._verdicts[key] = prove(
-                module,
-                call,
-                styles,
-                self._size,
-                regions=regions,
-                shares_tokens=shares_tokens,
-                gathers_inputs=gathers_inputs,
-            )
+            self._verdicts[key] = prove(module, call, styles, self._size, **options)
         return self._verdicts[key]
 
     def words(self, regions: Regions) -> dict[str, TensorStyle]:

@@ -330,7 +330,16 @@ def _kind_of(module: nn.Module) -> str | None:
 _INDEX = ("layer_idx", "layer_id", "layer_number", "block_idx", "idx", "index")
 
 
-def settings_of(module: nn.Module) -> list[tuple[str, object]]:
+def facts_of(module: nn.Module) -> list[object]:
+    """Return what distinguishes a module from others with equal calls: of each module in it the path, the class, the
+    shapes of its parameters, and plain attributes without its place among others."""
+    return [
+        (path, type(each).__name__, [list(own.shape) for own in each.parameters(recurse=False)], _settings_of(each))
+        for path, each in named_modules(module)
+    ]
+
+
+def _settings_of(module: nn.Module) -> list[tuple[str, object]]:
     """Return plain attributes of a module, without its place among others."""
     return [
         (name, value)

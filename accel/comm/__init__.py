@@ -75,6 +75,7 @@ from accel.comm._mesh import (
     mesh_of_group as mesh_of_group,
     open_mesh as open_mesh,
     position_on_mesh as position_on_mesh,
+    ranks_around as ranks_around,
     ranks_of_group as ranks_of_group,
 )
 from accel.comm._message import (

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -155,6 +155,16 @@ def mesh_of_dims(mesh: DeviceMesh, dims: Sequence[int]) -> DeviceMesh:
     groups = [mesh.get_group(at) for at in dims]
     kind = cast(Any, DeviceMesh)
     return kind.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=tuple(names[at] for at in dims))
+
+
+def ranks_around(mesh: DeviceMesh, dims: Container[int]) -> frozenset[int]:
+    """Return the ranks that differ from this one along these dimensions of a mesh alone, and this one, as the default
+    group counts them; none if this rank is not on the mesh."""
+    here = mesh.get_coordinate()
+    if here is None:
+        return frozenset()
+    place = tuple(slice(None) if dim in dims else at for dim, at in enumerate(here))
+    return frozenset(cast(Any, mesh.mesh)[place].flatten().tolist())
 
 
 def ranks_of_group(group: dist.ProcessGroup | None) -> frozenset[int] | None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from accel.comm import ranks_of_group
+from accel.comm import ranks_around, ranks_of_group
 from accel.context import DistContext
 from accel.errors import PrepareError
 from accel.parallel._modules import named_modules, note_tensor, sharded_units, tensor_notes
@@ -68,12 +68,12 @@ def check_divided(ctx: DistContext, model: nn.Module) -> None:
     if here is None:
         return
     same = sample_ranks(ctx) or {dist.get_rank(dist.group.WORLD)}
-    row = cache(_row)
+    row = cache(ranks_around)
     found: list[tuple[_Brought, list[int]]] = []
     for each in _divided(model, row):
         dims = [at for at in each.split if at not in (each.exchanged or ())]
         if not _are_experts(each, dims):
-            found.append((each, [at for at in dims if not row(each.mesh, at) & here <= same]))
+            found.append((each, [at for at in dims if not row(each.mesh, (at,)) & here <= same]))
     unshared = sorted((each for each in found if each[1]), key=lambda each: not each[0].is_computed())
     if unshared:
         raise _unshared(ctx, *unshared[0], here)
@@ -94,7 +94,7 @@ def _divided(model: nn.Module, row: Any) -> Iterator[_Brought]:
                 continue
             mesh = tensor.device_mesh
             along = managed.get((id(owner), name))
-            exchanged = None if along is None else tuple(at for at in range(mesh.ndim) if row(mesh, at) <= along)
+            exchanged = None if along is None else tuple(at for at in range(mesh.ndim) if row(mesh, (at,)) <= along)
             yield _Brought(path, owner, not isinstance(tensor, nn.Parameter), mesh, split, exchanged)
 
 
@@ -103,15 +103,6 @@ def _managed(model: nn.Module) -> Mapping[tuple[int, str], frozenset[int]]:
     ranks = cache(ranks_of_mesh)
     units = sharded_units(model)
     return {(id(owner), name): ranks(mesh) for unit in units for owner, name, mesh in meshes_of(unit)}
-
-
-def _row(mesh: DeviceMesh, dim: int) -> frozenset[int]:
-    """Return the ranks that only differ from this one along one dimension of a mesh, and this one."""
-    here = mesh.get_coordinate()
-    if here is None:
-        return frozenset()
-    place = tuple(slice(None) if at == dim else index for at, index in enumerate(here))
-    return frozenset(cast(Any, mesh.mesh)[place].tolist())
 
 
 def _are_experts(each: _Brought, dims: Sequence[int]) -> bool:

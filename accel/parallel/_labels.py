@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from accel.comm import ranks_around
 from accel.errors import PrepareError, StepError
 from accel.parallel._modules import (
     TensorNotes,
@@ -30,7 +31,7 @@ from accel.topology import Dimension, has_unknown_axis
 from accel.topology._axes import Axis
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    pass
 
 
 def label_parameters(
@@ -66,21 +67,11 @@ def new_replicas(parameters: Iterable[torch.Tensor]) -> list[Replicated]:
             replica.unstepped.clear()
         # those of DDP are left out: ranks may have stepped without this one, in `join_uneven_inputs`
         elif exchanger is None and is_dtensor(each) and not each.is_meta and name_of(each):
-            ranks = _holders(each)
+            mesh = each.device_mesh
+            ranks = ranks_around(mesh, {*range(mesh.ndim)}.difference(split_dims(each)))
             if len(ranks) > 1:
-                found.append(Replicated(str(ranks), name_of(each), local_part(each)))
+                found.append(Replicated(str(sorted(ranks)), name_of(each), local_part(each)))
     return found
-
-
-def _holders(tensor: DTensor) -> list[int]:
-    """List the ranks that hold the same elements as this one."""
-    mesh = tensor.device_mesh
-    here = mesh.get_coordinate()
-    if here is None:  # this rank holds nothing
-        return []
-    split = split_dims(tensor)
-    place = tuple(at if dim in split else slice(None) for dim, at in enumerate(here))
-    return cast(Any, mesh.mesh)[place].flatten().tolist()
 
 
 def name_of(parameter: torch.Tensor) -> str:

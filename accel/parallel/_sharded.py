@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import hooks
 
-from accel.comm import ranks_of_group
+from accel.comm import ranks_around, ranks_of_group
 from accel.context import DistContext
 from accel.errors import PrepareError
 from accel.parallel._labels import name_of, term_of_parameters
@@ -216,28 +216,18 @@ def _replica_ranks(ctx: DistContext, *, named_alone: bool = False) -> frozenset[
     mesh = ctx.mesh
     if mesh is None or mesh.mesh_dim_names is None:
         return None
-    here = mesh.get_coordinate()
-    assert here is not None  # this rank is on its context's mesh
     model_dimensions = (*MODEL_DIMENSIONS, None) if named_alone else MODEL_DIMENSIONS
-    own = [dimension_of(name) in model_dimensions for name in mesh.mesh_dim_names]
-    place = tuple(at if is_own else slice(None) for at, is_own in zip(here, own, strict=True))
-    return _ranks(cast(Any, mesh).mesh[place])
+    names = enumerate(mesh.mesh_dim_names)
+    return ranks_around(mesh, [at for at, name in names if dimension_of(name) not in model_dimensions])
 
 
 def sample_ranks(ctx: DistContext) -> frozenset[int] | None:
     """Return the ranks that get the same samples as this one on the context's mesh; None without a mesh."""
     if ctx.mesh is None:
         return None
-    here = ctx.mesh.get_coordinate()
-    assert here is not None  # this rank is on its context's mesh
-    own = ctx.position.data_dims
-    return _ranks(cast(Any, ctx.mesh.mesh)[tuple(at if dim in own else slice(None) for dim, at in enumerate(here))])
+    return ranks_around(ctx.mesh, {*range(ctx.mesh.ndim)}.difference(ctx.position.data_dims))
 
 
 def ranks_of_mesh(mesh: DeviceMesh) -> frozenset[int]:
     """Return the ranks of a mesh, as the default group counts them."""
-    return _ranks(cast(Any, mesh.mesh))
-
-
-def _ranks(grid: Any) -> frozenset[int]:
-    return frozenset(grid.flatten().tolist())
+    return frozenset(cast(Any, mesh.mesh).flatten().tolist())

@@ -148,18 +148,7 @@ class PlanSearch:
         calls = {self._trace.signature(call): call for call in self._units[path]}
         facts = facts_of(module)
         prefix = f"{path}." if path else ""
-        styles: dict[str, TensorStyle] = {
-            "" if own == path else own.removeprefix(prefix): style
-            for own, style in self.styles.items()
-            if is_in(own, path)
-        }
-        inner = {
-            ("" if own == path else own.removeprefix(prefix)): {
-                name.removeprefix(prefix): each for name, each in layouts.items()
-            }
-            for own, layouts in self.regions.items()
-            if is_in(own, path)
-        }
+        styles, inner = inside(path, self.styles, self.regions)
         readers = {owner.removeprefix(prefix): by for owner, by in self._trace.readers.items() if is_in(owner, path)}
         outside = sorted(owner for owner, by in readers.items() if not all(is_in(each, path) for each in by))
         signatures = sorted(calls)
@@ -196,6 +185,21 @@ class PlanSearch:
             except Exception as error:  # whatever a forward says of values that are drawn
                 self._candidates[key] = [], short(error)
         return self._candidates[key]
+
+
+def inside(unit: str, styles: Styles, regions: Regions) -> tuple[Styles, Regions]:
+    """Return the styles and layouts in a module, by paths and names in it."""
+    prefix = f"{unit}." if unit else ""
+
+    def own(path: str) -> str:
+        return f"{path}."[len(prefix) :].rstrip(".")
+
+    inner = {
+        own(path): {name[len(prefix) :]: each for name, each in layouts.items()}
+        for path, layouts in regions.items()
+        if is_in(path, unit)
+    }
+    return {own(path): style for path, style in styles.items() if is_in(path, unit)}, inner
 
 
 def _inner_first(path: str) -> int:

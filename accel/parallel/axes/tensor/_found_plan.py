@@ -13,7 +13,7 @@ from accel.errors import PrepareError
 from accel.parallel._blocks import block_groups, outermost_groups
 from accel.parallel._modules import example_of, named_modules, without_cache
 from accel.parallel.axes.tensor._dependence import Layouts, pattern_of
-from accel.parallel.axes.tensor._found import LARGEST, PlanSearch, Styles, words_of
+from accel.parallel.axes.tensor._found import LARGEST, PlanSearch, Styles, inside, words_of
 from accel.parallel.axes.tensor._prove import Verdict, prove, short, tokens_refused
 from accel.parallel.axes.tensor._rules import is_in
 from accel.parallel.axes.tensor._styles import Regions, is_adapted, is_linear, output_dim, problems_of
@@ -154,7 +154,7 @@ class _Proofs:
         scatters = 0
         for unit in units:
             prefix = f"{unit}." if unit else ""
-            own, regions = _inside(unit, styles, plan.regions)
+            own, regions = inside(unit, styles, plan.regions)
             for call in (each for each in self._trace.calls if each.path == unit):
                 verdict = self.verdict(unit, call, own, regions=regions, shares_tokens=True)
                 if verdict.problem:
@@ -191,7 +191,7 @@ class _Proofs:
         for outer in {_outermost(unit, plan.regions) for unit in more}:
             if sum(each.numel() for each in self._modules[outer].parameters()) > LARGEST:
                 return False
-            styles, inner = _inside(outer, plan.styles, regions)
+            styles, inner = inside(outer, plan.styles, regions)
             calls = [call for call in self._trace.calls if call.path == outer]
             verdicts = (
                 self.verdict(outer, call, styles, regions=inner, gathers_inputs=gathers_inputs) for call in calls
@@ -210,7 +210,7 @@ class _Proofs:
             unit = self._around(whole[name], called)
             if not any(is_in(unit, each) for each in within):
                 continue
-            is_whole = not any(_inside(unit, plan.styles, plan.regions))
+            is_whole = not any(inside(unit, plan.styles, plan.regions))
             own_plan = FoundPlan({}, {}) if is_whole else plan  # alone, once for all that are equal
             # Without gathers inside: a table of positions must not make each block gather its input.
             for layouts in self._ways_of(name, whole[name]):
@@ -278,7 +278,7 @@ class _Proofs:
                 found |= self._with_weight(weights[name])
         units = {self._unit_of(path, called, plan) for path in found}
         for unit in sorted(units, key=len, reverse=True):
-            styles, regions = _inside(unit, {**plan.styles, **found}, plan.regions)
+            styles, regions = inside(unit, {**plan.styles, **found}, plan.regions)
             calls = [call for call in self._trace.calls if call.path == unit]
             is_large = sum(each.numel() for each in self._modules[unit].parameters()) > LARGEST
             verdicts = [self.verdict(unit, call, styles, regions=regions) for call in calls if not is_large]
@@ -398,18 +398,6 @@ class _Proofs:
             return True
         calls = [each for each in self._trace.calls if each.path == path]
         return all(not self.verdict(path, call, {"": style}).problem for call in calls)
-
-
-def _inside(unit: str, styles: Styles, regions: Regions) -> tuple[Styles, Regions]:
-    """The styles and layouts in a module, by paths and names in it."""
-    prefix = f"{unit}." if unit else ""
-    own: Styles = {path.removeprefix(prefix): style for path, style in styles.items() if path.startswith(prefix)}
-    inner: Regions = {
-        f"{path}."[len(prefix) :].rstrip("."): {name[len(prefix) :]: each for name, each in layouts.items()}
-        for path, layouts in regions.items()
-        if is_in(path, unit)
-    }
-    return own, inner
 
 
 def _table_of(module: nn.Module) -> Tensor | None:

@@ -171,8 +171,7 @@ class _Proofs:
         embeddings with a weight that other modules read, such as a head without a layer."""
         found: dict[str, Mapping[str, RowLayout]] = {}
         called = {call.path for call in self._trace.calls}
-        divided = {id(self._model.get_parameter(name)) for layouts in plan.regions.values() for name in layouts}
-        divided |= {id(each) for path in plan.styles for each in self._modules[path].parameters(recurse=False)}
+        divided = self._divided(plan)
         for path, module in self._modules.items():
             weight = _table_of(module)
             if weight is None or id(weight) in divided or not self._is_large_table(weight):
@@ -286,10 +285,14 @@ class _Proofs:
                 found = {path: style for path, style in found.items() if self._unit_of(path, called, plan) != unit}
         return found
 
+    def _divided(self, plan: FoundPlan) -> set[int]:
+        """The `id` of each parameter that a plan divides."""
+        layouts = {id(self._model.get_parameter(name)) for layouts in plan.regions.values() for name in layouts}
+        return layouts | {id(each) for path in plan.styles for each in self._modules[path].parameters(recurse=False)}
+
     def _whole(self, plan: FoundPlan) -> dict[str, Tensor]:
         """Matrices that a plan leaves whole, by name, of called modules."""
-        divided = {id(self._model.get_parameter(name)) for layouts in plan.regions.values() for name in layouts}
-        divided |= {id(each) for path in plan.styles for each in self._modules[path].parameters(recurse=False)}
+        divided = self._divided(plan)
         found: dict[str, Tensor] = {}
         for path in dict.fromkeys(call.path for call in self._trace.calls):
             own = self._modules[path].named_parameters(path, recurse=False)

@@ -20,7 +20,7 @@ from accel.errors import PrepareError
 from accel.mixins import remove_mixin
 from accel.parallel._compile import Recomputed
 from accel.parallel._copies import WideMode, copied_model
-from accel.parallel._modules import RANKS, named_modules
+from accel.parallel._modules import RANKS
 from accel.parallel._private import tensors_of, uncompiled
 from accel.parallel.axes.tensor._layers import GroupLayer
 from accel.parallel.axes.tensor._rules import install, rules_of
@@ -237,18 +237,18 @@ def _compared(
         problem = next(_differences(expected, run), "")
         if problem:
             return Verdict(problem, styles), []
-    dims = _dims_of(whole, rules)
     wrong: list[str] = []
     for name, want in expected.parameters.items():
         got = [run.parameters[name] for _, run in runs]
-        path = name.rpartition(".")[0]
+        path, _, own = name.rpartition(".")
+        dim = rules[path].dims.get(own)
         is_summand = rules[path].summands or (rules[path].tokens and want is not None and want.dim() > 0)
-        if is_summand and dims.get(name) is None:
+        if is_summand and dim is None:
             got = [None if any(each is None for each in got) else torch.stack(cast("list[Tensor]", got)).sum(0)] * size
-        pieces = [None if want is None else _piece(want, dims.get(name), group) for group, _ in runs]
+        pieces = [None if want is None else _piece(want, dim, group) for group, _ in runs]
         if all(_equal(a, b) for a, b in zip(pieces, got, strict=True)):
             continue
-        if dims.get(name) is not None or path in styles:
+        if dim is not None or path in styles:
             return Verdict(f"the gradient of {name} differs", styles), []
         wrong.append(path)
     if not wrong:
@@ -290,14 +290,6 @@ def short(error: Exception) -> str:
     if isinstance(error, NoRuleError):
         return f"no rule for {error.got}"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-def _dims_of(whole: nn.Module, rules: Mapping[str, Rule]) -> Mapping[str, int | None]:
-    found: dict[str, int | None] = {}
-    for path, module in named_modules(whole):
-        for name, _ in module.named_parameters(recurse=False):
-            found[f"{path}.{name}" if path else name] = rules[path].dims.get(name)
-    return found
 
 
 def _differences(expected: _ProofRun, run: _ProofRun) -> Iterator[str]:

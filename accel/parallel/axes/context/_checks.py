@@ -227,26 +227,28 @@ def text_decoder(model: Any) -> Any:
 
 
 _Refuse = Callable[..., PrepareError]
-# Reasons for which a model of transformers keeps its attention, and the method is "gather".
-_REASONS: Mapping[str, Callable[[Any], object]] = {
-    "an attention that does not come from transformers' AttentionInterface": lambda model: (
-        not model._can_set_attn_implementation() or _scores_itself(text_decoder(model) or model)
-    ),
-    "inputs that are not split like the tokens": lambda model: (
-        not takes_cut_tokens(model) or (_is_pair(model) and _takes_samples(model))
-    ),
-    "a mask or sinks that attentions make of values": lambda model: (
-        any(hasattr(each, "prepare_dynamic_mask") for each in model.modules())  # Doge
-        or any(word in each for each in _attention_sources(text_decoder(model) or model) for word in _OF_VALUES)
-    ),
-}
 # what attentions pass to some functions of transformers' interface: DeepSeek-V3.2, MiniMax M3, Inkling 2
 _OF_VALUES = (" indices=", " block_indices=", " sinks=")
 
 
 def out_of_reach(model: Any) -> str:
-    """Return the reason for which a model's attention cannot work on own positions; "" for none."""
-    return next((reason for reason, holds in _REASONS.items() if holds(model)), "")
+    """Return the reason for which a model's attention cannot work on own positions, so that the method is "gather"; ""
+    for none."""
+    sources = _attention_sources(text_decoder(model) or model)
+    scores_itself = any("softmax" in each and "ATTENTION_FUNCTIONS" not in each for each in sources)
+    makes_masks = any(hasattr(each, "prepare_dynamic_mask") for each in model.modules())  # Doge
+    reasons = {
+        "an attention that does not come from transformers' AttentionInterface": (
+            scores_itself or not model._can_set_attn_implementation()
+        ),
+        "inputs that are not split like the tokens": (
+            not takes_cut_tokens(model) or (_is_pair(model) and _takes_samples(model))
+        ),
+        "a mask or sinks that attentions make of values": (
+            makes_masks or any(word in each for each in sources for word in _OF_VALUES)
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def check_transformers(path: str, model: Any, method: str) -> None:
@@ -288,11 +290,6 @@ def _check_layerdrop(model: Any, refuse: _Refuse) -> None:
     if dropped := [f"{rate} at {name or 'the top'}" for name, rate in rates if rate]:
         fix = "Set layerdrop to 0 in the model's config."
         raise refuse("blocks that are left out by chance", "layerdrop=0", dropped[0], fix)
-
-
-def _scores_itself(model: nn.Module) -> bool:
-    """Return whether an attention in a model computes a softmax, and does not ask transformers for a function."""
-    return any("softmax" in each and "ATTENTION_FUNCTIONS" not in each for each in _attention_sources(model))
 
 
 def _attention_sources(model: nn.Module) -> list[str]:

@@ -1123,6 +1123,33 @@ def test_code_around_a_model_of_images_sees_all_positions(ranks: Simulator, cros
     assert max(ranks.run(rank, 2, default_group=True)) < 1e-9
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_one_rank_computes_else_of_images_is_one_error_on_all(ranks: Simulator, *, fails: bool) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.ViTConfig(image_size=8, patch_size=2, **sizes)
+    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+    def rank(ctx: accel.DistContext) -> str:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, transformers.ViTModel(config, add_pooling_layer=False))
+
+        def change(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+            if type(output) is Tensor or not ctx.rank:
+                return output
+            if fails:
+                raise RuntimeError("fails on one rank")
+            return output[:, :-1]
+
+        first = next(each for each in model.modules() if type(each).__name__ == "ViTLayer")
+        _ = first.register_forward_hook(change)
+        with pytest.raises(accel.errors.AccelError) as caught:
+            _ = model(pixels)
+        return str(caught.value).split(" - at ")[0]
+
+    first, second = ranks.run(rank, 2, default_group=True)
+    assert first == second
+
+
 def test_models_of_one_context_have_one_method(ranks: Simulator) -> None:
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh="cp=2")

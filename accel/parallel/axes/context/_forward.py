@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, cast
@@ -369,6 +369,12 @@ class Positions:
             "Or leave cp out of the mesh.",
         )
 
+    @contextlib.contextmanager
+    def agreeing(self) -> Generator[None]:
+        """Let ranks agree before each collective of parts, in a block."""
+        with self.ranks.agreeing(), self.within.agreeing():
+            yield
+
     def _ways(self, given: Inputs) -> tuple[list[_Way], list[_Way]]:
         """Return dimensions and numbers of positions to try: guesses, which may fail in any way, and all others.
 
@@ -433,7 +439,7 @@ class Positions:
                 self.full = full_outputs(got, shorter, proof.lengths)
 
         def problem_in(*, trains: bool, may_train: bool) -> str:
-            with evaluated(module, self.ctx.device, trains=trains), called_eagerly(module), self.ranks.agreeing():
+            with evaluated(module, self.ctx.device, trains=trains), called_eagerly(module), self.agreeing():
                 return attempted(self.ranks, attempt, may_train=may_train)
 
         problem = problem_in(trains=False, may_train=module.training)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, cast
 
@@ -30,7 +31,7 @@ class HeadCall:
         autocast: dtype of autocast then; None where it was off, and for float64, which stays.
         grad: whether autograd recorded then.
         kept: copies of parameters that are resharded before they are needed; None for the layer's parameters.
-        hooks: hooks by which torch.distributed waits for the backward to begin.
+        hooks: hooks by which torch.distributed waits for the backward to begin, by number.
     """
 
     __slots__ = ("autocast", "forward", "grad", "head", "hidden", "hooks", "kept")
@@ -42,14 +43,14 @@ class HeadCall:
         self.autocast = None if hidden.dtype == torch.float64 else autocast_dtype(hidden.device.type)
         self.grad = torch.is_grad_enabled()
         self.kept = None if self.grad or not self.head.accel_reshards else _copies(self.head)
-        self.hooks: list[Callable[[Tensor], Any]] = []
+        self.hooks = OrderedDict[int, Callable[[Tensor], Any]]()
 
     def detached(self) -> HeadCall:
         """Return the same call without autograd."""
         found = copy.copy(self)
         found.hidden = self.hidden.detach()
         found.grad = False
-        found.hooks = []
+        found.hooks = OrderedDict[int, Callable[[Tensor], Any]]()
         return found
 
     def run(self, function: Callable[[Tensor], Any] | None = None) -> Any:
@@ -68,7 +69,7 @@ class HeadCall:
     def hooked(self, output: Tensor) -> Tensor:
         """Return the output with the hooks that run when the backward begins at it."""
         if output.requires_grad:
-            for hook in self.hooks:
+            for hook in self.hooks.values():
                 _ = cast(Any, output).register_hook(hook)
         return output
 

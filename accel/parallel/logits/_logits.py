@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from accel.comm import adopt, copied
 from accel.comm._units import users_line
@@ -237,8 +238,9 @@ class DeferredLogits(Tensor):
     def _noted(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the placeholder of an operation's result, or a loss; None where real logits are needed."""
         if name == "register_hook" and is_library_hook(args[0]):
-            self.call.hooks.append(args[0])
-            return _Removable(self.call.hooks, args[0])
+            handle = RemovableHandle(self.call.hooks)
+            self.call.hooks[handle.id] = args[0]
+            return handle
         if func is functional.cross_entropy:
             return self._cross_entropy(*args, **kwargs)
         is_recorded = torch.is_grad_enabled() or not self.call.grad
@@ -284,19 +286,6 @@ class DeferredLogits(Tensor):
         return self.loss(
             target, weight=weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
         )
-
-
-class _Removable:
-    """A handle of a hook."""
-
-    def __init__(self, hooks: list[Callable[[Tensor], Any]], hook: Callable[[Tensor], Any]) -> None:
-        self._hooks = hooks
-        self._hook = hook
-
-    def remove(self) -> None:
-        """Remove the hook."""
-        if self._hook in self._hooks:
-            self._hooks.remove(self._hook)
 
 
 def _real(each: Any) -> Any:

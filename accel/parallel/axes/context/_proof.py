@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,15 +34,7 @@ _WIDEST = 2**29  # elements of the largest parameter that the proof copies in a 
 
 
 class _FailedAloneError(Exception):
-    """The model fails with all positions, too.
-
-    Attributes:
-        error: of the model.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self.error = error
+    """The model fails with all positions, too, by the error that is the cause."""
 
 
 def attempted(ranks: PositionRanks, attempt: Callable[[], None], *, may_train: bool = False) -> str:
@@ -65,7 +57,7 @@ def attempted(ranks: PositionRanks, attempt: Callable[[], None], *, may_train: b
             may_train = False
         if is_alone and may_train:
             return FAILED_ALONE
-        return _problem_of(error.error if is_alone else error)
+        return _problem_of(cast(Exception, error.__cause__) if is_alone else error)
     return ""
 
 
@@ -118,7 +110,7 @@ def whole_outputs(ranks: PositionRanks, call: Callable[[], list[Tensor]], *, may
             found = call()
         except Exception as error:
             if not may_fail:
-                raise _FailedAloneError(error) from error
+                raise _FailedAloneError from error
             found = None
     ranks.meet(found is None)
     return found
@@ -157,7 +149,7 @@ def _gradients(ranks: PositionRanks, objectives: Sequence[tuple[Tensor, Tensor]]
         try:
             expected = gradients_of(want, parameters)
         except Exception as error:
-            raise _FailedAloneError(error) from error
+            raise _FailedAloneError from error
     own = gradients_of(have, parameters)
     with torch.no_grad():
         largest = max(_norm(each) for each in expected)

@@ -41,23 +41,17 @@ class _Place(NamedTuple):
     name: str
 
 
-class _Group:
-    """The places that a module's forward reads.
-
-    Attributes:
-        places: of the module, or of all modules of its unit; each with the placements of its gradient.
-    """
-
-    def __init__(self) -> None:
-        self.places: list[tuple[_Place, Sequence[Placement]]] = []
+# The places that a module's forward reads, of the module, or of all modules of its unit; each with the placements of
+# its gradient.
+_Places = list[tuple[_Place, "Sequence[Placement]"]]
 
 
 @untraced
-def _enter(group: _Group) -> list[tuple[_Place, nn.Parameter]]:
+def _enter(places: _Places) -> list[tuple[_Place, nn.Parameter]]:
     """Put plain tensors in the place of replicated ones, and return these."""
     plain: dict[int, torch.Tensor] = {}
     stored: list[tuple[_Place, nn.Parameter]] = []
-    for place, placements in group.places:
+    for place, placements in places:
         own = cast(Any, place.module)._parameters
         parameter = own[place.name]
         if not is_dtensor(parameter):
@@ -80,10 +74,10 @@ class SeesPlain(Mixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
-        group: _Group | None = notes_of(cast(nn.Module, self)).get("plain")
-        if group is None:
+        places: _Places | None = notes_of(cast(nn.Module, self)).get("plain")
+        if places is None:
             return super().forward(*args, **kwargs)
-        stored = _enter(group)
+        stored = _enter(places)
         try:
             return super().forward(*args, **kwargs)
         except AttributeError as error:
@@ -94,20 +88,20 @@ class SeesPlain(Mixin):
             _leave(stored)
 
 
-def see_plain(view: ModelView, units: Sequence[str], kept: frozenset[int]) -> Mapping[int, Sequence[_Group]]:
+def see_plain(view: ModelView, units: Sequence[str], kept: frozenset[int]) -> Mapping[int, Sequence[_Places]]:
     """Let modules with parameters that stay whole, and their units, compute with plain tensors.
 
-    Returns groups by the parameter's `id`, for `keep_whole` to fill; parameters of `kept` stay unchanged.
+    Returns places by the parameter's `id`, for `keep_whole` to fill; parameters of `kept` stay unchanged.
     """
-    groups: dict[str, _Group] = {}
-    by_parameter: dict[int, list[_Group]] = {}
+    tables: dict[str, _Places] = {}
+    by_parameter: dict[int, list[_Places]] = {}
     for key, found in _places(view, kept).items():
         unit = next(each for each in units if all(_is_below(path, each) for path, _ in found))
         paths = dict.fromkeys([unit, *(path for path, _ in found)])
-        by_parameter[key] = [groups.setdefault(path, _Group()) for path in paths]
-    modules = {path: view.modules[path] for path in groups}
+        by_parameter[key] = [tables.setdefault(path, []) for path in paths]
+    modules = {path: view.modules[path] for path in tables}
     for path, module in modules.items():
-        note_module(module, plain=groups[path])
+        note_module(module, plain=tables[path])
     add_mixin(list(modules.values()), SeesPlain)
     return by_parameter
 
@@ -115,7 +109,7 @@ def see_plain(view: ModelView, units: Sequence[str], kept: frozenset[int]) -> Ma
 def keep_whole(
     view: ModelView,
     mesh: DeviceMesh,
-    groups: Mapping[int, Sequence[_Group]],
+    tables: Mapping[int, Sequence[_Places]],
     kept: frozenset[int],
     *,
     watch: bool,
@@ -130,8 +124,8 @@ def keep_whole(
             setattr(module, name, new)
         if watch and new.requires_grad:
             watch_whole(new)
-        for group in groups[key]:
-            group.places += [(place, placements) for place in places]
+        for table in tables[key]:
+            table += [(place, placements) for place in places]
 
 
 def _places(view: ModelView, kept: frozenset[int]) -> Mapping[int, Sequence[tuple[str, _Place]]]:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from accel.devices import wide_dtype
 from accel.errors import PrepareError, StageError
-from accel.parallel._calls import unchanged
 from accel.parallel._copies import WideMode, gradients_of
 from accel.parallel._modules import forget, note_module, sharded_roots
 from accel.parallel._private import is_of_inputs
@@ -179,22 +178,32 @@ def _tolerance(tensor: Tensor) -> float:
 def evaluated(module: nn.Module, device: torch.device, *, trains: bool = False) -> Generator[None]:
     """Compute without gradients and without dropout, as a proof does; streams of random numbers stay as they are.
 
-    Modules, buffers and attributes that the forward replaces or changes are put back. `trains`: only layers of dropout
-    change their mode.
+    Modules and names of modes that a model replaces by the length of its inputs are put back. `trains`: only layers of
+    dropout change their mode, and buffers that the forward changes are put back. No mode of operators sees the calls:
+    a function of torch.jit, which loses positions, would keep them under one.
     """
-    before = [(each, dict(each.named_children())) for each in module.modules()]
-    for each, _ in before:
+    before = [(each, each.training, dict(each.named_children()), dict(vars(each))) for each in module.modules()]
+    buffers = [(vars(each)["_buffers"], dict(each.named_buffers(recurse=False))) for each, *_ in before if trains]
+    values = [(each, each.clone()) for each in module.buffers()] if trains else []
+    for each, *_ in before:
         note_module(each, proves=True)
     try:
-        with unchanged(module), isolated_rng(device), torch.no_grad():
-            for each in [each for each in module.modules() if isinstance(each, _DROPOUTS)] if trains else [module]:
-                _ = each.eval()
+        for each in [each for each in module.modules() if isinstance(each, _DROPOUTS)] if trains else [module]:
+            _ = each.eval()
+        with isolated_rng(device), torch.no_grad():
             yield
     finally:
-        for each, children in before:
+        for each, training, children, own in before:
             forget(each, "proves")
             for name in [name for name, child in children.items() if getattr(each, name) is not child]:
                 setattr(each, name, children[name])
+            vars(each).update({name: value for name, value in own.items() if isinstance(value, str)})
+            each.training = training
+        for stored, given in buffers:
+            stored.update(given)
+        with torch.no_grad():
+            for buffer, value in values:
+                _ = buffer.copy_(value)
 
 
 def _of_forward(error: Exception) -> Exception:

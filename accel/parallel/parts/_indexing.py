@@ -178,40 +178,23 @@ def gathered_along(func: Any, args: Args, kwargs: Named) -> Any:
     return placed(torch.gather(rows, dim, own), alignment, ranks)
 
 
-def added_at(func: Any, args: Args, kwargs: Named) -> Any:
-    """index_add, index_copy: along a dimension that all ranks hold."""
-    name = name_of(func)
-    given = named("input dim index source", args, kwargs)
-    target, index, source = given["input"], _alike(given["index"]), given["source"]
-    ranks = ranks_of(target, source)
-    if name.endswith("_") and not isinstance(target, PartTensor):
-        return written_whole(func, args, kwargs)
-    layouts = layouts_of((target, source))
-    dim = given["dim"] % target.dim()
-    if not layouts:
-        own = [target if isinstance(target, PartTensor) else ranks.enter(target), source]
-        layout = None
-    else:
-        layout = RowLayout(layouts[0].dim, finest([each.cut for each in layouts]))
-        if layout.dim == dim or len({each.dim for each in layouts}) > 1:
-            raise no_rule("along the divided dimension")
-        own = [own_rows(each, layout.dim, layout.cut, ranks) for each in (target, source)]
-    if name.endswith("_") and own[0] is not target:
-        raise no_rule("in place, of a tensor that more ranks hold than the other")
-    inside = [each if isinstance(each, PartTensor) or each is not source else ranks.enter(each) for each in own]
-    rows = written_rows(inside[0]) if name.endswith("_") else inside[0]
-    found = func(rows, dim, index, inside[1])
-    return target if name.endswith("_") else make(found, layout, ranks)
+_BY_ROWS = ("index_add", "index_copy", "index_add_", "index_copy_")
+_BY_ELEMENTS = ("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_")
 
 
 def scattered(func: Any, args: Args, kwargs: Named) -> Any:
-    """scatter, scatter_add, scatter_reduce: along a dimension that all ranks hold, to as many rows as the index has."""
+    """scatter, scatter_add, scatter_reduce, index_add, index_copy: along a dimension that all ranks hold, to as many
+    rows as the index has."""
     name = name_of(func)
-    given = named("input dim index src reduce", args, kwargs)
+    takes_rows = name in _BY_ROWS  # by an index of one dimension
+    given = named("input dim index source" if takes_rows else "input dim index src reduce", args, kwargs)
     target = given.pop("input")
+    if takes_rows:
+        given["index"] = _alike(given["index"])
     if not isinstance(given.get("src", target), Tensor):
         given["value"] = given.pop("src")
-    tensors = {"input": target, **{key: each for key, each in given.items() if isinstance(each, Tensor)}}
+    cut = [key for key, each in given.items() if isinstance(each, Tensor) and not (takes_rows and key == "index")]
+    tensors = {"input": target, **{key: given[key] for key in cut}}
     ranks = ranks_of(*tensors.values())
     if name.endswith("_") and not isinstance(target, PartTensor):
         return written_whole(func, args, kwargs)
@@ -236,8 +219,5 @@ RULES = {
     "__setitem__": put,
     "index_select": index_select,
     "gather": gathered_along,
-    **dict.fromkeys(("index_add", "index_copy", "index_add_", "index_copy_"), added_at),
-    **dict.fromkeys(
-        ("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"), scattered
-    ),
+    **dict.fromkeys((*_BY_ROWS, *_BY_ELEMENTS), scattered),
 }

@@ -254,8 +254,12 @@ _VALUES = (int, float, str, type(None), torch.Tensor)
 
 
 @contextlib.contextmanager
-def unchanged(model: nn.Module) -> Generator[None]:
-    """Put parameters, buffers, and attributes of modules, back behind a forward that is none of the user's."""
+def unchanged(model: nn.Module, *, is_seen: bool = True) -> Generator[None]:
+    """Put parameters, buffers, and attributes of modules, back behind a forward that is none of the user's.
+
+    `is_seen`: whether a mode of operators sees the forward, and copies what it changes; else all tensors but parameters
+    are copied before. Under a mode, functions of torch.jit keep the class of parts of tensors, which they lose.
+    """
     modules = [(each, dict(vars(each)), dict(each.named_buffers(recurse=False))) for each in model.modules()]
     hooked = _hooks_of(model)
     values = [value for _, held, _ in modules for value in held.values()]
@@ -263,8 +267,10 @@ def unchanged(model: nn.Module) -> Generator[None]:
     present = [each for each in (*model.parameters(), *model.buffers(), *tensors) if not is_absent(each)]
     streams = [(each, state) for each in values if (state := stream_state(each)) is not None]
     kept = _KeptValues(present)
+    if not is_seen:
+        kept.before += [(each, each.detach().clone()) for each in present if not isinstance(each, nn.Parameter)]
     try:
-        with kept:
+        with kept if is_seen else contextlib.nullcontext():
             yield
     finally:
         installed = not _hooks_of(model) <= hooked  # hooks stay, and so does a flag that notes them, as in transformers

@@ -203,6 +203,34 @@ def test_a_stage_that_computes_something_else_is_refused_on_all_ranks(ranks: Sim
     assert all(each.startswith(said[case]) for each in ranks.run(rank, 4, default_group=True))
 
 
+def gated(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.7 * x)
+
+
+class Losing(nn.Module):
+    """Attention behind a function of torch.jit, which loses positions."""
+
+    def __init__(self, *, loses: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.gate = torch.jit.script(gated) if loses else gated
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.gate(self.linear(x))
+        return h + (h @ h.transpose(1, 2)).softmax(-1) @ h
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_stage_that_loses_positions_is_refused(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh=MESH)
+        model = nn.Sequential(*(Losing(loses=at == 3) for at in range(4)))
+        with pytest.raises(PrepareError):
+            step(ctx, model, torch.randn(4, LENGTH, 8))
+
+    _ = ranks.run(rank, 4, default_group=True)
+
+
 class Numbers(nn.Module):
     """Makes numbers of positions and a mask with -inf, which the last layer reads."""
 

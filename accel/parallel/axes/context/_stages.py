@@ -168,7 +168,7 @@ class StagePositions(Positions):
         """Run stage after stage; return the problem of one, "" for none. A collective."""
 
         def problem_of(trial: StageTrial) -> str:
-            with unchanged(trial.module), self.agreeing():
+            with unchanged(trial.module, is_seen=False), self.agreeing():
                 return attempted(self.ranks, partial(attempt, trial))
 
         problem = ""

@@ -59,6 +59,11 @@ def matching(paths: Iterable[str], pattern: str) -> list[str]:
     return [path for path in paths if rule.fullmatch(path) and (path or not pattern)]
 
 
+def is_in(path: str, around: str) -> bool:
+    """Return whether a module is another one or inside of it."""
+    return not around or path == around or path.startswith(f"{around}.")
+
+
 def written_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module behind the classes that parallelism has put before it, such as the first block's class."""
     fsdp = sys.modules.get("torch.distributed.fsdp")

@@ -345,7 +345,16 @@ def check_inputs(ctx: DistContext, known: Mapping[str, Any], *, is_pair: bool) -
     if isinstance(mask, Tensor) and not isinstance(mask, PartTensor) and tokens is not None:
         own = tokens.shape[1]
         if mask.shape[-1] != (own if mask.ndim == 2 else own * ctx.axis("cp").size):
-            raise mask_refused(mask)
+            raise ConfigError(
+                "a mask of other positions",
+                expected="attention_mask of the own tokens, [batch, own], or of the own queries and all keys, "
+                "[batch, 1 or heads, own, length]",
+                got=f"shape {list(mask.shape)}",
+                where="attention on a mesh with cp",
+                fix="Cut a mask of tokens by accel.parallel.split_sequence, and of a mask of pairs the queries alone: "
+                "split_sequence(ctx, {'mask': mask}, dim=2). Packed documents are marked by position_ids that begin "
+                "anew.",
+            )
     if known.get("start_positions") is not None or (
         known.get("labels") is not None and known.get("shift_labels") is None
     ):
@@ -356,19 +365,6 @@ def check_inputs(ctx: DistContext, known: Mapping[str, Any], *, is_pair: bool) -
             where=FORWARD,
             fix="Pass labels=part['labels'], shift_labels=part['labels'], of accel.parallel.split_sequence.",
         )
-
-
-def mask_refused(mask: Tensor) -> ConfigError:
-    """Return the error of a mask of neither the own tokens nor own queries and all keys."""
-    return ConfigError(
-        "a mask of other positions",
-        expected="attention_mask of the own tokens, [batch, own], or of the own queries and all keys, "
-        "[batch, 1 or heads, own, length]",
-        got=f"shape {list(mask.shape)}",
-        where="attention on a mesh with cp",
-        fix="Cut a mask of tokens by accel.parallel.split_sequence, and of a mask of pairs the queries alone: "
-        "split_sequence(ctx, {'mask': mask}, dim=2). Packed documents are marked by position_ids that begin anew.",
-    )
 
 
 def refuse_reentrant(module: nn.Module) -> None:

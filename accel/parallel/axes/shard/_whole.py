@@ -18,7 +18,7 @@ from accel.comm import own_gradient
 from accel.errors import PrepareError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._leftovers import await_mean, awaited_of, watch_whole
-from accel.parallel._modules import note_module, notes_of
+from accel.parallel._modules import is_in, note_module, notes_of
 from accel.parallel._private import is_no_parameter, untraced
 from accel.parallel._spread import ModelView
 from accel.parallel._watches import computed_as_kept
@@ -96,7 +96,7 @@ def see_plain(view: ModelView, units: Sequence[str], kept: frozenset[int]) -> Ma
     tables: dict[str, _Places] = {}
     by_parameter: dict[int, list[_Places]] = {}
     for key, found in _places(view, kept).items():
-        unit = next(each for each in units if all(_is_below(path, each) for path, _ in found))
+        unit = next(each for each in units if all(is_in(path, each) for path, _ in found))
         paths = dict.fromkeys([unit, *(path for path, _ in found)])
         by_parameter[key] = [tables.setdefault(path, []) for path in paths]
     modules = {path: view.modules[path] for path in tables}
@@ -136,10 +136,6 @@ def _places(view: ModelView, kept: frozenset[int]) -> Mapping[int, Sequence[tupl
             if stays_whole(parameter) and id(parameter) not in kept:
                 found.setdefault(id(parameter), []).append((path, _Place(module, name)))
     return found
-
-
-def _is_below(path: str, unit: str) -> bool:
-    return not unit or f"{path}.".startswith(f"{unit}.")
 
 
 def _replicated(

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from accel.errors import PrepareError
-from accel.parallel._modules import named_modules
+from accel.parallel._modules import is_in, named_modules
 from accel.parallel.axes.tensor._dependence import Candidate, Layouts, NeededRows, dependent_layouts, pattern_of
 from accel.parallel.axes.tensor._prove import drawn_inputs, prove, redrawn, run_valued, short
-from accel.parallel.axes.tensor._rules import is_in, rules_of
+from accel.parallel.axes.tensor._rules import rules_of
 from accel.parallel.axes.tensor._styles import Regions, is_linear, output_dim
 from accel.parallel.axes.tensor._trace import ForwardTrace, ModuleCall, facts_of
 from accel.parallel.parts import RowLayout

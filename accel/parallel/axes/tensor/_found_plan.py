@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from accel.errors import PrepareError
 from accel.parallel._blocks import block_groups, outermost_groups
-from accel.parallel._modules import example_of, named_modules, without_cache
+from accel.parallel._modules import example_of, is_in, named_modules, without_cache
 from accel.parallel.axes.tensor._dependence import Layouts, pattern_of
 from accel.parallel.axes.tensor._found import LARGEST, PlanSearch, Styles, inside, words_of
 from accel.parallel.axes.tensor._prove import Verdict, prove, short, tokens_refused
-from accel.parallel.axes.tensor._rules import is_in
 from accel.parallel.axes.tensor._styles import Regions, is_adapted, is_linear, output_dim, problems_of
 from accel.parallel.axes.tensor._trace import (
     ForwardTrace,

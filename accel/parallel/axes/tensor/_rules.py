@@ -14,7 +14,7 @@ from accel.errors import PrepareError
 from accel.errors._checks import did_you_mean
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._blocks import block_groups, outermost_groups
-from accel.parallel._modules import RANKS, has_parameters, matching, named_modules, note_module
+from accel.parallel._modules import RANKS, has_parameters, is_in, matching, named_modules, note_module
 from accel.parallel.axes.tensor._dependence import pattern_of
 from accel.parallel.axes.tensor._layers import Layer, ReadList, Recurrent, mixin_for
 from accel.parallel.axes.tensor._part_layers import GraphedCall, LayerRanks, PartParameters, RegionEnd, exchanges_of
@@ -283,11 +283,6 @@ def _with_aliases(model: nn.Module, rules: Mapping[str, Rule], styles: Mapping[s
         if path not in styles and named and all(each != path and is_in(each, path) for each, _ in named.values()):
             found[path] = msgspec.structs.replace(rule, dims={name: dim for name, (_, dim) in named.items()})
     return found
-
-
-def is_in(path: str, around: str) -> bool:
-    """Return whether a module is another one or inside of it."""
-    return not around or path == around or path.startswith(f"{around}.")
 
 
 def _tied_problems(model: nn.Module, rules: Mapping[str, Rule]) -> list[str]:

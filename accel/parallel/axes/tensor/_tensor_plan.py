@@ -15,9 +15,9 @@ from accel.errors import PrepareError
 from accel.errors._checks import check_choice
 from accel.mixins import Mixin
 from accel.parallel._blocks import block_groups, outermost_groups
-from accel.parallel._modules import example_of, matching, named_modules
+from accel.parallel._modules import example_of, is_in, matching, named_modules
 from accel.parallel.axes.tensor._found_plan import FoundPlan, found_plan
-from accel.parallel.axes.tensor._rules import is_in, modules_around, passed_over
+from accel.parallel.axes.tensor._rules import modules_around, passed_over
 from accel.parallel.axes.tensor._styles import COLWISE, is_foreign, is_linear
 from accel.tensors import word_layers
 from accel.topology import HeadStyle, TensorStyle
@@ -238,7 +238,7 @@ def _from_declared(model: nn.Module, path: str, declared: Mapping[str, str]) -> 
     found: dict[str, TensorStyle] = {}
     experts = [pattern for pattern, style in declared.items() if style == _EXPERTS]
     for pattern, style in declared.items():
-        if any(f"{pattern}.".startswith(f"{each}.") for each in experts):
+        if any(is_in(pattern, each) for each in experts):
             continue
         hits = matching(paths, pattern)
         parameters = matching((name for name, _ in inner.named_parameters()), pattern)

@@ -268,7 +268,7 @@ def unchanged(model: nn.Module, *, is_seen: bool = True) -> Generator[None]:
     streams = [(each, state) for each in values if (state := stream_state(each)) is not None]
     kept = _KeptValues(present)
     if not is_seen:
-        kept.before += [(each, each.detach().clone()) for each in present if not isinstance(each, nn.Parameter)]
+        kept.before += [(each, each.detach().clone()) for each in present if _can_be_written(each)]
     try:
         with kept if is_seen else contextlib.nullcontext():
             yield
@@ -289,6 +289,13 @@ def unchanged(model: nn.Module, *, is_seen: bool = True) -> Generator[None]:
             for tensor, before in kept.before:
                 if is_dtensor(tensor) or tensor.untyped_storage().size():  # a unit of `fully_shard` frees some
                     _ = tensor.copy_(before)
+
+
+def _can_be_written(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is no parameter, and each of its elements has separate memory."""
+    if isinstance(tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    return all(stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _hooks_of(model: nn.Module) -> frozenset[int]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -213,19 +214,21 @@ class Losing(nn.Module):
     def __init__(self, *, loses: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
+        self.repeated = torch.ones(1).expand(8)  # of one element in memory
         self.gate = torch.jit.script(gated) if loses else gated
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.gate(self.linear(x))
+        h = self.gate(self.linear(x)) * self.repeated
         return h + (h @ h.transpose(1, 2)).softmax(-1) @ h
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_stage_that_loses_positions_is_refused(ranks: Simulator) -> None:
+@pytest.mark.parametrize("loses", [True, False])
+def test_a_stage_that_loses_positions_is_refused(ranks: Simulator, *, loses: bool) -> None:
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh=MESH)
-        model = nn.Sequential(*(Losing(loses=at == 3) for at in range(4)))
-        with pytest.raises(PrepareError):
+        model = nn.Sequential(*(Losing(loses=loses and at == 3) for at in range(4)))
+        with pytest.raises(PrepareError) if loses else contextlib.nullcontext():
             step(ctx, model, torch.randn(4, LENGTH, 8))
 
     _ = ranks.run(rank, 4, default_group=True)

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 
 from accel.errors import PrepareError, StepError
@@ -20,11 +22,12 @@ from accel.parallel._modules import (
     note_prepared,
     note_tensor,
     prepared_of,
+    refuse_assigned,
     tensor_notes,
     unwrap_model,
     written_class,
 )
-from accel.parallel._private import hook_count
+from accel.parallel._private import forward_pre_hooks, hook_count
 from accel.tensors import is_dtensor, is_in_base, local_part, split_dims
 from accel.topology import Dimension, has_unknown_axis
 from accel.topology._axes import Axis
@@ -44,6 +47,19 @@ def label_parameters(
     for name, parameter in named.items():
         needs = needed and not name.startswith(spared)
         note_tensor(parameter, name=name, needed=needs, viewed=viewed, memory=memory_of(parameter))
+
+
+def refuse_assigned_in_forwards(model: nn.Module) -> None:
+    """Let forwards of a model raise `StepError` after a line `parameter.data = values` for a DTensor, which has no
+    effect. Mutates the model by a hook."""
+    shards = tuple(each for each in model.parameters() if is_dtensor(each))
+    if shards and not any(getattr(each, "func", None) is _check_shards for each in forward_pre_hooks(model).values()):
+        _ = model.register_forward_pre_hook(partial(_check_shards, shards), prepend=True)
+
+
+def _check_shards(shards: Sequence[torch.Tensor], _model: nn.Module, _inputs: object) -> None:
+    if not is_dynamo_compiling():
+        refuse_assigned(shards, "forward")
 
 
 class Replicated(NamedTuple):

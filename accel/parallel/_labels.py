@@ -188,7 +188,8 @@ def check_exchanged(rank: int, parameters: Iterable[torch.Tensor]) -> None:
             fix="Call the model that prepare returned, outside of no_sync, and set requires_grad before preparing. Name"
             " what is called instead: accel.prepare_model(ctx, model, plan=accel.parallel.Plan(methods=("
             '"encode",))).'
-            " Gradients of your own go into DDP's by parameter.grad.copy_(...).",
+            " Gradients of your own go into DDP's by parameter.grad.copy_(...). Without a backward, make them alike on"
+            " all ranks by accel.reduce, and call optimizer.step().",
         )
 
 

@@ -129,12 +129,13 @@ def message_of(function: object) -> str:
     module = getattr(function, "__module__", "")
     name = str(getattr(function, "__name__", "")).partition(".")[0]  # without the overload of an operator
     if module in _MESSAGE_OPERATORS:
-        return "" if name in _NO_MESSAGES else f"torch.distributed.{name.rstrip('_')}"
+        name = name.strip("_")
+        return "" if name in _NO_MESSAGES else f"torch.distributed.{name}"
     return f"torch.distributed.{name}" if module == "torch.distributed.distributed_c10d" else ""
 
 
 _MESSAGE_OPERATORS = ("torch._ops.c10d", "torch._ops._c10d_functional", "torch._ops._c10d_functional_autograd")
-_NO_MESSAGES = ("wait_tensor", "_wrap_tensor_autograd", "check_for_nan")
+_NO_MESSAGES = ("wait_tensor", "wrap_tensor_autograd", "check_for_nan")
 
 
 def refuse_to_world(function: object, args: Sequence[object], kwargs: Mapping[str, object]) -> None:

@@ -49,11 +49,12 @@ def label_parameters(
         note_tensor(parameter, name=name, needed=needs, viewed=viewed, memory=memory_of(parameter))
 
 
-def refuse_assigned_in_forwards(model: nn.Module) -> None:
+def refuse_assigned_in_forwards(model: nn.Module, parameters: Iterable[torch.Tensor]) -> None:
     """Let forwards of a model raise `StepError` after a line `parameter.data = values` for a DTensor, which has no
-    effect. Mutates the model by a hook."""
-    shards = tuple(each for each in model.parameters() if is_dtensor(each))
+    effect. Mutates the model by a hook. `parameters`: the model's, or those that were replaced."""
+    shards = tuple(each for each in map(current_parameter, parameters) if is_dtensor(each))
     if shards and not any(getattr(each, "func", None) is _check_shards for each in forward_pre_hooks(model).values()):
+        # before the hooks of `fully_shard` gather
         _ = model.register_forward_pre_hook(partial(_check_shards, shards), prepend=True)
 
 

@@ -260,7 +260,7 @@ def _spread_alike(
 def _watch(ctx: DistContext, view: ModelView, model: nn.Module) -> None:
     """Look at the model's first forwards: whether autocast is on, and which buffers change. Let all refuse assigned
     shards."""
-    refuse_assigned_in_forwards(unwrap_model(model))
+    refuse_assigned_in_forwards(unwrap_model(model), view.parameters.values())
     if "precision" in ctx.launched and ctx.precision.compute in ("bf16", "fp16") and ctx.precision.params is None:
         watch_autocast(model, ctx.device.type, ctx.precision.compute)
     if view.buffers:

@@ -54,7 +54,7 @@ def test_replicas_step_with_clipped_gradients_of_each_sample(ranks: Simulator) -
 @pytest.mark.parametrize(
     ("mesh", "strategy", "kind", "fields"),
     [
-        ("dp=2", "fsdp", ConfigError, {"problem": "other parameters", "fix": r"copy\.load_state_dict"}),
+        ("dp=2", "fsdp", ConfigError, {"problem": "other parameters", "fix": r"plain\.load_state_dict"}),
         ("tp=2", "ddp", PrepareError, {"got": r"torch\.func"}),
     ],
 )

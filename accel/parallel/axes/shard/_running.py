@@ -83,9 +83,8 @@ def _with_other_parameters(unit: nn.Module) -> ConfigError:
         expected="vmap, grad or jacrev of functions of the inputs",
         got=f"torch.func.functional_call of {written_class(unit).__name__}",
         where="forward of a model by the strategy fsdp",
-        fix="Compute it with a plain copy, made before accel.prepare and loaded by "
-        "copy.load_state_dict(accel.get_state_dict(ctx, model, dst=None)). Under the strategy ddp: "
-        "torch.func.functional_call(accel.unwrap_model(model), ...).",
+        fix="Compute it with a plain copy, made before accel.prepare: plain.load_state_dict(accel.get_state_dict(ctx, "
+        "model, dst=None)). Under the strategy ddp, accel.unwrap_model(model) is plain.",
     )
 
 

@@ -47,6 +47,7 @@ INSERTED = (
     Inserted("PositionRegion", "parallel/axes/context/_inner.py", "prepare_model: cp"),
     Inserted("PartRegion", "parallel/parts/_region.py", "prepare_model: tp"),
     Inserted("GraphedCall", "parallel/axes/tensor/_part_layers.py", "prepare_model: tp"),
+    Inserted("WholeBuffers", "parallel/parts/_region.py", "prepare_model: tp, cp"),
     Inserted("EndedUnit", "parallel/axes/shard/_running.py", "prepare_model: fsdp"),
     # A call of the unit copies and fills containers anew.
     Inserted("CalledUnit", "parallel/axes/shard/_running.py", "prepare_model: fsdp"),

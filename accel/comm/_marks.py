@@ -35,7 +35,7 @@ class Uncompared:
 # record made afresh, is not marked. A record finds its own by its weak references, so that no context is needed.
 Subject = Literal[
     "followed", "spent", "left", "watched", "passed", "broken off", "deferred", "replaced", "narrow", "noted",
-    "stepped", "agreed", "axes", "cut",
+    "stepped", "agreed", "axes", "cut", "advanced",
 ]  # fmt: skip
 
 

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models and tensors without memory, random numbers for them, and the FLOPs of operators."""
+"""Models and tensors without memory, random numbers for them, and the FLOPs and messages of operators."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
+from types import FunctionType
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from accel.comm import mark_recording
+from accel.errors import StageError
 from accel.fakes import fake_mode, is_fake
 from accel.mixins import add_mixin
 from accel.parallel._copies import copied_model
@@ -120,8 +124,50 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
 
 
+def message_of(function: object) -> str:
+    """Return the name of a function or operator that sends messages by torch.distributed; "" for any other."""
+    module = getattr(function, "__module__", "")
+    name = str(getattr(function, "__name__", "")).partition(".")[0]  # without the overload of an operator
+    if module in _MESSAGE_OPERATORS:
+        name = name.strip("_")
+        return "" if name in _NO_MESSAGES else f"torch.distributed.{name}"
+    return f"torch.distributed.{name}" if module == "torch.distributed.distributed_c10d" else ""
+
+
+_MESSAGE_OPERATORS = ("torch._ops.c10d", "torch._ops._c10d_functional", "torch._ops._c10d_functional_autograd")
+_NO_MESSAGES = ("wait_tensor", "wrap_tensor_autograd", "check_for_nan")
+
+
+def refuse_to_world(function: object, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+    """Raise `StageError` if the forward of a pipelined model sends a message to all ranks: one stage runs it."""
+    name, world = message_of(function), dist.group.WORLD
+    if not name or world is None:
+        return
+    given = [each for each in map(_group_of, (*args, *kwargs.values())) if each is not None]
+    if world in given or world.group_name in given or (not given and isinstance(function, FunctionType)):
+        raise StageError(
+            "a forward sends a message to all ranks, but one stage runs it",
+            expected=f"{name} with the group of ranks that have the same stage",
+            got="all ranks",
+            where="forward of a pipelined model",
+            fix="Pass the group of the ranks along dp, from accel.group_of. Without such ranks, send nothing.",
+        )
+
+
+def _group_of(argument: Any) -> object:
+    """The group that an argument names, of an operator that has one; None for other arguments."""
+    if isinstance(argument, torch.ScriptObject):
+        with contextlib.suppress(TypeError, RuntimeError):  # another object, such as the kind of a reduction
+            return cast(Any, dist.ProcessGroup).unbox(argument)
+    return argument if isinstance(argument, str | dist.ProcessGroup) else None
+
+
 def run_operator(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator, on fake tensors or real ones. torch supports grouped matmuls of fake tensors only in bf16."""
+    """Run an operator of a recorded forward, on fake tensors or real ones.
+
+    torch supports grouped matmuls of fake tensors only in bf16. Raises `StageError` for a message to all ranks.
+    """
+    refuse_to_world(func, args, kwargs)
     if func is not torch.ops.aten._grouped_mm.default or not is_fake(args[0]):
         return func(*args, **kwargs)
     narrow = [each.to(torch.bfloat16) for each in args[:2]]

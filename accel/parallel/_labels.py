@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 
 from accel.comm import ranks_around
@@ -21,11 +23,12 @@ from accel.parallel._modules import (
     note_prepared,
     note_tensor,
     prepared_of,
+    refuse_assigned,
     tensor_notes,
     unwrap_model,
     written_class,
 )
-from accel.parallel._private import hook_count
+from accel.parallel._private import forward_pre_hooks, hook_count
 from accel.tensors import is_dtensor, is_in_base, local_part, split_dims
 from accel.topology import Dimension, has_unknown_axis
 from accel.topology._axes import Axis
@@ -45,6 +48,20 @@ def label_parameters(
     for name, parameter in named.items():
         needs = needed and not name.startswith(spared)
         note_tensor(parameter, name=name, needed=needs, viewed=viewed, memory=memory_of(parameter))
+
+
+def refuse_assigned_in_forwards(model: nn.Module, parameters: Iterable[torch.Tensor]) -> None:
+    """Let forwards of a model raise `StepError` after a line `parameter.data = values` for a DTensor, which has no
+    effect. Mutates the model by a hook. `parameters`: the model's, or those that were replaced."""
+    shards = tuple(each for each in map(current_parameter, parameters) if is_dtensor(each))
+    if shards and not any(getattr(each, "func", None) is _check_shards for each in forward_pre_hooks(model).values()):
+        # before the hooks of `fully_shard` gather
+        _ = model.register_forward_pre_hook(partial(_check_shards, shards), prepend=True)
+
+
+def _check_shards(shards: Sequence[torch.Tensor], _model: nn.Module, _inputs: object) -> None:
+    if not is_dynamo_compiling():
+        refuse_assigned(shards, "forward")
 
 
 class Replicated(NamedTuple):
@@ -163,7 +180,8 @@ def check_exchanged(rank: int, parameters: Iterable[torch.Tensor]) -> None:
             fix="Call the model that prepare returned, outside of no_sync, and set requires_grad before preparing. Name"
             " what is called instead: accel.prepare_model(ctx, model, plan=accel.parallel.Plan(methods=("
             '"encode",))).'
-            " Gradients of your own go into DDP's by parameter.grad.copy_(...).",
+            " Gradients of your own go into DDP's by parameter.grad.copy_(...). Without a backward, make them alike on"
+            " all ranks by accel.reduce, and call optimizer.step().",
         )
 
 

@@ -19,7 +19,12 @@ from accel.parallel._compile import compile_model
 from accel.parallel._empty import allocate_empty, expect_values, move_model, stays_empty
 from accel.parallel._engines import engine_of
 from accel.parallel._entries import add_entries, check_methods, lead_entries
-from accel.parallel._labels import keep_state_on_host_, label_parameters, name_of
+from accel.parallel._labels import (
+    keep_state_on_host_,
+    label_parameters,
+    name_of,
+    refuse_assigned_in_forwards,
+)
 from accel.parallel._modules import note_prepared, notes_of, sharded_units, unwrap_model
 from accel.parallel._offload import use_streams
 from accel.parallel._private import compile_in_place, is_compiled, is_wrapper
@@ -253,7 +258,9 @@ def _spread_alike(
 
 
 def _watch(ctx: DistContext, view: ModelView, model: nn.Module) -> None:
-    """Look at the model's first forwards: whether autocast is on, and which buffers change."""
+    """Look at the model's first forwards: whether autocast is on, and which buffers change. Let all refuse assigned
+    shards."""
+    refuse_assigned_in_forwards(unwrap_model(model), view.parameters.values())
     if "precision" in ctx.launched and ctx.precision.compute in ("bf16", "fp16") and ctx.precision.params is None:
         watch_autocast(model, ctx.device.type, ctx.precision.compute)
     if view.buffers:

@@ -339,12 +339,6 @@ def is_of_inputs(error: Exception) -> bool:
     return is_known and not isinstance(error, AccelError) and not mixes_dtensors(error)
 
 
-def message_of(function: object) -> str:
-    """Return the name of a function that sends messages by torch.distributed; "" for any other."""
-    is_message = getattr(function, "__module__", "") == "torch.distributed.distributed_c10d"
-    return f"torch.distributed.{cast(Any, function).__name__}" if is_message else ""
-
-
 def has_hooks(parameter: torch.Tensor) -> bool:
     """Return whether somebody registered a hook on a parameter or on the accumulation of its gradient."""
     each = cast(Any, parameter)

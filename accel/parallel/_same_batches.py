@@ -23,7 +23,7 @@ from accel.devices import wide_dtype
 from accel.errors import DataError, TreeError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import is_pipelined, note_prepared, prepared_of
-from accel.parallel._private import is_no_parameter, mixes_dtensors
+from accel.parallel._private import in_function_transform, is_no_parameter, mixes_dtensors
 from accel.parallel._sharded import load_plain
 from accel.parallel._spread import ModelView
 from accel.parallel._watches import computed_as_kept
@@ -120,7 +120,7 @@ class _Compared(Mixin, nn.Module):
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)
         watch: SameBatches | None = prepared_of(self).get("same_batches")
-        if watch is not None and watch.awaited:
+        if watch is not None and watch.awaited and not in_function_transform():  # values that no message has
             watch.compare(_listed(args, kwargs), trains=self.training)
         try:
             return super().__call__(*args, **kwargs)

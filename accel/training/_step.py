@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -385,12 +386,29 @@ def _end(
             engine.clear(ctx, optimizers)
         return
     for each in schedulers:
-        each.step()
+        _advance(ctx, each)
     for each in begun_here(ctx, optimizers) if engine is None else ():
         warn_unstorable(each)
     if ctx.device.type == "xla":
         # XLA only records up to here: the step's graph is cut and run now, once a step.
         xla.end_step()
+
+
+def _advance(ctx: DistContext, scheduler: LRScheduler) -> None:
+    """Step a scheduler; warn once if the loop has stepped it too since the latest step."""
+    mark = ctx.comm.marks.find(scheduler, "advanced")
+    is_twice = mark is not None and mark.note is not None and scheduler.last_epoch == cast(int, mark.note) + 1
+    if is_twice and ctx.is_main_process:
+        logging.getLogger("accel.training").warning(_TWICE, type(scheduler).__name__)
+    scheduler.step()
+    is_known = is_twice or (mark is not None and mark.note is None)
+    ctx.comm.marks.put(scheduler, "advanced", None if is_known else scheduler.last_epoch)
+
+
+_TWICE = (
+    "%s took a step between two optimizer steps that step it too, so its learning rate runs ahead: leave out "
+    "scheduler.step(), or scheduler= of optimizer_step"
+)
 
 
 def _check_not_exhausted(schedulers: Iterable[LRScheduler]) -> None:

@@ -93,6 +93,25 @@ def test_a_model_that_fails_in_evaluation_mode_is_proved_in_training_mode(ranks:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+class DroppedOnly(TrainedOnly):
+    """Drops weights of two attentions and activations by functions, in training, which is the only mode it has."""
+
+    def __init__(self, fails: str) -> None:
+        super().__init__(fails)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.5, batch_first=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = functional.dropout(super().forward(ids), 0.5, self.training)
+        x = x + functional.scaled_dot_product_attention(x, x, x, None, 0.5 if self.training else 0.0)
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
+def test_dropout_by_functions_is_off_in_such_a_proof(ranks: Simulator) -> None:
+    """A rank draws other masks of attention than one process, so a proof with dropout found other outputs."""
+    for found in ranks.run(lambda ctx: _steps(ctx, DroppedOnly, "forward"), 2, default_group=True):
+        assert all(torch.isfinite(each).all() for each in found[1].values())
+
+
 def test_wrong_gradients_of_such_a_model_are_refused(ranks: Simulator) -> None:
     with assert_raises(PrepareError, got="a gradient of a parameter"):
         _ = ranks.run(lambda ctx: _steps(ctx, Wrong, "forward"), 2, default_group=True)

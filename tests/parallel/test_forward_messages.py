@@ -11,6 +11,7 @@ from catching import assert_raises
 from processes import job, run_ranks
 from steps import begin_batch
 from torch import Tensor, distributed, nn
+from torch.distributed import _functional_collectives
 
 import accel
 from accel.errors import PrepareError, StageError
@@ -31,43 +32,70 @@ class Gathering(nn.Module):
         return x @ torch.cat(found).t()
 
 
-def prepare_tensor(ctx: accel.DistContext) -> None:
+class Functional(Gathering):
+    """Adds a sum over all ranks, by an operator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(torch.relu(self.up(x)))
+        return x + _functional_collectives.all_reduce(x.detach(), "sum", distributed.group.WORLD)
+
+
+class Waiting(Gathering):
+    """Waits for all ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        distributed.barrier()
+        return self.down(torch.relu(self.up(x)))
+
+
+def prepare_tensor(ctx: accel.DistContext, kind: type[nn.Module], name: str) -> None:
     ctx = accel.replace(ctx, mesh="tp=2")
-    with assert_raises(PrepareError, got=r"its forward calls torch\.distributed\.all_gather"):
-        _ = accel.prepare_model(ctx, Gathering(), example=torch.randn(4, 8))
+    with assert_raises(PrepareError, got=rf"its forward calls torch\.distributed\.{name}"):
+        _ = accel.prepare_model(ctx, kind(), example=torch.randn(4, 8))
 
 
-def run_stages(ctx: accel.DistContext) -> None:
+def run_stages(ctx: accel.DistContext, kind: type[nn.Module], name: str) -> None:
     ctx = accel.replace(ctx, mesh="pp=2")
     x, plan = torch.randn(4, 8), accel.parallel.Plan(micro_batches=2)
-    model = accel.prepare_model(ctx, Gathering(), plan=plan, example=x)
 
-    with assert_raises(StageError, problem="sends a message to all ranks"):
+    with assert_raises(StageError, problem="sends a message to all ranks", expected=rf"torch\.distributed\.{name}"):
+        model = accel.prepare_model(ctx, kind(), plan=plan, example=x)
         _ = accel.forward_backward(ctx, model, begin_batch(ctx), x, loss_fn=torch.sum, weight=4)
 
 
-def test_a_plan_is_not_searched_in_them(ranks: Simulator) -> None:
-    _ = ranks.run(prepare_tensor, 2, default_group=True)
+@pytest.mark.parametrize(("kind", "name"), [(Gathering, "all_gather"), (Functional, "all_reduce")])
+def test_a_plan_is_not_searched_in_them(ranks: Simulator, kind: type[nn.Module], name: str) -> None:
+    _ = ranks.run(lambda ctx: prepare_tensor(ctx, kind, name), 2, default_group=True)
+
+
+def test_an_operator_to_all_ranks_is_no_part_of_a_stage(ranks: Simulator) -> None:
+    _ = ranks.run(lambda ctx: run_stages(ctx, Functional, "all_reduce"), 2, default_group=True)
 
 
 class Summing(nn.Module):
     """Adds a sum over the ranks of a group."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, how: str) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-        self.group = [group]
+        self.group, self.how = [group], how
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.down(torch.relu(self.up(x)))
         found = x.detach().clone()
         if self.group[0] is None:
             return x + 2 * found
-        distributed.all_reduce(found, group=self.group[0])
+        if self.how == "operator":
+            return x + _functional_collectives.all_reduce(found, "sum", self.group[0])
+        if self.how == "place":
+            distributed.all_reduce(found, distributed.ReduceOp.SUM, self.group[0])
+        else:
+            distributed.all_reduce(found, group=self.group[0])
         return x + found
 
 
-def test_a_message_among_ranks_with_one_stage_runs(ranks: Simulator) -> None:
+@pytest.mark.parametrize("how", ["keyword", "place", "operator"])
+def test_a_message_among_ranks_with_one_stage_runs(ranks: Simulator, how: str) -> None:
     """A forward on fake tensors, which records the stages, sends none."""
 
     def run(ctx: accel.DistContext, mesh: str) -> Tensor:
@@ -75,7 +103,7 @@ def test_a_message_among_ranks_with_one_stage_runs(ranks: Simulator) -> None:
         torch.manual_seed(0)
         group = accel.group_of(ctx, "dp") if mesh else None
         x, plan = torch.randn(4, 8), accel.parallel.Plan(micro_batches=2)
-        model = accel.prepare_model(ctx, Summing(group), plan=plan, example=x)
+        model = accel.prepare_model(ctx, Summing(group, how), plan=plan, example=x)
         loss, _ = accel.forward_backward(ctx, model, begin_batch(ctx), x, loss_fn=torch.sum, weight=4)
         return loss
 
@@ -87,8 +115,9 @@ def test_a_message_among_ranks_with_one_stage_runs(ranks: Simulator) -> None:
 def assert_refused(rank: int, environs: list[dict[str, str]]) -> None:
     torch.set_num_threads(1)
     with accel.session(environs[rank], device="cpu") as ctx:
-        prepare_tensor(ctx)
-        run_stages(ctx)
+        for kind, name in ((Gathering, "all_?gather"), (Functional, "all_?reduce"), (Waiting, "barrier")):
+            prepare_tensor(ctx, kind, name)
+            run_stages(ctx, kind, name)
 
 
 @pytest.mark.slow

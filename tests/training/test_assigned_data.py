@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tensor.data = values` has no effect on a DTensor, and takes a gradient out of DDP's buckets: refused by steps and
-saves. Changes in place go on."""
+"""`tensor.data = values` has no effect on a DTensor, and takes a gradient out of DDP's buckets: refused by forwards,
+steps and saves. Changes in place go on."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _halve(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(("mesh", "strategy", "size"), MESHES)
-def test_an_assignment_is_refused_by_the_next_step_and_by_saves(
+def test_an_assignment_is_refused_by_the_next_forward_or_step_and_by_saves(
     ranks: Simulator, tmp_path: Path, mesh: str, strategy: str, size: int
 ) -> None:
     def halved(ctx: accel.DistContext) -> None:
@@ -61,6 +61,7 @@ def test_an_assignment_is_refused_by_the_next_step_and_by_saves(
         state = _step(ctx, model, optimizer, accel.train_state(ctx))
         _halve(model)
         calls: list[Callable[[], object]] = [
+            lambda: model(torch.ones(2, 4, dtype=torch.float64)),
             lambda: _step(ctx, model, optimizer, state),
             lambda: accel.save_state(ctx, tmp_path, {"model": model, "state": state}, step=1),
             lambda: accel.get_state_dict(ctx, model, dst=None),

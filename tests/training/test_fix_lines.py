@@ -947,6 +947,19 @@ PROGRAMS: tuple[Program, ...] = (
         ranks=2,
     ),
     Program(
+        "parallel/axes/shard/_running.py",
+        "a transform of torch.func gives a sharded module other parameters",
+        "import copy\n" + NET + "ctx = accel.replace(ctx, strategy='fsdp'); plain = copy.deepcopy(net)\n"
+        "model = accel.prepare_model(ctx, net)\n"
+        "def gradients(own):\n    values = {name: each.detach() for name, each in own.named_parameters()}\n"
+        "    call = lambda given: torch.func.functional_call(own, given, (x,)).sum()\n"
+        "    return torch.func.grad(call)(values)\n",
+        "gradients(model)",
+        "plain.load_state_dict(accel.get_state_dict(ctx, model, dst=None))",
+        "{line}; assert gradients(plain)['weight'].tolist() == [[4.0, 4.0]]",
+        ranks=2,
+    ),
+    Program(
         "parallel/axes/shard/_fully_shard.py",
         "each rank drops blocks at random",
         "class Net(nn.Module):\n    layerdrop = 0.1\n    def __init__(self):\n        super().__init__()\n"

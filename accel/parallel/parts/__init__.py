@@ -5,7 +5,8 @@ Begin with `_layout.py`, pure arithmetic: a layout is a dimension and the cut of
 ways); rank r of n holds piece `r * ways // n` of each. `_part.py` has the tensor, and how tensors enter and leave a
 region of parts. `_rules.py` has the table of torch's functions; one without a rule raises `NoRuleError`. The law: a
 rank's rows of what a function makes of the whole are what its rule makes of the rank's rows. `_local_map.py` calls
-functions as users declare. `_nested.py` has parts of two axes, `_region.py` modules that torch compiles.
+functions as users declare. `_nested.py` has parts of two axes, `_region.py` modules that torch compiles,
+and buffers.
 """
 
 from accel.parallel.parts._layout import (
@@ -24,4 +25,5 @@ from accel.parallel.parts._part import (
 from accel.parallel.parts._region import (
     PartRegion as PartRegion,
     PartsInGraph as PartsInGraph,
+    keep_buffers_whole as keep_buffers_whole,
 )

@@ -108,6 +108,10 @@ class Ranks:
             self.keep(tensor, known)
         return known
 
+    def kept(self, part: PartTensor) -> Tensor:
+        """Return what a buffer keeps of a part: the whole tensor. A collective."""
+        return leave(part)
+
     def note_cut(self) -> None:
         """Note that a plain tensor with the rows of all ranks is cut to this rank's."""
 

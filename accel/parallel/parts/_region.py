@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that torch compiles and that compute with parts: parts become plain tensors at the borders of a graph."""
+"""Modules that compute with parts: parts become plain tensors at the borders of a graph of torch.compile, and in
+buffers."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from accel.mixins import Mixin
+from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import RANKS, written_class
 from accel.parallel._private import (
     REGION,
@@ -134,6 +135,21 @@ class PartRegion(Mixin):
             return self.accel_ranks.in_graph(each.rows, each.layout) if isinstance(each, _Rows) else each
 
         return pytree.tree_map(part, tree, is_leaf=lambda each: isinstance(each, _Rows))
+
+
+class WholeBuffers(Mixin):
+    """A module with buffers. A part that its forward assigns to a buffer becomes whole, as later forwards, saves and
+    the other ranks read it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, PartTensor) and name in vars(self)["_buffers"]:
+            value = value.ranks.kept(value)
+        super().__setattr__(name, value)
+
+
+def keep_buffers_whole(model: nn.Module) -> None:
+    """Let modules of a model that computes with parts keep whole tensors in their buffers. Mutates their classes."""
+    add_mixin([each for each in model.modules() if any(True for _ in each.buffers(recurse=False))], WholeBuffers)
 
 
 def _own_tensor(part: PartTensor) -> Tensor:

@@ -67,7 +67,7 @@ from accel.parallel.axes.context._split import (
     note_cut,
     own_positions,
 )
-from accel.parallel.parts import PartTensor
+from accel.parallel.parts import PartTensor, keep_buffers_whole
 from accel.tree import map_tensors
 from accel.tree._walk import leaves
 
@@ -169,6 +169,7 @@ class Positions:
             note_module(each, positions=self)
         add_mixin(runs, _ByPositions)
         add_mixin(runs, PositionRegion)
+        keep_buffers_whole(model)
 
     def guard_all(self, model: nn.Module) -> None:
         """Refuse separate calls of all modules that can have an attention, until the first call is proved. A model

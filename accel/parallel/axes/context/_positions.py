@@ -208,6 +208,10 @@ class PositionRanks(Ranks):
         with without_subclasses():
             return make(own_rows(whole, dim, cut, self), RowLayout(dim, cut), self)
 
+    def kept(self, part: PartTensor) -> Tensor:
+        """Return all positions of a part. A collective."""
+        return whole_of(part)
+
     def left(self, each: Tensor) -> Tensor:
         """Return what leaves a forward for a tensor: own positions as `split_sequence` gives them, others whole. Rows
         other than positions are on all ranks."""

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from accel.devices import wide_dtype
 from accel.errors import PrepareError, StageError
@@ -29,6 +32,16 @@ PROVED = 8  # positions of a rank in the proof
 _FAILED, _FAILED_ALONE = -1, -2  # what a rank that fails meets others with, in the place of a number of positions
 _LARGEST = 2**28  # most parameter elements for comparing all gradients; larger models: vectors
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_DROPPING = (
+    functional.dropout,
+    functional.dropout1d,
+    functional.dropout2d,
+    functional.dropout3d,
+    functional.alpha_dropout,
+    functional.feature_alpha_dropout,
+    functional.multi_head_attention_forward,
+)
+_DROPOUT_PLACE = 4  # of `dropout_p` among the arguments of `scaled_dot_product_attention`
 _WIDEST = 2**29  # elements of the largest parameter that the proof copies in a wide dtype: 4 GiB
 
 
@@ -174,13 +187,30 @@ def _tolerance(tensor: Tensor) -> float:
     return max(torch.finfo(tensor.dtype).eps ** 0.4, 1e-5)
 
 
+class _WithoutDropout(TorchFunctionMode):
+    """Calls functions with dropout as in evaluation, whatever the mode of the modules that call them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given: dict[str, Any] = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            if len(args) > _DROPOUT_PLACE:
+                args = (*args[:_DROPOUT_PLACE], 0.0, *args[_DROPOUT_PLACE + 1 :])
+            else:
+                given = {**given, "dropout_p": 0.0}
+        elif func in _DROPPING:
+            call = inspect.signature(func).bind(*args, **given)
+            call.arguments["training"] = False
+            args, given = call.args, call.kwargs
+        return func(*args, **given)
+
+
 @contextlib.contextmanager
 def evaluated(module: nn.Module, device: torch.device, *, trains: bool = False) -> Generator[None]:
     """Compute without gradients and without dropout, as a proof does; streams of random numbers stay as they are.
 
-    Modules and names of modes that a model replaces by the length of its inputs are put back. `trains`: only layers of
-    dropout change their mode, and buffers that the forward changes are put back. No mode of operators sees the calls:
-    a function of torch.jit, which loses positions, would keep them under one.
+    Modules and names of modes that a model replaces by the length of its inputs are put back. `trains`: only layers and
+    functions of dropout change their mode, and buffers that the forward changes are put back. No mode of operators sees
+    the calls: a function of torch.jit, which loses positions, would keep them under one.
     """
     before = [(each, each.training, dict(each.named_children()), dict(vars(each))) for each in module.modules()]
     buffers = [(vars(each)["_buffers"], dict(each.named_buffers(recurse=False))) for each, *_ in before if trains]
@@ -190,7 +220,7 @@ def evaluated(module: nn.Module, device: torch.device, *, trains: bool = False) 
     try:
         for each in [each for each in module.modules() if isinstance(each, _DROPOUTS)] if trains else [module]:
             _ = each.eval()
-        with isolated_rng(device), torch.no_grad():
+        with isolated_rng(device), torch.no_grad(), _WithoutDropout() if trains else contextlib.nullcontext():
             yield
     finally:
         for each, training, children, own in before:

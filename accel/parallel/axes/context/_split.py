@@ -97,6 +97,7 @@ _CUT = "context: own positions of sequences that were cut"
 _DIMS = "context: dimensions along which sequences were cut"
 _USED = Call("context", "attention of stages", ordered=False)
 _LENGTHS = 256  # that are remembered
+_CHANNELS_FIRST = 2  # dimension of the positions in [batch, channels, length]
 
 
 def plan_method(ctx: DistContext, method: ContextMethod) -> None:
@@ -298,7 +299,8 @@ def split_sequence(
 def sequence_positions(ctx: DistContext, length: int) -> Tensor:
     """Return the places of this rank's positions in a sequence, in the order of `split_sequence`. No communication.
 
-    For data that are cut before a batch is made, as where no rank can hold whole sequences.
+    For data that are cut before a batch is made, as where no rank can hold whole sequences, along the dimension 1, or 2
+    of [batch, channels, length]. Images that are cut along their columns need `split_sequence`.
 
     Args:
         ctx: the context.
@@ -321,6 +323,7 @@ def sequence_positions(ctx: DistContext, length: int) -> Tensor:
     if size == 1:
         return torch.arange(length)
     note_cut(ctx, length // size)
+    note_cut_dim(ctx, _CHANNELS_FIRST)
     return torch.cat([torch.arange(run.start, run.stop) for run in places(length, rank, size)])
 
 

@@ -19,10 +19,10 @@ from accel.devices import autocast_dtype
 from accel.errors import StageError
 from accel.fakes import emptied_caches
 from accel.parallel._calls import let_answer, take_apart, unchanged
-from accel.parallel._fakes import ValuesRead
+from accel.parallel._fakes import ValuesRead, refuse_to_world
 from accel.parallel._micro_batches import MicroBatch, first_device, first_tensor, of_stage
 from accel.parallel._modules import named_modules
-from accel.parallel._private import called_eagerly, message_of
+from accel.parallel._private import called_eagerly
 from accel.parallel._record import ForwardRecord, Label, check_hidden, check_states
 from accel.parallel.axes.pipeline._cut import Cut, StageCut, cut_record
 from accel.parallel.axes.pipeline._layout import Layout
@@ -289,14 +289,7 @@ class _Alone(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given: dict[str, Any] = kwargs or {}
-        if (name := message_of(func)) and given.get("group") is None:
-            raise StageError(
-                "a forward sends a message to all ranks, but one stage runs it",
-                expected=f"{name} with the group of ranks that have the same stage",
-                got="group=None",
-                where="forward of a pipelined model",
-                fix="Pass the group of the ranks along dp, from accel.group_of. Without such ranks, send nothing.",
-            )
+        refuse_to_world(func, args, given)
         return func(*args, **given)
 
 

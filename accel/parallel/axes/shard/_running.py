@@ -15,12 +15,12 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from accel.comm import SUM_OF, Comm, in_unit
-from accel.errors import PrepareError
+from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin
 from accel.parallel._containers import known_parts
 from accel.parallel._copies import NotPickled
 from accel.parallel._modules import note_module, note_tensor, notes_of, tensor_notes, written_class
-from accel.parallel._private import runs_in_backward
+from accel.parallel._private import in_function_transform, runs_in_backward
 from accel.parallel._sharded import load_plain
 from accel.parallel._torch_fsdp import (
     SUMS,
@@ -55,8 +55,10 @@ class EndedUnit(NotPickled, nn.Module):
             return super().__call__(*args, **kwargs)
         try:
             return super().__call__(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             end_failed_forward(self)
+            if isinstance(error, AttributeError) and in_function_transform():
+                raise _with_other_parameters(self) from error
             raise
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,6 +75,17 @@ class EndedUnit(NotPickled, nn.Module):
             fix="Copy before accel.prepare, and prepare both: frozen = accel.prepare_model(ctx, copy.deepcopy(model)). "
             "For averaged weights use accel.training.Ema; for the values accel.get_state_dict(ctx, model).",
         )
+
+
+def _with_other_parameters(unit: nn.Module) -> ConfigError:
+    return ConfigError(
+        "a transform of torch.func gives a sharded module other parameters, and torch gathers shards only",
+        expected="vmap, grad or jacrev of functions of the inputs",
+        got=f"torch.func.functional_call of {written_class(unit).__name__}",
+        where="forward of a model by the strategy fsdp",
+        fix="Compute it with a plain copy, made before accel.prepare: plain.load_state_dict(accel.get_state_dict(ctx, "
+        "model, dst=None)). Under the strategy ddp, accel.unwrap_model(model) is plain.",
+    )
 
 
 def note_units(comm: Comm, units: Mapping[str, nn.Module]) -> None:

@@ -36,7 +36,7 @@ from accel.parallel.axes.tensor._styles import (
     with_lora,
 )
 from accel.parallel.axes.tensor._tokens import SequenceRanks
-from accel.parallel.parts import PartRegion, RowLayout
+from accel.parallel.parts import PartRegion, RowLayout, keep_buffers_whole
 from accel.tensors import is_dtensor, word_layers
 from accel.topology import TensorStyle
 
@@ -393,6 +393,8 @@ def install(
     for mixin, own in modules.items():
         add_mixin(own, mixin)
     ends = {path for path, rule in rules.items() if rule.ends or rule.layouts}
+    if ranks is not None:
+        keep_buffers_whole(model)
     add_mixin(list(map(model.get_submodule, ends)), RegionEnd)
     if isinstance(ranks, SequenceRanks):
         of_tokens = {path for path, rule in rules.items() if rule.tokens}

@@ -17,8 +17,9 @@ from torch.utils import _pytree as pytree
 from accel.fakes import emptied_caches, fake_mode
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._copies import copied_model
+from accel.parallel._fakes import message_of
 from accel.parallel._modules import KeepsParameters, has_parameters, named_modules, written_class
-from accel.parallel._private import forward_hooks, forward_pre_hooks, message_of, tensors_of
+from accel.parallel._private import forward_hooks, forward_pre_hooks, tensors_of
 from accel.parallel.axes.tensor._styles import is_adapted, is_linear
 
 

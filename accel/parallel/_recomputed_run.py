@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
+from accel.compiling import compiled_as, compiler_state
 from accel.errors import ConfigError
 from accel.parallel._modules import forward_names, written_class
-from accel.parallel._private import compiled_as, stance
 
 _CACHES = "transformers.cache_utils"
 _DEEPEST = 4  # of containers in containers
@@ -66,7 +66,7 @@ class RecomputedRun:
         self._block = block
         self._run = run
         self._has_run = False
-        self._stance: object = None  # of torch.compile, in forward
+        self._compiler = compiler_state()  # in forward
         self._empty: dict[int | str, Callable[[], Any]] = {}
         self._filled: dict[int | str, Callable[[], Any]] = {}
         for name, each in _named(args, kwargs):
@@ -80,10 +80,10 @@ class RecomputedRun:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block, in forward and then in backward, as `torch.utils.checkpoint` does."""
         if self._has_run:
-            with compiled_as(self._stance):
+            with compiled_as(self._compiler):
                 return self._run_with(self._empty | self._filled, args, kwargs)
         self._has_run = True
-        self._stance = stance()
+        self._compiler = compiler_state()
         watched = ((name, each) for name, each in _named(args, kwargs) if name not in self._empty)
         before = {name: list(_parts(each, "", _DEEPEST)) for name, each in watched}
         outputs = self._run_with(self._empty, args, kwargs)

@@ -17,12 +17,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from accel.comm import SilentGroup, ThreadGroup, run_in_threads
+from accel.compiling import uncompiled
 from accel.errors import PrepareError
 from accel.mixins import remove_mixin
 from accel.parallel._compile import Recomputed
 from accel.parallel._copies import copied_model
 from accel.parallel._modules import RANKS, named_modules
-from accel.parallel._private import forward_hooks, forward_pre_hooks, uncompiled
+from accel.parallel._private import forward_hooks, forward_pre_hooks
 from accel.parallel.axes.tensor._layers import GroupLayer
 from accel.parallel.axes.tensor._rules import install, rules_of
 from accel.parallel.axes.tensor._styles import Regions, Rule

@@ -7,11 +7,13 @@ import functools
 import gc
 import sys
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import CellType, FunctionType
 from typing import Any, cast
 
 import torch
+
+from accel.compiling import uncompiled
 
 _CACHE = type(functools.lru_cache(lambda: None))
 _EMPTY = CellType()
@@ -37,9 +39,8 @@ def is_fake(tensor: object) -> bool:
 def emptied_caches() -> Generator[None]:
     """Empty the `functools` caches of functions that hold fake tensors, such as positions or masks, behind a block that
     runs models on them: a later forward would get them. In the block, functions that torch compiles run as they are."""
-    is_loaded = "torch._dynamo" in sys.modules  # else nobody has compiled anything yet
     try:
-        with cast(Any, torch.compiler).set_stance("force_eager") if is_loaded else nullcontext():
+        with uncompiled():
             yield
     finally:
         for each in _caches():

@@ -26,7 +26,7 @@ LAYERS = [
     {"alerts"},
     {"config"},
     {"env"},
-    {"devices"},
+    {"compiling", "devices"},
     {"fakes", "mixins", "tree", "random", "storage", "tensors"},
     {"comm"},
     {"context"},

@@ -186,7 +186,7 @@ class ModuleNotes(TypedDict, total=False):
     reported: bool  # the line that made its deferred logits was logged. By that line
     wraps: str  # attribute of the module in an engine's wrapper. By the engine; read by unwrap_model
     watch: Any  # function that reads and writes of its attributes call. By records, until they end
-    within: bool  # compiled in a model that computes with parts of positions. By the model's first call, along cp
+    within: bool  # compiled in a model that computes with parts. By the model's calls, along tp and cp
 
 
 class TensorNotes(TypedDict, total=False):

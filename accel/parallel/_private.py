@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
+from accel.compiling import uncompiled
 from accel.errors import AccelError
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ PRIVATE = {
     "torch.nn.parallel.DistributedDataParallel": ("_active_ddp_module", "_inside_ddp_forward"),
     "torch._C._distributed_c10d.Reducer": ("_rebuild_buckets", "_set_mixed_precision_param_dtype"),
     "torch.Tensor": ("_backward_hooks", "_post_accumulate_grad_hooks", "_make_wrapper_subclass"),
-    "torch._dynamo.eval_frame": ("_stance", "DynamoStance"),  # of torch.compiler.set_stance
     "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod", "dynamo_ctx"),
     "torch": ("_weight_norm", "_dynamo"),
     "torch.nn.Module": (
@@ -250,47 +250,6 @@ def call_compiled(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> tu
     except unsupported as error:
         functions = tuple((each.filename, each.name) for each in cast(Any, error).real_stack or ())
         return None, GraphBreak(str(error).partition("\n")[0] or type(error).__name__, functions)
-
-
-@contextlib.contextmanager
-def uncompiled() -> Generator[object]:
-    """Let functions that torch compiles by themselves run as they are; yield the stance of torch.compile before.
-
-    Parts of tensors report other sizes than they have in memory, and torch.compile cannot guard on them: a model that
-    calls such a function runs it on parts.
-    """
-    if "torch._dynamo" not in sys.modules:  # nobody has compiled anything yet
-        yield None
-        return
-    before = stance()
-    with cast(Any, torch.compiler).set_stance("force_eager"):
-        yield before
-
-
-@contextlib.contextmanager
-def compiled_as(wanted: object) -> Generator[None]:
-    """Let torch.compile do what it does under a stance that `uncompiled` yielded; None for the present one."""
-    if wanted is None:
-        yield
-        return
-    before = stance()
-    set_stance(wanted)
-    try:
-        yield
-    finally:
-        set_stance(before)
-
-
-def stance() -> object:
-    """Return the stance of torch.compile, which the process shares; None if nobody has compiled anything yet."""
-    frames = sys.modules.get("torch._dynamo.eval_frame")
-    return None if frames is None else cast(Any, frames)._stance
-
-
-def set_stance(wanted: object) -> None:
-    """Set the stance of torch.compile to one that `stance` returned."""
-    frames = cast(Any, sys.modules["torch._dynamo.eval_frame"])
-    frames._stance = frames.DynamoStance() if wanted is None else wanted
 
 
 @contextlib.contextmanager

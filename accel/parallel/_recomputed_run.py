@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
+from accel.compiling import compiled_as, compiler_state
 from accel.errors import ConfigError
 from accel.parallel._modules import forward_names, written_class
-from accel.parallel._private import compiled_as, stance
 
 _CACHES = "transformers.cache_utils"
 _DEEPEST = 4  # of containers in containers
@@ -66,11 +66,12 @@ class RecomputedRun:
         self._block = block
         self._run = run
         self._has_run = False
-        self._stance: object = None  # of torch.compile, in forward
+        self._compiler = compiler_state()  # in forward
         self._empty: dict[int | str, Callable[[], Any]] = {}
         self._filled: dict[int | str, Callable[[], Any]] = {}
         # Of parts of tensors: hooks of saved tensors, such as of `offload_activations`, see their rows alone.
-        self._remakes = {at: each.remake() for at, each in enumerate(args) if hasattr(type(each), "remake")}
+        parts = ((at, cast(Any, each)) for at, each in enumerate(args) if isinstance(each, torch.Tensor))
+        self._remakes = {at: each.remake() for at, each in parts if hasattr(each, "remake")}
         for name, each in _named(args, kwargs):
             if not _is_cache(each):
                 continue
@@ -82,10 +83,10 @@ class RecomputedRun:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block, in forward and then in backward, as `torch.utils.checkpoint` does."""
         if self._has_run:
-            with compiled_as(self._stance):
+            with compiled_as(self._compiler):
                 return self._run_with(self._empty | self._filled, self._as_parts(args), kwargs)
         self._has_run = True
-        self._stance = stance()
+        self._compiler = compiler_state()
         watched = ((name, each) for name, each in _named(args, kwargs) if name not in self._empty)
         before = {name: list(_parts(each, "", _DEEPEST)) for name, each in watched}
         outputs = self._run_with(self._empty, args, kwargs)

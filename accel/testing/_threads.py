@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from accel.compiling import CompilerState, compiler_state, set_compiler_state
 from accel.testing._sites import SimulationError
 
 Job = Callable[[], None]
@@ -120,11 +121,11 @@ class _State(NamedTuple):
     torch: torch.Tensor
     python: Any
     numpy: Any
-    stance: object
+    compiler: CompilerState
 
 
 class GlobalStreams:
-    """Reads and writes python's, torch's and (when it is imported) numpy's global streams, and the stance of
+    """Reads and writes python's, torch's and (when it is imported) numpy's global streams, and the state of
     torch.compile.
 
     It remembers what it read last, so that streams that nobody draws from cost little: keep one for several runs.
@@ -139,7 +140,7 @@ class GlobalStreams:
         if self._numpy is None and "numpy" in sys.modules:
             self._numpy = _NumpyStream()
         numpy = self._numpy and self._numpy.capture()
-        return _State(torch.default_generator.get_state(), self._python.capture(), numpy, self._stance())
+        return _State(torch.default_generator.get_state(), self._python.capture(), numpy, compiler_state())
 
     def restore(self, state: _State) -> None:
         """Go back to a captured state."""
@@ -149,20 +150,13 @@ class GlobalStreams:
         """Go to a captured state, and return the one before."""
         before = self.capture()
         torch.default_generator.set_state(state.torch)
-        if before.stance is not state.stance:
-            frames: Any = sys.modules["torch._dynamo.eval_frame"]
-            frames._stance = state.stance or frames.DynamoStance()
+        if before.compiler != state.compiler:
+            set_compiler_state(state.compiler)
         if before.python is not state.python:
             self._python.write(state.python)
         if before.numpy is not state.numpy and self._numpy is not None and state.numpy is not None:
             self._numpy.write(state.numpy)
         return before
-
-    @staticmethod
-    def _stance() -> object:
-        """Return the stance of torch.compile; None if nobody has compiled anything yet."""
-        frames: Any = sys.modules.get("torch._dynamo.eval_frame")
-        return None if frames is None else getattr(frames, "_stance", None)
 
 
 class RankStreams:

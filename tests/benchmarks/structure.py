@@ -39,7 +39,10 @@ KNOWN = ("comm", "errors", "context", "lazy", "testing")
 
 
 class Seen:
-    """Code objects that were entered, checked messages, and changes of file from one call to the next."""
+    """Code objects that were entered, checked messages, and changes of file from one call to the next.
+
+    Calls by `testing` are left out: where one simulated rank hands over to another is no work of a verb.
+    """
 
     def __init__(self) -> None:
         self.codes: set[CodeType] = set()
@@ -48,8 +51,10 @@ class Seen:
         self._last = ""
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
+        code, caller = frame.f_code, frame.f_back
         if event != "call" or not code.co_filename.startswith(f"{ROOT}/") or code.co_name == "<module>":
+            return
+        if caller is not None and caller.f_code.co_filename.startswith(f"{ROOT}/testing/"):
             return
         self.codes.add(code)
         self.collectives += code is start.__code__  # each begins with one checked message

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Generator
 from pathlib import Path
+from types import BuiltinFunctionType
 from typing import Any
 
 import pytest
@@ -36,14 +37,18 @@ def _ray() -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Generator[Any]:
+    """A cluster that leaves `print` as it is: what torch.compile says of a call of Ray's would differ."""
     import ray
 
     # the address of the socket must be short, and everything is this test's own
     ray.init(
         num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=100 * 2**20
     )
-    yield ray
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RAY_TQDM_PATCH_PRINT", "0")
+        yield ray
     ray.shutdown()
+    assert isinstance(print, BuiltinFunctionType)
 
 
 def gone(pid: int) -> bool:

@@ -40,6 +40,12 @@ ELSEWHERE = {
         "tree_unflatten",
     ),
     "torch.utils._python_dispatch": ("TorchDispatchMode",),
+    "torch._dynamo.eval_frame": (
+        "_stance",  # of torch.compiler.set_stance
+        "DynamoStance",
+        "_get_error_on_graph_break",
+        "_set_error_on_graph_break",
+    ),
     "torch.UntypedStorage": ("_cdata", "_checkpoint_offset"),  # the latter: first byte in the file of a lazy torch.load
     "torch.nn.MultiheadAttention": ("_reset_parameters",),
     "torch.nn.modules.batchnorm": ("_BatchNorm", "_NormBase"),

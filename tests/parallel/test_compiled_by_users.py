@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
@@ -86,6 +87,13 @@ class Functions(Block):
         return compiled_activate(hidden)
 
 
+class RecomputedFunctions(Functions):
+    """Calls a function that torch compiles by torch's checkpoint, with no module between."""
+
+    def activated(self, hidden: Tensor) -> Tensor:
+        return checkpoint(compiled_activate, hidden, use_reentrant=False)
+
+
 class Decorated(Block):
     @compiled
     def forward(self, x: Tensor) -> Tensor:
@@ -101,8 +109,18 @@ class Model(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
         for block in self.blocks:
-            x = block(x)
+            x = self.called(block, x)
         return self.head(x)
+
+    def called(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x)
+
+
+class Recomputed(Model):
+    """Calls its blocks by torch's checkpoint."""
+
+    def called(self, block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=False)
 
 
 def around_blocks(model: Any) -> Any:
@@ -129,11 +147,12 @@ def train(
     before: Callable[[Any], Any] = unchanged,
     after: Callable[[Any], Any] = unchanged,
     again: bool = False,
+    kind: type[Model] = Model,
 ) -> Tensor:
     """All parameters after three steps."""
     ctx = accel.replace(ctx, mesh=mesh) if mesh else ctx
     torch.manual_seed(0)
-    net = before(Model(block).double())
+    net = before(kind(block).double())
     net = accel.checkpoint_activations(net, Block) if again else net
     model, optimizer = accel.prepare(ctx, net, torch.optim.SGD(net.parameters(), lr=0.1), example=IDS)
     model = after(model)
@@ -154,8 +173,9 @@ def train(
 
 
 def assert_trains_as_alone(ranks: Simulator, mesh: str, block: type[Block], **options: Any) -> None:
-    plain = {Functions: Plain, Decorated: Block, Breaks: Block}.get(block, block)
-    (alone,) = ranks.run(lambda ctx: train(ctx, "", plain), 1)
+    plain = {Functions: Plain, RecomputedFunctions: Plain, Decorated: Block, Breaks: Block}.get(block, block)
+    kind = options.get("kind", Model)
+    (alone,) = ranks.run(lambda ctx: train(ctx, "", plain, kind=kind), 1)
     for found in ranks.run(lambda ctx: train(ctx, mesh, block, **options), 2, default_group=True, timeout_s=300):
         torch.testing.assert_close(found, alone, rtol=0, atol=1e-10)
 
@@ -202,6 +222,45 @@ def test_functions_that_torch_compiles_run_on_parts(
     ranks: Simulator, mesh: str, block: type[Block], again: bool
 ) -> None:
     assert_trains_as_alone(ranks, mesh, block, again=again)
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "cp=2"])
+@pytest.mark.parametrize(
+    ("block", "kind"), [(RecomputedFunctions, Model), pytest.param(Functions, Recomputed, marks=MOST)]
+)
+def test_a_checkpoint_by_hand_computes_compiled_functions_again(
+    ranks: Simulator, mesh: str, block: type[Block], kind: type[Model]
+) -> None:
+    assert_trains_as_alone(ranks, mesh, block, kind=kind)
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", pytest.param("cp=2", marks=MOST)])
+def test_a_checkpoint_by_hand_computes_compiled_blocks_again(ranks: Simulator, mesh: str) -> None:
+    """Their graphs are those of the forward, as torch's checkpoint compares."""
+    assert_trains_as_alone(ranks, mesh, Block, before=around_blocks, kind=Recomputed)
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "cp=2"])
+def test_functions_are_compiled_again_after_a_backward_that_fails(ranks: Simulator, mesh: str) -> None:
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh=mesh)
+        model = accel.prepare_model(ctx, Recomputed(Functions).double(), example=IDS)
+        part = accel.parallel.split_sequence(ctx, {"ids": IDS})["ids"]
+        model(part).sum().backward()
+
+        def fail(_gradient: Tensor) -> None:
+            raise RuntimeError("in a backward")
+
+        hook = next(model.parameters()).register_hook(fail)
+        with pytest.raises(RuntimeError, match="in a backward"):
+            model(part).sum().backward()
+        hook.remove()
+        accel.wait_for_everyone(ctx)
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        _ = compiled(lambda x: ctx.rank + x)(torch.ones(3))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
+
+    ranks.run(rank, 2, default_group=True, timeout_s=300)
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "cp=2"])

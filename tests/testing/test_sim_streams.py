@@ -111,6 +111,30 @@ def test_context_variables_and_grad_mode_are_each_ranks_own():
     assert torch.is_grad_enabled()
 
 
+def test_graph_breaks_are_errors_on_the_rank_that_says_so():
+    def refused(x):
+        torch._dynamo.graph_break()
+        return x + 1
+
+    def broken(x):
+        torch._dynamo.graph_break()
+        return x + 2
+
+    def rank(group):
+        is_first = group.rank() == 0
+        compiled = torch.compile(refused if is_first else broken, backend="eager")
+        with torch._dynamo.error_on_graph_break(is_first):
+            dist.barrier(group=group)
+            if is_first:
+                with pytest.raises(torch._dynamo.exc.Unsupported):
+                    compiled(torch.ones(2))
+            else:
+                assert compiled(torch.ones(2)).tolist() == [3, 3]
+            dist.barrier(group=group)
+
+    simulate_groups(rank, 2)
+
+
 def test_a_gaussian_that_numpy_has_pending_is_used_once():
     def rank(group):
         np.random.seed(group.rank())

@@ -78,7 +78,6 @@ class Ranks:
         keeps_rows: whether this rank's rows of outputs leave a model, and not all.
         gathers_inputs: whether a layer with outputs that ranks divide gathers an input that they divide too.
         given: layouts of the parts among the leaves of the arguments of a compiled call, by their number; None inside.
-        stance: of torch.compile, for modules that it compiles while parts are in use; None for the present one.
     """
 
     nests = False
@@ -86,7 +85,7 @@ class Ranks:
     shares_tokens = False
     keeps_rows = False
 
-    __slots__ = ("_entered", "gathers_inputs", "given", "group", "in_rule", "rank", "size", "stance")
+    __slots__ = ("_entered", "gathers_inputs", "given", "group", "in_rule", "rank", "size")
 
     def __init__(self, group: dist.ProcessGroup | ThreadGroup) -> None:
         self.group: Any = group
@@ -96,7 +95,6 @@ class Ranks:
         self.in_rule = False
         self._entered: Entered = {}
         self.given: tuple[tuple[int, RowLayout | None], ...] | None = None
-        self.stance: object = None
 
     def enter(self, tensor: Tensor) -> Tensor:
         """Return a plain tensor for use inside: its backward sums gradients over ranks, once for all who take it."""
@@ -184,6 +182,10 @@ class Ranks:
         name = name_of(func)
         may_be_kernel = problem == name or name in _OF_KERNELS
         raise no_rule(name if problem == name else f"{name}, {problem}", may_be_kernel=may_be_kernel)
+
+    def in_region(self) -> contextlib.AbstractContextManager[None]:
+        """Be in a region, as a module that torch compiles."""
+        return contextlib.nullcontext()
 
     def begin(self) -> Any:
         """Begin a region, in which nothing has entered; return what `end` needs of the one around it."""

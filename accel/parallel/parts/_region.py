@@ -12,13 +12,13 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from accel.compiling import compiled
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import RANKS, written_class
 from accel.parallel._private import (
     REGION,
     alike,
     call_in_one_graph,
-    compiled_as,
     is_compiled,
     run_eagerly,
     subclasses_are_on,
@@ -84,7 +84,7 @@ class PartRegion(Mixin):
             outer = ranks.begin()  # a graph would look at what has entered
             try:
                 given, named = self._rows_of(args, kwargs)
-                with compiled_as(ranks.stance):
+                with compiled(), ranks.in_region():
                     if region is not None and region.fullgraph:
                         return self._parts_in(own.__call__(*given, **named))
                     found, end = call_in_one_graph(own.__call__, *given, **named)

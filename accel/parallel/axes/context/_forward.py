@@ -16,6 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from accel.comm import Call, exchange_values, peer_error, shared_failure
+from accel.compiling import uncompiled, uncompiled_in_backward
 from accel.context import DistContext
 from accel.devices import wide_dtype
 from accel.errors import ConfigError, PrepareError
@@ -27,7 +28,6 @@ from accel.parallel._private import (
     compile_in_place,
     is_compiled,
     runs_in_backward,
-    uncompiled,
     untraced,
 )
 from accel.parallel.axes.context._attention import whole_positions
@@ -187,14 +187,13 @@ class Positions:
         self.is_running = True
         losses = OWN_LOSSES.begun(self.ctx) if self.traits.has_own_losses else contextlib.nullcontext()
         try:
-            with losses, uncompiled() as self.ranks.stance:
+            with losses, uncompiled():
                 return self._call(module, forward, given, is_traced=is_traced)
         except RuntimeError as error:  # of a message in the graph of a compiled block
             if (lost := peer_error(error, f"the forward of {written_class(module).__name__}")) is not None:
                 raise lost from error
             raise
         finally:
-            self.ranks.stance = None
             self.is_running = False
 
     def _call(self, module: nn.Module, forward: _Forward, given: Inputs, *, is_traced: bool) -> Any:
@@ -225,7 +224,9 @@ class Positions:
                 return found
             return own_positions(found, self.ranks.rank, self.ranks.size, dim)
 
-        return map_tensors(own, output)
+        output = map_tensors(own, output)
+        uncompiled_in_backward(listed(output))
+        return output
 
     @untraced
     def divide(

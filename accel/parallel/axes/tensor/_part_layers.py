@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
+from accel.compiling import uncompiled, uncompiled_in_backward
 from accel.errors import ConfigError, TreeError
 from accel.mixins import Mixin
 from accel.parallel._local import local_of
-from accel.parallel._modules import RANKS, note_tensor, notes_of, written_class
+from accel.parallel._modules import RANKS, note_module, note_tensor, notes_of, written_class
 from accel.parallel._private import (
     REGION,
     call_compiled,
@@ -28,7 +29,6 @@ from accel.parallel._private import (
     one_graph,
     runs_in_backward,
     tensors_of,
-    uncompiled,
     untraced,
 )
 from accel.parallel.axes.tensor._layers import Layer, LocalParameters, is_computed_again, needed_rows
@@ -134,6 +134,16 @@ class LayerRanks(Ranks):
         given, named = map_kind(PartTensor, leave, (tuple(args), dict(kwargs)))
         return func(*given, **named)
 
+    @contextlib.contextmanager
+    def in_region(self) -> Generator[None]:
+        """Be in a region that has compiled modules, also where a backward computes one of these again."""
+        around = self.depth, self.sees_tuples
+        self.depth, self.sees_tuples = max(1, self.depth), not self.nests
+        try:
+            yield
+        finally:
+            self.depth, self.sees_tuples = around
+
     @property
     def runs(self) -> bool:
         """Whether a region runs, or runs again in a backward."""
@@ -212,7 +222,8 @@ class GraphedCall(PartRegion):
         own: Any = super(PartRegion, self)
         if is_dynamo_compiling() or not is_compiled(module):  # also a slice of an nn.Sequential, which has no ranks
             return own.__call__(*args, **kwargs)
-        if self.accel_ranks.depth:
+        if self.accel_ranks.depth or ("within" in notes_of(module) and runs_in_backward()):
+            note_module(module, within=True)  # a backward may compute it again
             return super().__call__(*args, **kwargs)
         region = vars(module).get(REGION)
         if region is not None and region.fullgraph:
@@ -240,16 +251,11 @@ class GraphedCall(PartRegion):
 
 
 @untraced
-def _called_eagerly(ranks: LayerRanks, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _called_eagerly(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call the forward of a model outside of graphs, such as one that a graph of torch.compile has broken in: parts do
     not pass from one graph to the next. Modules in it that torch compiles by themselves still are."""
-    if ranks.stance is not None:  # in such a call
+    with uncompiled():
         return forward(*args, **kwargs)
-    with uncompiled() as ranks.stance:
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            ranks.stance = None
 
 
 class RegionEnd(Mixin):
@@ -264,34 +270,33 @@ class RegionEnd(Mixin):
         ranks: LayerRanks | None = getattr(self, RANKS, None)
         if ranks is None:  # a slice of an nn.Sequential, which its class makes
             return super().forward(*args, **kwargs)
-        if not self.accel_layer.rule.ends and ranks.depth:
+        is_traced = is_dynamo_compiling()
+        if not self.accel_layer.rule.ends and (ranks.depth or (not is_traced and runs_in_backward())):
             return super().forward(*args, **kwargs)
-        if not self.accel_layer.rule.ends and not is_dynamo_compiling() and runs_in_backward():
-            return _called_eagerly(ranks, super().forward, *args, **kwargs)
         outer = ranks.begin()
         ranks.depth += 1
         sees_around = ranks.sees_tuples
         module = cast(nn.Module, self)
-        is_traced = is_dynamo_compiling()
         is_outermost = ranks.depth == 1
         if is_outermost:  # regions in others have modules of theirs
             has_graphs = is_traced or contains_compiled(module)
             if has_graphs and not is_traced:
                 _ = compile_in_place(module)  # blocks that a user has compiled after `prepare`
             ranks.sees_tuples = has_graphs and not ranks.nests  # torch compiles nothing of parts along two axes
-        # A graph break is an error, which names it, in a block that is compiled by itself, and if graphs break around
-        # blocks alone; elsewhere torch.compile leaves the model.
-        is_block = is_traced and not is_outermost and (ranks.breaks_around or is_compiled(module))
+        is_block = is_traced and not is_outermost and ranks.breaks_around
         try:
             with (
                 PartsInGraph() if ranks.sees_tuples else contextlib.nullcontext(),
                 one_graph() if is_block else contextlib.nullcontext(),
             ):
                 if is_outermost and not is_traced and not ranks.breaks_around:
-                    output = _called_eagerly(ranks, super().forward, *args, **kwargs)
+                    output = _called_eagerly(super().forward, *args, **kwargs)
                 else:
                     output = super().forward(*args, **kwargs)
-            return ranks.returned(self.accel_layer.rule, output)
+            output = ranks.returned(self.accel_layer.rule, output)
+            if is_outermost and not is_traced:
+                uncompiled_in_backward(tensors_of(output))
+            return output
         finally:
             ranks.sees_tuples = sees_around
             ranks.depth -= 1

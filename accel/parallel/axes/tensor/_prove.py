@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from accel.comm import SilentGroup, ThreadGroup, run_in_threads
+from accel.compiling import uncompiled
 from accel.errors import PrepareError
 from accel.mixins import remove_mixin
 from accel.parallel._compile import Recomputed
 from accel.parallel._copies import WideMode, copied_model
 from accel.parallel._modules import RANKS
-from accel.parallel._private import tensors_of, uncompiled
+from accel.parallel._private import tensors_of
 from accel.parallel.axes.tensor._layers import GroupLayer
 from accel.parallel.axes.tensor._rules import install, rules_of
 from accel.parallel.axes.tensor._styles import Regions, Rule

@@ -40,8 +40,9 @@ class _Uncompiled:
     torch has no call for the end of a backward that fails. So this stance may stay longer, and is the one before then.
     """
 
-    def __init__(self, before: Any, backward: int | None = None) -> None:
+    def __init__(self, before: Any, *, of_model: bool, backward: int | None = None) -> None:
         self.before = before
+        self.of_model = of_model
         self.backward = backward
 
     @property
@@ -59,18 +60,19 @@ class _Uncompiled:
 
 
 @contextlib.contextmanager
-def uncompiled() -> Generator[None]:
+def uncompiled(*, of_model: bool = False) -> Generator[None]:
     """Let functions that torch compiles by themselves run as they are, except in blocks of `compiled`.
 
     Parts of tensors report other sizes than they have in memory, and torch.compile cannot guard on them: a model that
     calls such a function runs it on parts. So does a backward that computes a part of such a model again, see
-    `uncompiled_in_backward`.
+    `uncompiled_in_backward`. `of_model`: whether this is a model's forward; one in another, or in a backward, changes
+    nothing.
     """
     before = _stance()
-    if before is None or _runs_uncompiled_backward(before):
+    if before is None or (of_model and _runs_uncompiled_model(before)):
         yield
         return
-    with _stance_set(_Uncompiled(before)):
+    with _stance_set(_Uncompiled(before, of_model=of_model)):
         yield
 
 
@@ -107,14 +109,14 @@ def uncompiled_in_backward(outputs: Iterable[torch.Tensor]) -> None:
 
 def _begin_uncompiled_backward(*_gradients: object) -> None:
     before = _stance()
-    if not _runs_uncompiled_backward(before):
+    if not _runs_uncompiled_model(before):
         frames: Any = sys.modules["torch._dynamo.eval_frame"]
         outer = before.before if isinstance(before, _Uncompiled) and not before.is_active else before
-        frames._stance = _Uncompiled(outer, _number_of_backward())
+        frames._stance = _Uncompiled(outer, of_model=True, backward=_number_of_backward())
 
 
-def _runs_uncompiled_backward(stance: Any) -> bool:
-    return isinstance(stance, _Uncompiled) and stance.backward is not None and stance.is_active
+def _runs_uncompiled_model(stance: Any) -> bool:
+    return isinstance(stance, _Uncompiled) and stance.of_model and stance.is_active
 
 
 def _number_of_backward() -> int:

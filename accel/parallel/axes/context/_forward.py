@@ -187,7 +187,7 @@ class Positions:
         self.is_running = True
         losses = OWN_LOSSES.begun(self.ctx) if self.traits.has_own_losses else contextlib.nullcontext()
         try:
-            with losses, uncompiled():
+            with losses, uncompiled(of_model=True):
                 return self._call(module, forward, given, is_traced=is_traced)
         except RuntimeError as error:  # of a message in the graph of a compiled block
             if (lost := peer_error(error, f"the forward of {written_class(module).__name__}")) is not None:

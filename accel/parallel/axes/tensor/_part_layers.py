@@ -254,7 +254,7 @@ class GraphedCall(PartRegion):
 def _called_eagerly(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call the forward of a model outside of graphs, such as one that a graph of torch.compile has broken in: parts do
     not pass from one graph to the next. Modules in it that torch compiles by themselves still are."""
-    with uncompiled():
+    with uncompiled(of_model=True):
         return forward(*args, **kwargs)
 
 

@@ -712,6 +712,16 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
             [(0, 2 * size, 3)],
             [RowLayout(1, RowCut(1, ((2 * size, size),)))],
         ),
+        "bilinear outputs": Region(
+            lambda x, y, w, b: functional.bilinear(x, y, w, b),
+            [(2, 3, 4), (2, 3, 5), (2 * size, 4, 5), (2 * size,)],
+            [None, None, RowLayout(0, RowCut(1, ((2 * size, size),))), RowLayout(0, RowCut(1, ((2 * size, size),)))],
+        ),
+        "bilinear features": Region(
+            lambda x, y, w, b: functional.bilinear(x, y, w, b),
+            [(2, 2 * size), (2, 5), (3, 2 * size, 5), (3,)],
+            [RowLayout(1, RowCut(1, ((2 * size, size),))), None, RowLayout(1, RowCut(1, ((2 * size, size),))), None],
+        ),
         "batch_norm": Region(
             _batch_normed,
             [(3, 2 * size, 5), (2 * size,), (2 * size,)],

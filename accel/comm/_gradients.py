@@ -9,6 +9,7 @@ summand has one shape on all ranks; the group's size divides a dimension that is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -42,10 +43,20 @@ def _like_passed(x: Tensor, kind: str, dim: int, to: Sequence[int], back: Sequen
     """A tensor of the shape and strides that a collective gives, without communication."""
     if kind == "summed":
         return x.new_empty(x.shape)
-    first = x.movedim(dim, 0)
+    first = x.movedim(dim, 0).contiguous()
     parts = first.shape[0] // size if kind in ("own_part", "scattered") else first.shape[0] * size
-    out = x.new_empty((sum(back) if kind == "exchanged" else parts, *first.shape[1:])).movedim(0, dim)
+    out = _room(first, sum(back) if kind == "exchanged" else parts, dim)
     return out.contiguous() if kind == "own_part" else out
+
+
+def _room(first: Tensor, length: int, dim: int) -> Tensor:
+    """Return an empty tensor with the dimensions of `first`, a contiguous tensor, the first one at `dim` and of this
+    length. In memory it stays the first. It is no view, which code behind could not change in place."""
+    shape, strides = [*first.shape[1:]], [*first.stride()[1:]]
+    at = dim % first.dim()
+    shape.insert(at, length)
+    strides.insert(at, math.prod(first.shape[1:]))  # that of one row means nothing
+    return first.new_empty_strided(shape, strides)
 
 
 def _without_values(x: Tensor, by: Passage, size: int) -> Tensor:
@@ -216,15 +227,14 @@ def _reduced(x: Tensor, _by: Passage, group: dist.ProcessGroup) -> Tensor:
 
 def _gathered(x: Tensor, by: Passage, group: dist.ProcessGroup) -> Tensor:
     first = x.movedim(by.dim, 0).contiguous()
-    out = first.new_empty((group.size() * first.shape[0], *first.shape[1:]))
-    _gather_into(out, first, group=group)
-    return out.movedim(0, by.dim)
+    out = _room(first, group.size() * first.shape[0], by.dim)
+    _gather_into(out.movedim(by.dim, 0), first, group=group)
+    return out
 
 
 def _scattered(x: Tensor, by: Passage, group: dist.ProcessGroup) -> Tensor:
     first = x.movedim(by.dim, 0).contiguous()
-    part = first[: first.shape[0] // group.size()].movedim(0, by.dim)
-    out = first.new_empty_strided(part.shape, part.stride())  # no view, which nothing behind could change in place
+    out = _room(first, first.shape[0] // group.size(), by.dim)
     _scatter_into(out.movedim(by.dim, 0), first, group=group)
     return out
 

@@ -160,6 +160,7 @@ class RunningCall:
         self.changes: list[ContainerChange] = []
         self.taps: list[Tap] = []
         self.tree = take_apart(None)
+        self.returned = False
         self.flops = 0.0
         self.reads_values = False
         self.reentrant = False
@@ -179,6 +180,15 @@ class RunningCall:
             self.hidden.add(leaf)
 
     def frozen(self) -> UnitCall:
+        """Return what is known of the call; raise `StageError` for a call that ended in an error."""
+        if not self.returned:
+            raise StageError(
+                "a module's call raises an error, which the forward catches; other stages would not raise it",
+                expected="modules that are called with arguments that they take",
+                got=f"an error in the call of {self.path}",
+                where="a record of the model's forward",
+                fix="Choose the arguments before the call by the module's class or signature, without try and except.",
+            )
         return UnitCall(
             self.path,
             self.tree.rebuild,

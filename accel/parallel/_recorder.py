@@ -269,7 +269,7 @@ class Recorder(TorchDispatchMode):
                 output = self._call_somehow(module, plain, args, kwargs)
         finally:
             self._now = None
-        now.tree = take_apart(output, self._containers)
+        now.returned, now.tree = True, take_apart(output, self._containers)
         new = [self._hand_out(now, each) for each in now.tree.leaves]
         now.cached = now.caches.growths()
         self._note_attributes(now, before)

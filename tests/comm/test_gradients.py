@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from profiles import share
@@ -118,6 +119,17 @@ def test_rows_travel_in_any_numbers(ranks, data, size, seed):
         return exchanged(x, counts[group.rank()], back[group.rank()], group)
 
     assert_near(_spread(ranks, call, rows, weights), _whole(whole, rows, weights))
+
+
+@pytest.mark.parametrize("call", [gathered, gathered_summed, scattered])
+@pytest.mark.parametrize("shape", [(1, 2, 4), (2, 1, 2), (2, 2, 1), (2,)])
+def test_what_comes_of_a_collective_can_be_changed_in_place(ranks, call, shape):
+    """With one row the parts lie in memory one behind the other, so nothing is copied."""
+    parts = _draws(3, 2, *shape)
+    for dim in (at for at, length in enumerate(shape) if call is not scattered or length % 2 == 0):
+        weights = [torch.ones(())] * 2
+        before = _spread(ranks, lambda x, group, at=dim: call(x, at, group) * 2, parts, weights)
+        assert_near(_spread(ranks, lambda x, group, at=dim: call(x, at, group).mul_(2), parts, weights), before)
 
 
 @given(size=sizes, seed=st.integers(0, 99))

@@ -396,6 +396,19 @@ class Region(NamedTuple):
     layouts: list[RowLayout | None]
 
 
+def _batch_normed(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """A batch norm in training, and the running statistics that it leaves, which all ranks need in full."""
+    mean, variance = (torch.linspace(low, 3, x.shape[1], dtype=x.dtype) for low in (-1, 1))
+    normed = functional.batch_norm(x, mean, variance, weight, bias, training=True, momentum=0.3)
+    return normed + (mean * variance).view(-1, *[1] * (x.dim() - 2))
+
+
+def _instance_normed(x: Tensor) -> Tensor:
+    """An instance norm, which updates running statistics by default."""
+    mean, variance = torch.zeros(2, x.shape[1], dtype=x.dtype)
+    return functional.instance_norm(x, mean, variance) + (mean * variance)[:, None]
+
+
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
@@ -697,6 +710,46 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
         "norm of groups of no image": Region(
             lambda x: functional.group_norm(x * 2.0, 1),
             [(0, 2 * size, 3)],
+            [RowLayout(1, RowCut(1, ((2 * size, size),)))],
+        ),
+        "bilinear outputs": Region(
+            lambda x, y, w, b: functional.bilinear(x, y, w, b),
+            [(2, 3, 4), (2, 3, 5), (2 * size, 4, 5), (2 * size,)],
+            [None, None, RowLayout(0, RowCut(1, ((2 * size, size),))), RowLayout(0, RowCut(1, ((2 * size, size),)))],
+        ),
+        "bilinear features": Region(
+            lambda x, y, w, b: functional.bilinear(x, y, w, b),
+            [(2, 2 * size), (2, 5), (3, 2 * size, 5), (3,)],
+            [RowLayout(1, RowCut(1, ((2 * size, size),))), None, RowLayout(1, RowCut(1, ((2 * size, size),))), None],
+        ),
+        "batch_norm": Region(
+            _batch_normed,
+            [(3, 2 * size, 5), (2 * size,), (2 * size,)],
+            [RowLayout(1, RowCut(1, ((2 * size, size),))), None, None],
+        ),
+        "batch_norm of packed channels": Region(
+            lambda x: _batch_normed(x, None, None),
+            [(3, 4 * size)],
+            [RowLayout(1, RowCut(2, ((2 * size, size),)))],
+        ),
+        "batch_norm of running statistics": Region(
+            lambda x: functional.batch_norm(x, *(low + torch.arange(4 * size, dtype=x.dtype) for low in (0, 1))),
+            [(3, 4 * size, 2)],
+            [RowLayout(1, RowCut(2, ((2 * size, size),)))],
+        ),
+        "torch.batch_norm": Region(
+            lambda x, w: torch.batch_norm(x, w, None, None, None, True, 0.1, 1e-3, False),
+            [(3, 2 * size, 5), (2 * size,)],
+            [RowLayout(1, RowCut(1, ((2 * size, size),))), None],
+        ),
+        "instance_norm": Region(
+            lambda x, w, b: functional.instance_norm(x, weight=w, bias=b),
+            [(3, 2 * size, 5), (2 * size,), (2 * size,)],
+            [RowLayout(1, RowCut(1, ((2 * size, size),))), None, None],
+        ),
+        "instance_norm of running statistics": Region(
+            _instance_normed,
+            [(3, 2 * size, 5)],
             [RowLayout(1, RowCut(1, ((2 * size, size),)))],
         ),
         "norm of one group": Region(lambda x: functional.group_norm(x * 2.0, 1), [(3, 7)], [RowLayout(1, unequal)]),

@@ -299,6 +299,38 @@ def test_a_forward_may_make_modules_and_one_that_always_replaces_its_own_is_name
     assert "it replaces attention" in always.left[""]
 
 
+class Stacked(nn.Module):
+    """A hidden layer and attention, one behind the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, WIDTH), Attention()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for each in self.layers:
+            x = each(x)
+        return x
+
+
+class Trying(Stacked):
+    """Calls the same modules without a keyword, if they do not take it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for each in self.layers:
+            try:
+                x = each(x, lengths=None)
+            except TypeError:
+                x = each(x)
+        return x
+
+
+def test_calls_that_a_forward_tries_do_not_hide_the_calls_around_them() -> None:
+    inputs = [torch.empty(2, 5, WIDTH)]
+    plan = found_plan(Trying(), 2, inputs)
+    assert plan.regions
+    assert plan == found_plan(Stacked(), 2, inputs)
+
+
 class Model(nn.Module):
     """Attention, a hidden layer and buffers, in blocks of one shape but the last."""
 

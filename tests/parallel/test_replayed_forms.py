@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -381,6 +382,30 @@ class Formatting(Short):
         return self.head(self.norm(self.blocks[1](x)))
 
 
+class Scaled(Short):
+    """Calls modules without a keyword, if they do not take it."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = ids
+        for each in (self.embed, *self.blocks, self.norm, self.head):
+            try:
+                x = each(x, scale=2.0)
+            except TypeError:
+                x = each(x)
+        return x
+
+
+class ScaledByClass(Short):
+    """Chooses the arguments before the call."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = ids
+        for each in (self.embed, *self.blocks, self.norm, self.head):
+            takes = "scale" in inspect.signature(each.forward).parameters
+            x = each(x, scale=2.0) if takes else each(x)
+        return x
+
+
 def _ids(generator: torch.Generator, rows: int, length: int) -> Batch:
     drawn = torch.randint(32, (rows, length), generator=generator)
     return Batch(drawn, drawn)
@@ -434,6 +459,7 @@ def test_a_form_runs_in_stages_as_it_is(ranks: Simulator, kind: type[nn.Module])
         (HookedBetween, "registers a hook on a tensor that several stages have", "blocks.0", HookedInside, []),
         (Bare, "fewer calls of modules than stages", "got none", Divided, []),
         (TyingLater, "the forward replaces parameters of the model", "self.head.weight = self.embed.weight", Tying, []),
+        (Scaled, "a module's call raises an error, which the forward catches", "call of embed", ScaledByClass, []),
         (Formatting, "the forward fails where it is recorded: TypeError", "test_replayed_forms.py:", ReadingValues, []),
     ],
 )

@@ -14,6 +14,7 @@ from torch import nn
 
 import accel
 from accel.parallel.axes.tensor import _overlap
+from accel.tensors import is_dtensor, split_dims
 
 ENDS: Any = {"embedding": "embedding_rowwise", "head": "colwise_gather_output"}
 MESHES = [
@@ -132,6 +133,41 @@ class Positions(nn.Module):
         for block in self.blocks:
             x = block(x, table)
         return self.head(self.norm(x))
+
+
+class Flat(nn.Module):
+    """No blocks: the layers between which ranks divide hidden features are in two stages, as are its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.embedding = nn.Embedding(11, 8)
+            self.up, self.middle, self.down = nn.Linear(8, 32), nn.Linear(32, 32), nn.Linear(32, 8)
+            self.first, self.last = nn.Parameter(torch.randn(1, 1, 8)), nn.Parameter(torch.randn(1, 1, 8))
+            self.head = nn.Linear(8, 11)
+        self.double()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids) + self.first.expand(len(ids), -1, -1)
+        up = torch.relu(self.up(x))
+        x = self.down(up * torch.sigmoid(self.middle(up))) + self.last.repeat(len(ids), 1, 1)
+        return self.head(x)
+
+
+def test_a_plan_is_found_for_layers_of_several_stages(ranks: Any) -> None:
+    plan = accel.parallel.Plan(stages=(("embedding",), ("middle",)), micro_batches=2)
+    example = torch.zeros(2, 5, dtype=torch.long)
+
+    def rank(ctx: accel.DistContext) -> Any:
+        found = train(ctx, Flat, plan, mesh="pp=2,tp=2", example=example)
+        model = accel.prepare_model(accel.replace(ctx, mesh="pp=2,tp=2"), Flat(), plan=plan, example=example)
+        return found, {name for name, each in model.named_parameters() if is_dtensor(each) and 0 in split_dims(each)}
+
+    found = ranks.run(rank, 4, default_group=True)
+    assert max(differences([each for each, _ in found], by_hand(Flat))) < 1e-10
+    shards = set[str]().union(*(each for _, each in found))
+    assert shards >= {"up.weight", "middle.weight", "down.weight"}
 
 
 @pytest.mark.slow

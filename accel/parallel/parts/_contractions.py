@@ -236,6 +236,15 @@ def tensordot(func: Any, args: Args, kwargs: Named) -> Any:
     return einsum(func, (dotted(one.dim(), other.dim(), given.get("dims", 2)), one, other), {})
 
 
+def bilinear(func: Any, args: Args, kwargs: Named) -> Any:
+    """bilinear, by an equation."""
+    given = named("input1 input2 weight bias", args, kwargs)
+    operands = (given["input1"], given["weight"], given["input2"])
+    equation = "...i,oij,...j->...o"
+    found = einsum(func, (equation, *operands), {}) if ranks_or_none(*operands) else torch.einsum(equation, *operands)
+    return found if given.get("bias") is None else added(found, given["bias"])
+
+
 def dotted(rank: int, other: int, dims: Any) -> str:
     """Return the equation of a tensordot of tensors of these ranks."""
     ones, others = (range(rank - dims, rank), range(dims)) if isinstance(dims, int) else dims
@@ -383,6 +392,7 @@ RULES = {
     **dict.fromkeys(("addmm", "baddbmm"), added_product),
     "einsum": einsum,
     "tensordot": tensordot,
+    "bilinear": bilinear,
     "embedding": embedding,
     "embedding_bag": embedding_bag,
 }

@@ -10,10 +10,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.nn import functional
 
 from accel.parallel._private import map_kind, tensors_of
 from accel.parallel.parts._elementwise import elementwise
-from accel.parallel.parts._layout import RowLayout, at, cut_of, dims_of, no_rule, rows_of
+from accel.parallel.parts._layout import RowLayout, at, cut_of, dims_of, no_rule, places_of, rows_of
 from accel.parallel.parts._part import (
     Args,
     Named,
@@ -31,6 +32,7 @@ from accel.parallel.parts._part import (
     part_of,
     plain_of,
     ranks_of,
+    taken,
     whole_shape,
 )
 
@@ -281,6 +283,41 @@ def _group_normed_over(given: dict[str, Any], layout: RowLayout, ranks: Ranks) -
     return make(found, layout, ranks)
 
 
+_BY_CHANNEL = "input running_mean running_var weight bias"
+_BY_CHANNEL_INSIDE = "input weight bias running_mean running_var"  # of torch.batch_norm, not of torch.nn.functional's
+
+
+def channel_normed(func: Any, args: Args, kwargs: Named) -> Any:
+    """batch_norm, instance_norm: a rank has all values of its channels. Running statistics are of all channels on each
+    rank, so ranks exchange the new ones."""
+    names = _BY_CHANNEL if func in (functional.batch_norm, functional.instance_norm) else _BY_CHANNEL_INSIDE
+    by_name = named(names, args[:5], kwargs)
+    ranks = ranks_of(args, kwargs)
+    layout = layout_of(by_name["input"])
+    given = {name: by_name.pop(name, None) for name in _BY_CHANNEL.split()}
+    if layout is None:
+        if layouts_of(each for each in given.values() if isinstance(each, Tensor)):
+            raise no_rule("with a divided weight and another input")
+        inside = {name: entered(each, ranks) for name, each in given.items()}
+        return make(func(*(inside[name] for name in names.split()), *args[5:], **by_name), None, ranks)
+    if layout.dim != 1 or layout.cut.is_shared(ranks.size):
+        raise no_rule("of a part along another dimension than channels, or that ranks share")
+    for name in ("weight", "bias"):
+        if given[name] is not None:
+            given[name] = own_rows(given[name], 0, layout.cut, ranks)
+    running = {name: given[name] for name in ("running_mean", "running_var") if given[name] is not None}
+    places = places_of(layout.cut, None, ranks.rank, ranks.size)
+    given.update({name: taken(each.detach(), 0, places).clone() for name, each in running.items()})
+    found = make(func(*(given[name] for name in names.split()), *args[5:], **by_name), layout, ranks)
+    trains = by_name.get("training", by_name.get("use_input_stats", name_of(func) == "instance_norm"))
+    if running and (args[5] if len(args) > 5 else trains):
+        rows = torch.stack([given[name] for name in running], 1)
+        new = leave(make(rows, RowLayout(0, layout.cut), ranks))
+        for column, each in zip(new.unbind(1), running.values(), strict=True):
+            _ = each.detach().copy_(column)
+    return found
+
+
 def weight_normed(func: Any, args: Args, kwargs: Named) -> Any:
     """_weight_norm: directions divided by their norms, times lengths."""
     given = named("v g dim", args, kwargs)
@@ -348,6 +385,7 @@ RULES = {
     "normalize": normalized,
     **dict.fromkeys(("layer_norm", "rms_norm"), normed),
     "group_norm": group_normed,
+    **dict.fromkeys(("batch_norm", "instance_norm"), channel_normed),
     "_weight_norm": weight_normed,
     "cross_entropy": loss_of_classes,
     **dict.fromkeys(("topk", "sort", "argsort"), topped),

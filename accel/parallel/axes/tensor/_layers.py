@@ -15,7 +15,7 @@ from accel.comm import (
     exchanged,
 )
 from accel.parallel._local import local_of
-from accel.parallel._modules import RANKS, KeepsParameters, note_tensor
+from accel.parallel._modules import RANKS, KeepsParameters, note_tensor, notes_of
 from accel.parallel._private import runs_in_backward
 from accel.parallel.axes.tensor._styles import (
     RowExchange,
@@ -82,6 +82,8 @@ class LocalParameters(KeepsParameters):
         own = self.__dict__
         stored = own["_parameters"]
         here = own["_parameters"] = self.parameters_here(stored)
+        if absent := notes_of(cast(nn.Module, self)).get("absent"):  # placeholders of what other stages hold
+            here.update({name: each for name, each in absent.items() if name in here})
         own.update(here)  # read without `__getattr__`
         try:
             return super().forward(*args, **kwargs)

@@ -206,7 +206,6 @@ def _found(ctx: DistContext, model: nn.Module, options: TensorOptions) -> _SentP
         size,
         inputs,
         shares_tokens=options.sequence,
-        is_staged=ctx.axis("pp").size > 1,
         divides_head=options.head is not None,
     )
     styles = collapsed(model, plan.styles)

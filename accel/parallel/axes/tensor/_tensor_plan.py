@@ -14,7 +14,7 @@ from torch import nn
 from accel.errors import PrepareError
 from accel.errors._checks import check_choice
 from accel.mixins import Mixin
-from accel.parallel._blocks import block_groups, outermost_groups
+from accel.parallel._blocks import block_groups
 from accel.parallel._modules import example_of, is_in, matching, named_modules
 from accel.parallel.axes.tensor._found_plan import FoundPlan, found_plan
 from accel.parallel.axes.tensor._rules import modules_around, passed_over
@@ -165,16 +165,13 @@ def found_for(
     example: Mapping[str, Any] | Sequence[Any] | None = None,
     *,
     shares_tokens: bool = False,
-    is_staged: bool = False,
     divides_head: bool = False,
 ) -> FoundPlan:
-    """Return the plan that is found and proved for so many ranks, and why modules stay whole, by path; with `is_staged`
-    only in blocks, which stages call. With `shares_tokens` it is proved with ranks that share the tokens; with
-    `divides_head` it leaves the outputs of the head to another style."""
-    blocks = [path for group in outermost_groups(block_groups(model)) for path, _ in group.entries]
+    """Return the plan that is found and proved for so many ranks, and why modules stay whole, by path. With
+    `shares_tokens` it is proved with ranks that share the tokens; with `divides_head` it leaves the outputs of the head
+    to another style."""
     heads = _linear_heads(model) if divides_head else ()
-    within = blocks if is_staged else ("",)
-    return found_plan(model, size, example, within, shares_tokens=shares_tokens, heads=heads)
+    return found_plan(model, size, example, shares_tokens=shares_tokens, heads=heads)
 
 
 def _linear_heads(model: nn.Module) -> list[str]:

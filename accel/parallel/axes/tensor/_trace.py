@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -158,7 +159,8 @@ def _recorded(
                 recorder.given[recorder.number(value)] = leaf
         for path, module in named_modules(copied):
             stack.callback(module.register_forward_pre_hook(partial(recorder.enter, path), with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(partial(recorder.leave, path), with_kwargs=True).remove)
+            leave = partial(recorder.leave, path)
+            stack.callback(module.register_forward_hook(leave, with_kwargs=True, always_call=True).remove)
         before = {path: module for path, module in named_modules(copied) if any(True for _ in module.parameters())}
         with recorder:
             output = copied(**given) if isinstance(given, Mapping) else copied(*given)
@@ -240,15 +242,12 @@ class _Recorder(TorchFunctionMode):
         self._same_memory: dict[int, list[int]] = {}
         self._begun: list[tuple[int, tuple[Any, ...], Mapping[str, Any]]] = []
         self._layers = 0
+        self._error: BaseException | None = None  # that ended the latest call which raised one
+        self.failed: type | None = None  # the class of the innermost module that raised it
 
     def own(self, owners: Mapping[int, list[str]]) -> None:
         """Set the modules that have a parameter, by its `id`."""
         self._owners = owners
-
-    @property
-    def failed(self) -> type | None:
-        """The class of the innermost module with an unfinished forward; None for none."""
-        return written_class(self._within[-1][1]) if self._within else None
 
     def number(self, tensor: Tensor) -> int:
         """Return the number of a tensor."""
@@ -296,11 +295,16 @@ class _Recorder(TorchFunctionMode):
         self._layers += _kind_of(module) is not None
 
     def leave(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """End the call of a module."""
+        """End the call of a module, also of one that raises an error, which the code around it may catch."""
         begin, args, kwargs = self._begun.pop()
         _ = self._within.pop()
         kind = _kind_of(module)
         self._layers -= kind is not None
+        error = sys.exc_info()[1]
+        if error is not None and output is None:
+            if error is not self._error:
+                self._error, self.failed = error, written_class(module)
+            return
         if self._layers:
             return
         inputs = tuple(map(self.number, tensors_in((args, kwargs))))

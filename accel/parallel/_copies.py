@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.parametrize import is_parametrized
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 from torch.utils import _pytree as pytree
 
 from accel.errors import PrepareError
@@ -195,7 +195,7 @@ class WideMode(TorchFunctionMode):
         kept = 1 if writes(name) else 0  # what a function changes stays itself
         given, named = self._mapped((tuple(args[kept:]), kwargs or {}))
         if name.strip("_") == "grouped_mm" and [each.dim() for each in given[:2]] == [2, 3]:
-            return _grouped_matmul(*given, **named)
+            return grouped_mm(*given, **named)
         found = func(*args[:kept], *given, **named)
         return found if kept else self._mapped(found)  # new tensors are narrow
 
@@ -216,9 +216,12 @@ class WideMode(TorchFunctionMode):
         return self.dtype if dtype.is_floating_point else dtype
 
 
-def _grouped_matmul(rows: Tensor, weights: Tensor, offs: Tensor, bias: None = None, **_dtypes: Any) -> Tensor:
-    """The matmul of each group of rows with its weight, as `functional.grouped_mm`, which has no wide dtype."""
+def grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor, bias: None = None, **_dtypes: Any) -> Tensor:
+    """The matmul of each group of rows with its weight, as `functional.grouped_mm`, which has no wide dtype. Parts and
+    modes take it for that function."""
     del bias  # torch takes none
+    if has_torch_function((rows, weights, offs)):
+        return handle_torch_function(grouped_mm, (rows, weights, offs), rows, weights, offs)
     ends = [int(each) for each in offs]
     groups = [rows[begin:end] @ weight for begin, end, weight in zip([0, *ends], ends, weights, strict=False)]
     return torch.cat([*groups, rows.new_zeros(len(rows) - ends[-1], weights.shape[-1])])

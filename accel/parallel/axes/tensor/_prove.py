@@ -20,7 +20,7 @@ from accel.comm import SilentGroup, ThreadGroup, run_in_threads
 from accel.errors import PrepareError
 from accel.mixins import remove_mixin
 from accel.parallel._compile import Recomputed
-from accel.parallel._copies import copied_model
+from accel.parallel._copies import copied_model, grouped_mm
 from accel.parallel._modules import RANKS, named_modules
 from accel.parallel._private import forward_hooks, forward_pre_hooks, uncompiled
 from accel.parallel.axes.tensor._layers import GroupLayer
@@ -160,8 +160,11 @@ class _Wide(TorchFunctionMode):
     """Lets a forward that computes in a narrower dtype compute in float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in ("float", "half", "bfloat16"):
+        name = getattr(func, "__name__", "")
+        if name in ("float", "half", "bfloat16"):
             return args[0].double()
+        if name == "_grouped_mm" and [each.dim() for each in args[:2]] == [2, 3]:
+            func = grouped_mm
         named: dict[str, Any] = kwargs or {}
         return func(*map(_wide, args), **{name: _wide(each) for name, each in named.items()})
 

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from accel.fakes import emptied_caches, fake_mode
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._copies import copied_model
+from accel.parallel._fakes import run_operator
 from accel.parallel._modules import KeepsParameters, has_parameters, named_modules, written_class
 from accel.parallel._private import forward_hooks, forward_pre_hooks, message_of
 from accel.parallel.axes.tensor._styles import is_adapted, is_linear
@@ -274,7 +275,7 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if name := message_of(func):
             raise MessageError(f"its forward calls {name}, so one rank cannot record it")
-        result = func(*args, **kwargs)
+        result = run_operator(func, args, kwargs)
         if not self._layers:
             self._record(getattr(func, "__name__", str(func)), args, kwargs, result)
         return result

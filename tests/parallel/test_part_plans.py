@@ -82,7 +82,7 @@ LEAST: Mapping[str, int] = {
     "aux_attribute": 90, "lens": 90, "single_stream": 90,
     "kept_statistics": 90, "listed_parameters": 90, "checkpointed_methods": 90,
     "gated_normed": 95, "parallel_fused": 98, "state_space": 95, "long_convolution": 94, "sorted_experts": 95,
-    "unet": 95, "complex_states": 95,
+    "unet": 95, "complex_states": 95, "spectral_norm": 94,
     "batched_experts": 95, "rescaled": 90, "rounded": 95, "named_weights": 95, "einsums": 95,
 }  # fmt: skip
 

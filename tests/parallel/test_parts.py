@@ -513,6 +513,7 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
         "einsum over heads": Region(
             lambda x, w: torch.einsum("bthd,hdo->bto", x, w), [(2, 3, m, 2), (m, 2, 5)], [RowLayout(2, even), None]
         ),
+        "a quotient written into a buffer": Region(lambda x: _with_buffer(x, n), [(2, n, 4)], [RowLayout(1, cut)]),
         "einsum of three": Region(
             lambda x, y, z: torch.einsum("bn,n,bn->bn", x, y, z),
             [(2, n), (n,), (2, n)],
@@ -789,6 +790,15 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
 
 
 REGIONS = sorted(regions(random.Random(0), 2))
+
+
+def _with_buffer(x: Tensor, length: int) -> Tensor:
+    buffer = torch.zeros(2, length, 1, dtype=torch.float64)
+    with torch.no_grad():
+        _ = functional.normalize(x[..., :1].detach(), dim=-1, eps=100.0, out=buffer)
+    return x * buffer
+
+
 REFUSED_REGIONS = ("two parts", "the greatest of all", "maxima of rows", "a loss of divided samples")
 
 

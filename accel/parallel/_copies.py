@@ -194,9 +194,7 @@ class WideMode(TorchFunctionMode):
             return self._wide(args[0])
         kept = 1 if writes(name) else 0  # what a function changes stays itself
         given, named = self._mapped((tuple(args[kept:]), kwargs or {}))
-        if name.strip("_") == "grouped_mm" and [each.dim() for each in given[:2]] == [2, 3]:
-            return grouped_mm(*given, **named)
-        found = func(*args[:kept], *given, **named)
+        found = _computed(func, given)(*args[:kept], *given, **named)
         return found if kept else self._mapped(found)  # new tensors are narrow
 
     def _mapped(self, tree: Any) -> Any:
@@ -214,6 +212,39 @@ class WideMode(TorchFunctionMode):
         if dtype.is_complex:
             return self.dtype.to_complex()
         return self.dtype if dtype.is_floating_point else dtype
+
+
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+_OF_STREAMS = ("rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal")
+
+
+class Float64Mode(TorchFunctionMode):
+    """Lets a forward on float64 values compute in float64, whatever dtypes it asks for, and draw the same numbers in
+    each run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stream = torch.Generator().manual_seed(37)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("float", "half", "bfloat16"):
+            return args[0].double()
+        given: dict[str, Any] = kwargs or {}
+        named = {key: _float64(each) for key, each in given.items()}
+        if name in _OF_STREAMS and not named.get("generator"):
+            named["generator"] = self._stream
+        return _computed(func, args)(*map(_float64, args), **named)
+
+
+def _float64(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
+
+
+def _computed(func: Any, args: Sequence[Any]) -> Any:
+    """The function that computes in a wide dtype what a function of torch does with these arguments."""
+    is_grouped = getattr(func, "__name__", "") == "_grouped_mm"
+    return grouped_mm if is_grouped and [each.dim() for each in args[:2]] == [2, 3] else func
 
 
 def grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor, bias: None = None, **_dtypes: Any) -> Tensor:

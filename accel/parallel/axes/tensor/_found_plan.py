@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from accel.parallel._modules import example_of, named_modules, without_cache
 from accel.parallel.axes.tensor._dependence import Layouts, pattern_of
 from accel.parallel.axes.tensor._found import LARGEST, PlanSearch, Styles, words_of
 from accel.parallel.axes.tensor._prove import Verdict, prove, short, tokens_refused
-from accel.parallel.axes.tensor._rules import is_in
+from accel.parallel.axes.tensor._rules import is_in, rules_of, share_of
 from accel.parallel.axes.tensor._styles import Regions, is_adapted, is_linear, output_dim, problems_of
 from accel.parallel.axes.tensor._trace import (
     ForwardTrace,
@@ -32,6 +34,7 @@ from accel.topology import TensorStyle
 _LEAST_ROWS = 32  # of a table that is worth dividing
 _LEAST_SHARE = 0.01  # of a model's parameters, for a layer or a table that is worth a message
 _LEAST_TOGETHER = 0.05  # of a model's parameters, for layers with one pattern of paths, such as one for each head
+_ENOUGH = 0.9  # of a model's parameters, for a plan that knows nothing of the inside of some modules
 _LONGER = (1, 2, 4, 8, 16, 32, 64, 128)  # inputs tried in turn, as multiples of a short one
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -74,21 +77,16 @@ def found_plan(
         return FoundPlan({}, {"": f"its forward, run without values, failed: {short(error)}"}, is_seen=False)
     if recorded is None:
         return FoundPlan({}, {"": "no example of its inputs"}, is_seen=False)
-    search = PlanSearch(model, recorded, size)
-    proofs = _Proofs(model, recorded, size)
-    if with_ends:
-        search.take(proofs.ends(heads))
-    search.look(within)
-    if not search.regions and not search.styles:
-        return FoundPlan({}, search.left)
-    before = FoundPlan({**search.styles}, search.left, regions={**search.regions})
-    if with_ends:
-        search.add(proofs.tables(before, within))
-        search.add(proofs.leaves(before._replace(regions=search.regions), within))
-        search.take(proofs.rest(before._replace(regions=search.regions)))
-    words = proofs.words(search.regions) if in_words else {}
-    plan = FoundPlan({**words, **search.styles}, search.left, regions=search.regions)
-    if not shares_tokens:
+    search = partial(_searched, model, size=size, within=within, with_ends=with_ends, heads=heads)
+    found = search(recorded)
+    if recorded.has_unseen and example is not None and "" in within and found.share < _ENOUGH:
+        with suppress(Exception):  # whatever a forward says of small inputs
+            valued = trace(model, without_cache(model, example), with_values=True)
+            found = max(found, search(valued), key=lambda each: each.share)
+    proofs, before, plan = found.proofs, found.before, found.plan
+    if in_words:
+        plan = plan._replace(styles={**proofs.words(plan.regions), **plan.styles})
+    if not shares_tokens or not (plan.regions or plan.styles):
         return plan
     try:
         return proofs.with_tokens(plan)
@@ -96,6 +94,40 @@ def found_plan(
         if (plan.styles, plan.regions) == (before.styles, before.regions):
             raise
         return proofs.with_tokens(before)
+
+
+class _Searched(NamedTuple):
+    """A plan that is found in a record of a forward."""
+
+    proofs: _Proofs
+    before: FoundPlan  # without tables, leaves and the rest
+    plan: FoundPlan
+    share: float  # of the model's parameters that ranks divide; 1 for a model too large to run with values
+
+
+def _searched(
+    model: nn.Module,
+    recorded: ForwardTrace,
+    size: int,
+    within: Sequence[str],
+    heads: Collection[str],
+    *,
+    with_ends: bool,
+) -> _Searched:
+    search = PlanSearch(model, recorded, size)
+    proofs = _Proofs(model, recorded, size)
+    if with_ends:
+        search.take(proofs.ends(heads))
+    search.look(within)
+    before = FoundPlan({**search.styles}, search.left, regions={**search.regions})
+    if with_ends and (search.regions or search.styles):
+        search.add(proofs.tables(before, within))
+        search.add(proofs.leaves(before._replace(regions=search.regions), within))
+        search.take(proofs.rest(before._replace(regions=search.regions)))
+    plan = FoundPlan({**search.styles}, search.left, regions=search.regions)
+    is_large = sum(each.numel() for each in model.parameters()) > LARGEST
+    share = 1.0 if is_large else share_of(model, rules_of(model, plan.styles, size, regions=plan.regions))
+    return _Searched(proofs, before, plan, share)
 
 
 def _recorded(model: nn.Module, times: int, example: Mapping[str, Any] | Sequence[Any] | None) -> ForwardTrace | None:

@@ -13,21 +13,21 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from accel.comm import SilentGroup, ThreadGroup, run_in_threads
 from accel.errors import PrepareError
+from accel.fakes import is_fake
 from accel.mixins import remove_mixin
 from accel.parallel._compile import Recomputed
-from accel.parallel._copies import copied_model, grouped_mm
+from accel.parallel._copies import Float64Mode, copied_model
 from accel.parallel._modules import RANKS, named_modules
 from accel.parallel._private import forward_hooks, forward_pre_hooks, uncompiled
 from accel.parallel.axes.tensor._layers import GroupLayer
 from accel.parallel.axes.tensor._rules import install, rules_of
 from accel.parallel.axes.tensor._styles import Regions, Rule
 from accel.parallel.axes.tensor._tokens import SequenceRanks
-from accel.parallel.axes.tensor._trace import ModuleCall, batch_experts, outputs_in, tensors_in
+from accel.parallel.axes.tensor._trace import ModuleCall, outputs_in, tensors_in
 from accel.parallel.parts import NoRuleError
 from accel.random import Key, host_streams, rng_scope
 from accel.topology import TensorStyle
@@ -120,9 +120,9 @@ def redrawn(module: nn.Module) -> nn.Module:
             values /= max(each.shape[-1], 1) ** 0.5
         memo[id(each)] = nn.Parameter(values)
     for each in module.buffers():
-        memo[id(each)] = _values(each, draw) if each.is_meta else _in_float64(each.detach().to("cpu", copy=True))
+        has_none = each.is_meta or is_fake(each)
+        memo[id(each)] = _values(each, draw) if has_none else _in_float64(each.detach().to("cpu", copy=True))
     whole = copied_model(module, memo).eval()
-    batch_experts(whole)
     remove_mixin(whole.modules(), Recomputed)  # a backward does not know the dtypes of the proof
     for each in whole.modules():
         cast(Any, forward_hooks(each)).clear()
@@ -156,24 +156,6 @@ def drawn_inputs(call: ModuleCall) -> Mapping[int, Tensor]:
     return drawn | {number: each.detach().to("cpu", copy=True) for number, each in call.given.items()}
 
 
-class _Wide(TorchFunctionMode):
-    """Lets a forward that computes in a narrower dtype compute in float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in ("float", "half", "bfloat16"):
-            return args[0].double()
-        if name == "_grouped_mm" and [each.dim() for each in args[:2]] == [2, 3]:
-            func = grouped_mm
-        named: dict[str, Any] = kwargs or {}
-        return func(*map(_wide, args), **{name: _wide(each) for name, each in named.items()})
-
-
-def _wide(value: Any) -> Any:
-    is_narrow = isinstance(value, torch.dtype) and value in (torch.float32, torch.float16, torch.bfloat16)
-    return torch.float64 if is_narrow else value
-
-
 def _run(
     module: nn.Module,
     call: ModuleCall,
@@ -182,16 +164,12 @@ def _run(
     is_forward: bool = False,
 ) -> _ProofRun:
     """Outputs, and gradients of a random function of them; no gradients if only the forward runs."""
-    leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
     given: dict[int, Tensor] = {}
-    places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    for at, number in zip(places, call.inputs, strict=True):
+    for number, each in zip(call.inputs, tensors_in((call.args, call.kwargs)), strict=True):
         if number not in given:
-            given[number] = values[number].detach().clone().requires_grad_(leaves[at].requires_grad)
-        leaves[at] = given[number]
-    args, kwargs = pytree.tree_unflatten(leaves, spec)
-    with torch.enable_grad(), _Wide():
-        outputs = outputs_in(module(*args, **kwargs))
+            given[number] = values[number].detach().clone().requires_grad_(each.requires_grad)
+    with torch.enable_grad():
+        outputs = outputs_in(run_valued(module, call, given))
     draw = torch.Generator().manual_seed(29)
     total = torch.zeros((), dtype=torch.float64)
     for each in outputs:
@@ -205,13 +183,16 @@ def _run(
 
 
 def run_valued(module: nn.Module, call: ModuleCall, values: Mapping[int, Tensor]) -> object:
-    """Run a copy of a module in a separate call, with values."""
+    """Run a copy of a module in a separate call, with values, also of modules that it is given."""
     leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
-    places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    for at, number in zip(places, call.inputs, strict=True):
-        leaves[at] = values[number]
+    numbers = iter(call.inputs)
+    for at, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            leaves[at] = values[next(numbers)]
+        elif isinstance(leaf, nn.Module):
+            leaves[at] = redrawn(leaf)
     args, kwargs = pytree.tree_unflatten(leaves, spec)
-    with _Wide():
+    with Float64Mode():
         return module(*args, **kwargs)
 
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.nn import functional
 
 from accel.parallel._private import map_kind, tensors_of
 from accel.parallel.parts._elementwise import elementwise
@@ -255,6 +256,37 @@ def group_normed(func: Any, args: Args, kwargs: Named) -> Any:
     return make(func(**{**given, "num_groups": groups // ranks.size}), layout, ranks)
 
 
+_OF_CHANNELS = ("weight", "bias", "running_mean", "running_var")
+
+
+def channel_normed(func: Any, args: Args, kwargs: Named) -> Any:
+    """functional.batch_norm, functional.instance_norm: of each channel alone. Ranks gather the running statistics that
+    it changes."""
+    if func not in (functional.batch_norm, functional.instance_norm):
+        raise no_rule("of torch, not of torch.nn.functional")
+    given = named("input running_mean running_var weight bias", args, kwargs)
+    x: Tensor = given["input"]
+    ranks = ranks_of(args, kwargs)
+    layout = layout_of(x)
+    vectors = {name: given[name] for name in _OF_CHANNELS if given.get(name) is not None}
+    if layout is None:
+        if layouts_of(vectors.values()):
+            raise no_rule("with a divided weight and another input")
+        return make(func(**{name: entered(each, ranks) for name, each in given.items()}), None, ranks)
+    if layout.dim != 1:
+        raise no_rule("of a part along another dimension than channels")
+    own = {name: own_rows(each, 0, layout.cut, ranks) for name, each in vectors.items()}
+    running = [name for name in vectors if name.startswith("running")]
+    if not running or not given.get("training", given.get("use_input_stats")):
+        return make(func(**{**given, **own}), layout, ranks)
+    statistics = torch.stack([own[name] for name in running])
+    found = func(**{**given, **own, **dict(zip(running, statistics, strict=True))})
+    whole = leave(make(statistics, RowLayout(1, layout.cut), ranks))
+    for name, values in zip(running, whole, strict=True):
+        vectors[name].copy_(values)
+    return make(found, layout, ranks)
+
+
 def _group_normed_over(given: dict[str, Any], layout: RowLayout, ranks: Ranks) -> PartTensor:
     """A norm of groups of channels that ranks divide."""
     x: Tensor = given["input"]
@@ -348,6 +380,7 @@ RULES = {
     "normalize": normalized,
     **dict.fromkeys(("layer_norm", "rms_norm"), normed),
     "group_norm": group_normed,
+    **dict.fromkeys(("batch_norm", "instance_norm"), channel_normed),
     "_weight_norm": weight_normed,
     "cross_entropy": loss_of_classes,
     **dict.fromkeys(("topk", "sort", "argsort"), topped),

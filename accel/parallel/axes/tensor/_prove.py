@@ -22,12 +22,12 @@ from accel.mixins import remove_mixin
 from accel.parallel._compile import Recomputed
 from accel.parallel._copies import Float64Mode, copied_model
 from accel.parallel._modules import RANKS, named_modules
-from accel.parallel._private import forward_hooks, forward_pre_hooks, uncompiled
+from accel.parallel._private import uncompiled
 from accel.parallel.axes.tensor._layers import GroupLayer
 from accel.parallel.axes.tensor._rules import install, rules_of
 from accel.parallel.axes.tensor._styles import Regions, Rule
 from accel.parallel.axes.tensor._tokens import SequenceRanks
-from accel.parallel.axes.tensor._trace import ModuleCall, outputs_in, tensors_in
+from accel.parallel.axes.tensor._trace import ModuleCall, outputs_in, tensors_in, without_hooks
 from accel.parallel.parts import NoRuleError
 from accel.random import Key, host_streams, rng_scope
 from accel.topology import TensorStyle
@@ -122,11 +122,8 @@ def redrawn(module: nn.Module) -> nn.Module:
     for each in module.buffers():
         has_none = each.is_meta or is_fake(each)
         memo[id(each)] = _values(each, draw) if has_none else _in_float64(each.detach().to("cpu", copy=True))
-    whole = copied_model(module, memo).eval()
+    whole = without_hooks(copied_model(module, memo))
     remove_mixin(whole.modules(), Recomputed)  # a backward does not know the dtypes of the proof
-    for each in whole.modules():
-        cast(Any, forward_hooks(each)).clear()
-        cast(Any, forward_pre_hooks(each)).clear()
     return whole
 
 

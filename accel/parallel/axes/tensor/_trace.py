@@ -137,7 +137,7 @@ def _run_valued(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any], rec
         value = each.detach().to("cpu", copy=True)
         memo[id(each)] = nn.Parameter(value, value.is_floating_point()) if isinstance(each, nn.Parameter) else value
     with cast(Any, torch.random).fork_rng(devices=[]):
-        return _recorded(_without_hooks(copied_model(model, memo)), inputs, recorder, _valued)
+        return _recorded(without_hooks(copied_model(model, memo)), inputs, recorder, _valued)
 
 
 def _recorded(
@@ -217,14 +217,17 @@ def _without_values(model: nn.Module, fake: Any) -> nn.Module:
             blank = _blank(each)
             is_parameter = isinstance(each, nn.Parameter)
             memo[id(each)] = nn.Parameter(blank, blank.is_floating_point()) if is_parameter else blank
-    return _without_hooks(copied_model(model, memo))  # tensors that are plain attributes keep their values
+    return without_hooks(copied_model(model, memo))  # tensors that are plain attributes keep their values
 
 
-def _without_hooks(copied: nn.Module) -> nn.Module:
-    """Put a copy in eval, without hooks. Mutates it."""
+def without_hooks(copied: nn.Module) -> nn.Module:
+    """Put a copy in eval, without hooks but the ones by which torch computes weights, as `weight_norm`. Mutates it."""
     for module in copied.eval().modules():
         cast(Any, forward_hooks(module)).clear()
-        cast(Any, forward_pre_hooks(module)).clear()
+        before = cast("dict[int, Any]", forward_pre_hooks(module))
+        for key, hook in [*before.items()]:
+            if not type(hook).__module__.startswith("torch.nn.utils."):
+                del before[key]
     return copied
 
 

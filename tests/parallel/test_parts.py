@@ -513,6 +513,24 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
         "einsum over heads": Region(
             lambda x, w: torch.einsum("bthd,hdo->bto", x, w), [(2, 3, m, 2), (m, 2, 5)], [RowLayout(2, even), None]
         ),
+        "a gated cell": Region(
+            torch.gru_cell,
+            [(3, 5), (3, m), (3 * m, 5), (3 * m, m), (3 * m,), (3 * m,)],
+            [None, None, *[RowLayout(0, RowCut(3 * even.repeat, even.segments))] * 3, None],
+        ),
+        "a cell with memory": Region(
+            lambda x, h, c, *weights: torch.lstm_cell(x, (h, c), *weights),
+            [(3, 5), (3, m), (3, m), (4 * m, 5), (4 * m, m)],
+            [
+                None,
+                None,
+                draw.choice([None, RowLayout(1, even)]),
+                *[RowLayout(0, RowCut(4 * even.repeat, even.segments))] * 2,
+            ],
+        ),
+        "a cell of rectified units": Region(
+            torch.rnn_relu_cell, [(3, 5), (3, m), (m, 5), (m, m)], [None, None, *[RowLayout(0, even)] * 2]
+        ),
         "norms of channels": Region(
             _normed_channels, [(3, n, 4), (n,), (n,)], [RowLayout(1, cut), draw.choice([None, RowLayout(0, cut)]), None]
         ),

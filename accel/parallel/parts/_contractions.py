@@ -295,6 +295,25 @@ def terms_of(equation: str, dims: Sequence[int]) -> tuple[list[str], str]:
     return terms, result.replace("...", dots)
 
 
+def cell(func: Any, args: Args, kwargs: Named) -> Any:
+    """gru_cell, lstm_cell, rnn_tanh_cell, rnn_relu_cell: one step of a recurrent layer, by its formula."""
+    given = named("input hx w_ih w_hh b_ih b_hh", args, kwargs)
+    name = name_of(func)
+    state = given["hx"][0] if name == "lstm_cell" else given["hx"]
+    of_input = functional.linear(given["input"], given["w_ih"], given.get("b_ih"))
+    of_state = functional.linear(state, given["w_hh"], given.get("b_hh"))
+    if name == "gru_cell":
+        (reset, keep, new), (other_reset, other_keep, other_new) = (each.chunk(3, -1) for each in (of_input, of_state))
+        found = torch.tanh(new + torch.sigmoid(reset + other_reset) * other_new)
+        return found + torch.sigmoid(keep + other_keep) * (state - found)
+    total = of_input + of_state
+    if name != "lstm_cell":
+        return torch.relu(total) if name == "rnn_relu_cell" else torch.tanh(total)
+    enter, keep, new, show = total.chunk(4, -1)
+    memory = torch.sigmoid(keep) * given["hx"][1] + torch.sigmoid(enter) * torch.tanh(new)
+    return torch.sigmoid(show) * torch.tanh(memory), memory
+
+
 def embedding(func: Any, args: Args, kwargs: Named) -> Any:
     """functional.embedding, of a table that ranks divide or of parts of ids; torch.embedding, of the table first."""
     if func is torch.embedding:
@@ -418,6 +437,7 @@ RULES = {
     "einsum": einsum,
     **dict.fromkeys(("_grouped_mm", "grouped_mm"), of_groups),
     "tensordot": tensordot,
+    **dict.fromkeys(("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"), cell),
     "embedding": embedding,
     "embedding_bag": embedding_bag,
 }

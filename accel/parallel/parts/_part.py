@@ -52,7 +52,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 # Their rules call functions that have rules.
-_COMPOSED = (functional.multi_head_attention_forward, functional.pixel_shuffle, functional.pixel_unshuffle)
+_CELLS = (torch.rnn_tanh_cell, torch.rnn_relu_cell, torch.gru_cell, torch.lstm_cell)
+_COMPOSED = (functional.multi_head_attention_forward, functional.pixel_shuffle, functional.pixel_unshuffle, *_CELLS)
 _OF_KERNELS = ("data_ptr", "size")  # attributes that kernels ask for and that have rules; torch.vmap for a size
 Args = Sequence[Any]
 Named = Mapping[str, Any]

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from accel.errors import PrepareError
 from accel.parallel._blocks import block_groups, outermost_groups
@@ -28,7 +29,7 @@ from accel.parallel.axes.tensor._trace import (
     trace,
 )
 from accel.parallel.parts import RowLayout
-from accel.parallel.parts._layout import even
+from accel.parallel.parts._layout import RowCut, even
 from accel.topology import TensorStyle
 
 _LEAST_ROWS = 32  # of a table that is worth dividing
@@ -36,7 +37,9 @@ _LEAST_SHARE = 0.01  # of a model's parameters, for a layer or a table that is w
 _LEAST_TOGETHER = 0.05  # of a model's parameters, for layers with one pattern of paths, such as one for each head
 _ENOUGH = 0.9  # of a model's parameters, for a plan that knows nothing of the inside of some modules
 _LONGER = (1, 2, 4, 8, 16, 32, 64, 128)  # inputs tried in turn, as multiples of a short one
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CELLS = (nn.RNNCell, nn.GRUCell, nn.LSTMCell)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_BY_OUTPUTS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED, *_CELLS)  # all of their parameters are divided
 
 
 class FoundPlan(NamedTuple):
@@ -254,8 +257,8 @@ class _Proofs:
         return True
 
     def leaves(self, plan: FoundPlan, within: Sequence[str]) -> Regions:
-        """Rows of large parameters of convolutions, and of parameters that the user's modules hold, such as a head that
-        multiplies by a plain parameter: each rank computes with some, and gathers the results."""
+        """Rows of large parameters of convolutions, cells and the user's modules, such as a head that multiplies by a
+        plain parameter: each rank computes with some, and gathers the results."""
         whole = {name: each for name, each in self._whole(plan).items() if _is_divisible(self._modules[_owner(name)])}
         called = {call.path for call in self._trace.calls}
         found: list[tuple[str, Layouts]] = []
@@ -273,21 +276,21 @@ class _Proofs:
         return self._proved(found, plan)
 
     def _ways_of(self, name: str, weight: Tensor) -> Iterator[Layouts]:
-        """Layouts of a parameter, along its longest dimension first; of a convolution, output channels of all of its
-        parameters."""
+        """Layouts of a parameter, along its longest dimension first; of a convolution or a recurrent cell, outputs of
+        all of its parameters."""
         module = self._modules[_owner(name)]
-        if not isinstance(module, _CONVOLUTIONS):
+        if not isinstance(module, _BY_OUTPUTS):
             for dim in sorted(range(weight.dim()), key=lambda dim: weight.shape[dim], reverse=True):
                 if weight.shape[dim] % self._size == 0:
                     yield {name: RowLayout(dim, even(weight.shape[dim], self._size))}
             return
-        out = 1 if module.transposed else 0
-        cut = even(weight.shape[out], self._size)
-        own = {
-            each: (values, 0 if values.dim() == 1 else out) for each, values in module.named_parameters(_owner(name))
-        }
-        if cut.total % self._size == 0:
-            yield {each: RowLayout(dim, cut) for each, (values, dim) in own.items() if values.shape[dim] == cut.total}
+        out = int(isinstance(module, _TRANSPOSED))
+        rows = weight.shape[out]
+        gates = rows // module.hidden_size if isinstance(module, _CELLS) else 1
+        cut = RowCut(gates, ((rows // gates, self._size),))
+        dims = {each: (own, min(out, own.dim() - 1)) for each, own in module.named_parameters(_owner(name))}
+        if cut.is_equal:
+            yield {each: RowLayout(dim, cut) for each, (own, dim) in dims.items() if own.shape[dim] == rows}
 
     def _proved(self, more: Sequence[tuple[str, Layouts]], plan: FoundPlan) -> Regions:
         """The further layouts that modules can have together, with the layouts before: halves are tried in turn where
@@ -315,7 +318,7 @@ class _Proofs:
         """The innermost called module with all modules that hold a weight, or that read it."""
         owners = {path for path, each in self._modules.items() if any(own is weight for own in each.parameters(False))}
         users = owners.union(*(self._trace.readers.get(path, ()) for path in owners))
-        unit = next(iter(owners))
+        unit = next(iter(owners)).partition(".parametrizations")[0]  # the layer, not what computes its weight
         while unit and (unit not in called or not all(is_in(each, unit) for each in users)):
             unit = unit.rpartition(".")[0]
         return unit
@@ -393,8 +396,7 @@ class _Proofs:
     def _tables(self) -> list[nn.Embedding]:
         """Embeddings that were called, without small ones such as position embeddings."""
         total = sum(each.numel() for each in self._model.parameters())
-        paths = dict.fromkeys(call.path for call in self._trace.calls)
-        called = (self._modules[path] for path in paths)
+        called = (self._modules[path] for path in dict.fromkeys(call.path for call in self._trace.calls))
         tables = [each for each in called if isinstance(each, nn.Embedding)]
         large = (each for each in tables if each.weight.numel() >= _LEAST_SHARE * total)
         return [each for each in large if len(each.weight) >= _LEAST_ROWS]
@@ -485,12 +487,13 @@ def _owner(name: str) -> str:
 
 
 def _is_divisible(module: nn.Module) -> bool:
-    """Whether a module is a convolution, or not torch's."""
-    return _is_convolution(module) or not type(module).__module__.startswith("torch.")
+    """Whether a module divides all of its parameters by outputs, or is not torch's."""
+    is_own = isinstance(module, ParametrizationList) or not type(module).__module__.startswith("torch.")
+    return is_own or _is_by_outputs(module)
 
 
-def _is_convolution(module: nn.Module) -> bool:
-    return isinstance(module, _CONVOLUTIONS) and any(type(module).forward is each.forward for each in _CONVOLUTIONS)
+def _is_by_outputs(module: nn.Module) -> bool:
+    return isinstance(module, _BY_OUTPUTS) and any(type(module).forward is each.forward for each in _BY_OUTPUTS)
 
 
 def _layer(module: nn.Module) -> nn.Module:

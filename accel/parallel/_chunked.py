@@ -20,7 +20,8 @@ from accel.errors import ConfigError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._blocks import Select, selected
 from accel.parallel._modules import named_modules, note_module, notes_of, unwrap_model, written_class
-from accel.parallel._private import untraced
+from accel.parallel._private import untraced, without_subclasses
+from accel.parallel.parts._shapes import joined_chunks, row_chunks
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -32,8 +33,12 @@ class _Chunks(NamedTuple):
     parts: int
 
     def of(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Return the parts of a tensor."""
-        return tensor.chunk(self.parts, self.dim)
+        """Return the parts of a tensor; of one that ranks divide along the dimension, parts of each rank's rows."""
+        return row_chunks(tensor, self.parts, self.dim)
+
+    def joined(self, outputs: Sequence[Tensor], tensor: Tensor) -> Tensor:
+        """Return the output for a tensor from the outputs for its parts."""
+        return joined_chunks(outputs, tensor, self.dim)
 
 
 class _Surroundings:
@@ -82,7 +87,7 @@ class _ChunkedRun(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.around = _Surroundings(x)
         with ctx.around.autocast():
-            return torch.cat([run(each) for each in chunks.of(x)], chunks.dim)
+            return chunks.joined([run(each) for each in chunks.of(x)], x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -96,7 +101,8 @@ class _ChunkedRun(torch.autograd.Function):
             for part, slope in zip(ctx.chunks.of(x), ctx.chunks.of(grad), strict=True):
                 own = part.detach().requires_grad_(needs_x)
                 wanted = [*([own] if needs_x else ()), *trained]
-                found = torch.autograd.grad(ctx.run(own), wanted, slope, allow_unused=True)
+                output = ctx.chunks.joined([ctx.run(own)], own)  # with this rank's rows, as the slope
+                found = torch.autograd.grad(output, wanted, slope, allow_unused=True)
                 if needs_x:
                     first, *found = found
                     slopes.append(torch.zeros_like(part) if cast(Any, first) is None else first)
@@ -107,7 +113,8 @@ class _ChunkedRun(torch.autograd.Function):
         of_params = (
             None if total is None else total.to(each.dtype) for total, each in zip(grads, ctx.params, strict=True)
         )
-        return None, None, torch.cat(slopes, ctx.chunks.dim) if needs_x else None, *of_params
+        with without_subclasses():
+            return None, None, torch.cat(slopes, ctx.chunks.dim) if needs_x else None, *of_params
 
 
 def _added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
@@ -149,7 +156,7 @@ def _run_chunked(module: nn.Module, whole: Callable[..., Any], *args: Any, **kwa
     params = list(module.parameters())
     if torch.is_grad_enabled() and (x.requires_grad or any(each.requires_grad for each in params)):
         return cast(Any, _ChunkedRun).apply(run, chunks, x, *params)
-    return torch.cat([run(each) for each in chunks.of(x)], chunks.dim)
+    return chunks.joined([run(each) for each in chunks.of(x)], x)
 
 
 def _check_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -69,6 +69,8 @@ class RecomputedRun:
         self._stance: object = None  # of torch.compile, in forward
         self._empty: dict[int | str, Callable[[], Any]] = {}
         self._filled: dict[int | str, Callable[[], Any]] = {}
+        # Of parts of tensors: hooks of saved tensors, such as of `offload_activations`, see their rows alone.
+        self._remakes = {at: each.remake() for at, each in enumerate(args) if hasattr(type(each), "remake")}
         for name, each in _named(args, kwargs):
             if not _is_cache(each):
                 continue
@@ -81,7 +83,7 @@ class RecomputedRun:
         """Run the block, in forward and then in backward, as `torch.utils.checkpoint` does."""
         if self._has_run:
             with compiled_as(self._stance):
-                return self._run_with(self._empty | self._filled, args, kwargs)
+                return self._run_with(self._empty | self._filled, self._as_parts(args), kwargs)
         self._has_run = True
         self._stance = stance()
         watched = ((name, each) for name, each in _named(args, kwargs) if name not in self._empty)
@@ -92,6 +94,11 @@ class RecomputedRun:
                 if _is_changed(part) and (name not in self._filled or isinstance(part.value, torch.Tensor)):
                     raise self._error(name, part)
         return outputs
+
+    def _as_parts(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of the run in backward, parts of tensors in the place of their rows."""
+        remakes = {at: remake for at, remake in self._remakes.items() if type(args[at]) is torch.Tensor}
+        return tuple(remakes[at](each) if at in remakes else each for at, each in enumerate(args))
 
     def _run_with(
         self, caches: Mapping[int | str, Callable[[], Any]], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import accel
 from accel.errors import ConfigError
+from accel.parallel.parts import plain_of
 from accel.testing import Simulator
 
 
@@ -194,6 +195,7 @@ MESHES = [
     ("dp=2", "fsdp", 2),
     ("tp=2", "ddp", 2),
     ("cp=2", "ddp", 2),
+    ("tp=2,cp=2", "ddp", 4),
     ("pp=2", "ddp", 2),
     ("dp=2,tp=2", "fsdp", 4),
 ]
@@ -204,6 +206,33 @@ MESHES = [
 @pytest.mark.parametrize(("mesh", "strategy", "size"), MESHES)
 def test_meshes_train_as_without(
     ranks: Simulator, monkeypatch: pytest.MonkeyPatch, mesh: str, strategy: Any, size: int, beside: str
+) -> None:
+    check(ranks, monkeypatch, mesh, strategy, size, beside)
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "cp=2"])
+def test_ranks_run_on_parts_of_their_own_rows(ranks: Simulator, monkeypatch: pytest.MonkeyPatch, mesh: str) -> None:
+    """Ranks along tp share the tokens between layers, and ranks along cp the positions."""
+    lengths = list[int]()
+    forward = lm.Mlp.forward
+
+    def watched(self: lm.Mlp, x: Tensor) -> Tensor:
+        lengths.append(plain_of(x).shape[1])
+        return forward(self, x)
+
+    monkeypatch.setattr(lm.Mlp, "forward", watched)
+    check(ranks, monkeypatch, mesh, "ddp", 2, "", lm.plan_of(sequence=True))
+    assert set(lengths[-8:]) == {2}  # of 4 rows of a rank, in the last backward too
+
+
+def check(
+    ranks: Simulator,
+    monkeypatch: pytest.MonkeyPatch,
+    mesh: str,
+    strategy: Any,
+    size: int,
+    beside: str,
+    plan: accel.parallel.Plan | None = None,
 ) -> None:
     make_objects = lm.make_objects
 
@@ -218,7 +247,9 @@ def test_meshes_train_as_without(
 
     (one,) = ranks.run(lambda ctx: lm.train(ctx, "dp=1", accumulation=2), 1, default_group=True)
     monkeypatch.setattr(lm, "make_objects", with_chunks)
-    for run in ranks.run(lambda ctx: lm.train(ctx, mesh, strategy=strategy, accumulation=2), size, default_group=True):
+    for run in ranks.run(
+        lambda ctx: lm.train(ctx, mesh, strategy=strategy, accumulation=2, plan=plan), size, default_group=True
+    ):
         for name, each in run.parameters.items():
             assert (each - one.parameters[name]).abs().max() < 1e-10, name
 

@@ -238,19 +238,28 @@ def test_copies_of_a_model_have_their_own_memory() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
-    ("mesh", "strategy", "experts"),
+    ("mesh", "strategy", "experts", "sequence"),
     [
-        ("dp=2", "ddp", 0),
-        ("dp=2", "fsdp", 0),
-        ("tp=2", "ddp", 0),
-        ("cp=2", "ddp", 0),
-        ("pp=2", "ddp", 0),
-        ("dp=2,tp=2", "fsdp", 0),
-        ("dp=2,ep=2", "fsdp", 2),
+        ("dp=2", "ddp", 0, False),
+        ("dp=2", "fsdp", 0, False),
+        ("tp=2", "ddp", 0, False),
+        ("tp=2", "ddp", 0, True),
+        ("cp=2", "ddp", 0, False),
+        ("tp=2,cp=2", "ddp", 0, True),
+        ("pp=2", "ddp", 0, False),
+        ("pp=2,cp=2", "ddp", 0, False),
+        ("dp=2,tp=2", "fsdp", 0, False),
+        ("dp=2,ep=2", "fsdp", 2, False),
     ],
 )
 def test_meshes_train_as_without(
-    ranks: Simulator, mesh: str, strategy: Any, experts: int, recompute: bool, monkeypatch: pytest.MonkeyPatch
+    ranks: Simulator,
+    mesh: str,
+    strategy: Any,
+    experts: int,
+    sequence: bool,
+    recompute: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     size = 2 if "," not in mesh or "ep" in mesh else 4
     make_objects = lm.make_objects
@@ -263,8 +272,11 @@ def test_meshes_train_as_without(
 
     one = ranks.run(lambda ctx: lm.train(ctx, "dp=1", accumulation=2, experts=experts), 1, default_group=True)[0]
     monkeypatch.setattr(lm, "make_objects", with_offload)
+    plan = lm.plan_of(experts, sequence=sequence)
     for run in ranks.run(
-        lambda ctx: lm.train(ctx, mesh, strategy=strategy, accumulation=2, experts=experts), size, default_group=True
+        lambda ctx: lm.train(ctx, mesh, strategy=strategy, accumulation=2, plan=plan, experts=experts),
+        size,
+        default_group=True,
     ):
         for name, each in run.parameters.items():
             assert (each - one.parameters[name]).abs().max() < 1e-10, name

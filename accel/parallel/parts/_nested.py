@@ -46,6 +46,11 @@ class NestedPart(PartTensor):
         """Return the rows as a rule sees them."""
         return seen(self.rows)
 
+    def remake(self) -> Callable[[Tensor], Tensor]:
+        """Return a function that makes such a part of rows; it holds no tensor."""
+        remake = None if self.made_of is None else self.made_of.remake()
+        return partial(_nested_again, remake, layout=self.division, ranks=self.ranks)
+
     @classmethod
     def __torch_function__(  # pyright: ignore[reportImplicitOverride]
         cls, func: Any, types: Any, args: Args = (), kwargs: Named | None = None, scope: object = None
@@ -82,6 +87,12 @@ def nested(rows: Tensor, layout: RowLayout | None, ranks: Ranks) -> NestedPart:
     part.division = layout
     part.ranks = ranks
     return part
+
+
+def _nested_again(
+    remake: Callable[[Tensor], Tensor] | None, rows: Tensor, layout: RowLayout | None, ranks: Ranks
+) -> NestedPart:
+    return nested(rows if remake is None else remake(rows), layout, ranks)
 
 
 def no_views(output: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -226,6 +227,10 @@ class PartTensor(Tensor):
             if is_dynamo_compiling():  # it knows no way from a subclass to Tensor
                 return alias(self)
             return self.as_subclass(Tensor)
+
+    def remake(self) -> Callable[[Tensor], Tensor]:
+        """Return a function that makes such a part of rows; it holds no tensor."""
+        return partial(make, layout=self.division, ranks=self.ranks)
 
     split = _method("split")
     unflatten = _method("unflatten")

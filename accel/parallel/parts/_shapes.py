@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function
 
 from accel.parallel._private import is_asked_by_vmap
 from accel.parallel.parts._layout import (
@@ -18,6 +19,7 @@ from accel.parallel.parts._layout import (
     RowLayout,
     at,
     dims_of,
+    even,
     finest,
     no_rule,
     piece_of,
@@ -29,6 +31,7 @@ from accel.parallel.parts._part import (
     Args,
     Named,
     PartTensor,
+    Ranks,
     aligned,
     entered,
     layout_of,
@@ -37,6 +40,7 @@ from accel.parallel.parts._part import (
     named,
     own_rows,
     part_of,
+    plain_of,
     ranks_of,
     whole_shape,
 )
@@ -314,6 +318,56 @@ def join(func: Any, args: Args, kwargs: Named) -> Any:
     return make(torch.cat(own, dim), RowLayout(layouts[0].dim, need), ranks)
 
 
+def row_chunks(tensor: Tensor, count: int, dim: int) -> Sequence[Tensor]:
+    """Return a tensor in chunks along a dimension; of a part that ranks divide along it, chunks of each rank's rows,
+    which are parts: for functions that compute each of these rows by itself."""
+    if getattr(type(tensor), "takes_collectives", False) and has_torch_function((tensor,)):
+        return handle_torch_function(row_chunks, (tensor,), tensor, count, dim)
+    return tensor.chunk(count, dim)
+
+
+def joined_chunks(chunks: Sequence[Tensor], like: Tensor, dim: int) -> Tensor:
+    """Return one tensor of what a function made of the chunks that `row_chunks` gave of another."""
+    tensors = (*chunks, like)
+    if any(getattr(type(each), "takes_collectives", False) for each in tensors) and has_torch_function(tensors):
+        return handle_torch_function(joined_chunks, tensors, chunks, like, dim)
+    return torch.cat([*chunks], dim)
+
+
+def chunk_rows(func: Any, args: Args, kwargs: Named) -> Any:
+    """row_chunks, of a part."""
+    part, count, dim = args
+    layout = part.division
+    if layout is None or layout.dim != dim % part.dim():
+        return tuple(make(each, layout, part.ranks) for each in row_chunks(plain_of(part), count, dim))
+    if not layout.cut.is_equal:  # ranks would have other numbers of chunks
+        raise no_rule("of rows that ranks do not divide evenly")
+    return tuple(
+        make(each, at(layout.dim, _own_rows_of(each, dim, part.ranks)), part.ranks)
+        for each in row_chunks(plain_of(part), count, dim)
+    )
+
+
+def _own_rows_of(rows: Tensor, dim: int, ranks: Ranks) -> RowCut:
+    return even(rows.shape[dim] * ranks.size, ranks.size)
+
+
+def join_chunks(func: Any, args: Args, kwargs: Named) -> Any:
+    """joined_chunks, of parts."""
+    chunks, like, dim = args
+    ranks = ranks_of((*chunks, like))
+    layout = layout_of(like)
+    if layout is not None and layout.dim == dim % like.dim():
+        needs = [even(whole_shape(each)[dim], ranks.size) for each in chunks]
+        own = [own_rows(each, layout.dim, need, ranks) for each, need in zip(chunks, needs, strict=True)]
+    else:
+        layout = layout_of(chunks[0])
+        own = [entered(each, ranks) for each in chunks]
+        if any(layout_of(each) != layout for each in chunks):
+            raise no_rule("of chunks that ranks divide in several ways")
+    return make(joined_chunks([*map(plain_of, own)], plain_of(like), dim), layout, ranks)
+
+
 def _repeated(segments: list[tuple[int, int]]) -> RowCut:
     return RowCut(1, tuple(segments)) if len(set(segments)) > 1 else RowCut(len(segments), (segments[0],))
 
@@ -429,6 +483,8 @@ RULES = {
     "select": select,
     "unbind": unbind,
     **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split"), split),
+    "row_chunks": chunk_rows,
+    "joined_chunks": join_chunks,
     **dict.fromkeys(("cat", "concat", "concatenate"), join),
     "stack": stack,
     "pad": pad,

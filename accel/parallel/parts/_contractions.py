@@ -249,8 +249,9 @@ _OF_KERNELS = 8  # bfloat16 values of 16 bytes, which rows begin at in memory
 
 def of_groups(func: Any, args: Args, kwargs: Named) -> Any:
     """grouped_mm: a matmul for each group of rows, as of experts."""
-    one, other, *rest = args
-    if layouts_of(tensors_of([rest, dict(kwargs)])):
+    given = named("mat_a mat_b offs bias out_dtype", args, kwargs)
+    one, other = given.pop("mat_a"), given.pop("mat_b")
+    if layouts_of(tensors_of(given)):
         raise no_rule("of ends of groups that ranks divide")
     *terms, result, groups = _OF_GROUPS[one.dim(), other.dim()]
     for term, layout in zip(terms, map(layout_of, (one, other)), strict=True):
@@ -258,7 +259,7 @@ def of_groups(func: Any, args: Args, kwargs: Named) -> Any:
             raise no_rule(f"of {layout.cut.local} rows of a rank: kernels take multiples of {_OF_KERNELS}")
 
     def product(*own: Tensor) -> Tensor:
-        return func(*own, *rest, **kwargs)
+        return func(*own, **given)
 
     return _contracted(product, terms, result, (one, other), groups)
 

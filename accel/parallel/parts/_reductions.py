@@ -264,7 +264,8 @@ def channel_normed(func: Any, args: Args, kwargs: Named) -> Any:
     it changes."""
     if func not in (functional.batch_norm, functional.instance_norm):
         raise no_rule("of torch, not of torch.nn.functional")
-    given = named("input running_mean running_var weight bias", args, kwargs)
+    of_batch = "training" if func is functional.batch_norm else "use_input_stats"
+    given = named(f"input running_mean running_var weight bias {of_batch} momentum eps", args, kwargs)
     x: Tensor = given["input"]
     ranks = ranks_of(args, kwargs)
     layout = layout_of(x)
@@ -277,11 +278,11 @@ def channel_normed(func: Any, args: Args, kwargs: Named) -> Any:
         raise no_rule("of a part along another dimension than channels")
     own = {name: own_rows(each, 0, layout.cut, ranks) for name, each in vectors.items()}
     running = [name for name in vectors if name.startswith("running")]
-    if not running or not given.get("training", given.get("use_input_stats")):
+    if not running or not given.get(of_batch, of_batch == "use_input_stats"):
         return make(func(**{**given, **own}), layout, ranks)
-    statistics = torch.stack([own[name] for name in running])
-    found = func(**{**given, **own, **dict(zip(running, statistics, strict=True))})
-    whole = leave(make(statistics, RowLayout(1, layout.cut), ranks))
+    changed = {name: own[name].clone() for name in running}
+    found = func(**{**given, **own, **changed})
+    whole = leave(make(torch.stack([*changed.values()]), RowLayout(1, layout.cut), ranks))
     for name, values in zip(running, whole, strict=True):
         vectors[name].copy_(values)
     return make(found, layout, ranks)

@@ -250,7 +250,8 @@ _OF_KERNELS = 8  # bfloat16 values of 16 bytes, which rows begin at in memory
 def of_groups(func: Any, args: Args, kwargs: Named) -> Any:
     """grouped_mm: a matmul for each group of rows, as of experts."""
     given = named("mat_a mat_b offs bias out_dtype", args, kwargs)
-    one, other = given.pop("mat_a"), given.pop("mat_b")
+    one = given.pop("mat_a")
+    other = given.pop("mat_b")
     if layouts_of(tensors_of(given)):
         raise no_rule("of ends of groups that ranks divide")
     *terms, result, groups = _OF_GROUPS[one.dim(), other.dim()]

@@ -252,7 +252,9 @@ class PartTensor(Tensor):
                 given = {_NAMES.get(name, name): value for name, value in kwargs.items()}
                 out = given.pop("out", None)
                 if out is not None:
-                    return _written_into(out, func, args, given)
+                    from accel.parallel.parts._rules import written_into  # which imports this file
+
+                    return written_into(out, func, args, given)
             if func in _COMPOSED:
                 return rule(func, args, given)
             with scope():
@@ -418,16 +420,6 @@ def written_whole(func: Any, args: Args, kwargs: Named) -> Any:
     keys and values. A collective."""
     given, by_name = map_kind(PartTensor, leave, (tuple(args), dict(kwargs)))
     return func(*given, **by_name)
-
-
-def _written_into(out: Any, func: Any, args: Args, kwargs: Named) -> Tensor:
-    """A function with `out=`: its result, copied into a tensor of its shape."""
-    if not isinstance(out, Tensor):
-        raise no_rule("with several tensors in out=")
-    found = func(*args, **kwargs)
-    if out.shape != found.shape or (found.requires_grad and torch.is_grad_enabled()):
-        raise no_rule("with out= of another shape, or of a result that has a gradient")
-    return out.copy_(found)
 
 
 def own_rows(tensor: Tensor, dim: int, need: RowCut, ranks: Ranks) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.parametrize import is_parametrized
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 from torch.utils import _pytree as pytree
 
 from accel.errors import PrepareError
@@ -178,11 +178,15 @@ class WideMode(TorchFunctionMode):
     Attributes:
         dtype: the wide dtype.
         copies: of the parameters, by their `id`; a forward uses these, so gradients are theirs.
+        draws: the generator of random numbers that name none; None for torch's.
     """
 
-    def __init__(self, dtype: torch.dtype, parameters: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self, dtype: torch.dtype, parameters: Iterable[Tensor] = (), draws: torch.Generator | None = None
+    ) -> None:
         super().__init__()
         self.dtype = dtype
+        self.draws = draws
         self.copies: dict[int, Tensor] = {}
         for each in parameters:
             copied = each.detach().to(self._dtype_for(each.dtype))
@@ -194,9 +198,9 @@ class WideMode(TorchFunctionMode):
             return self._wide(args[0])
         kept = 1 if writes(name) else 0  # what a function changes stays itself
         given, named = self._mapped((tuple(args[kept:]), kwargs or {}))
-        if name.strip("_") == "grouped_mm" and [each.dim() for each in given[:2]] == [2, 3]:
-            return _grouped_matmul(*given, **named)
-        found = func(*args[:kept], *given, **named)
+        if self.draws is not None and name in _OF_STREAMS and not named.get("generator"):
+            named["generator"] = self.draws
+        found = _computed(func, given)(*args[:kept], *given, **named)
         return found if kept else self._mapped(found)  # new tensors are narrow
 
     def _mapped(self, tree: Any) -> Any:
@@ -216,9 +220,21 @@ class WideMode(TorchFunctionMode):
         return self.dtype if dtype.is_floating_point else dtype
 
 
-def _grouped_matmul(rows: Tensor, weights: Tensor, offs: Tensor, bias: None = None, **_dtypes: Any) -> Tensor:
-    """The matmul of each group of rows with its weight, as `functional.grouped_mm`, which has no wide dtype."""
+_OF_STREAMS = ("rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal")
+
+
+def _computed(func: Any, args: Sequence[Any]) -> Any:
+    """The function that computes in a wide dtype what a function of torch does with these arguments."""
+    is_grouped = getattr(func, "__name__", "") == "_grouped_mm"
+    return grouped_mm if is_grouped and [each.dim() for each in args[:2]] == [2, 3] else func
+
+
+def grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor, bias: None = None, **_dtypes: Any) -> Tensor:
+    """The matmul of each group of rows with its weight, as `functional.grouped_mm`, which has no wide dtype. Parts and
+    modes take it for that function."""
     del bias  # torch takes none
+    if has_torch_function((rows, weights, offs)):
+        return handle_torch_function(grouped_mm, (rows, weights, offs), rows, weights, offs)
     ends = [int(each) for each in offs]
     groups = [rows[begin:end] @ weight for begin, end, weight in zip([0, *ends], ends, weights, strict=False)]
     return torch.cat([*groups, rows.new_zeros(len(rows) - ends[-1], weights.shape[-1])])

@@ -163,12 +163,13 @@ def _group_of(argument: Any) -> object:
 
 
 def run_operator(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator of a recorded forward, on fake tensors or real ones.
+    """Run an operator or a function of a recorded forward, on fake tensors or real ones.
 
     torch supports grouped matmuls of fake tensors only in bf16. Raises `StageError` for a message to all ranks.
     """
     refuse_to_world(func, args, kwargs)
-    if func is not torch.ops.aten._grouped_mm.default or not is_fake(args[0]):
+    name = getattr(func, "__name__", "")
+    if name.partition(".")[0] != "_grouped_mm" or not is_fake(args[0]):
         return func(*args, **kwargs)
     narrow = [each.to(torch.bfloat16) for each in args[:2]]
     return func(*narrow, *args[2:], **kwargs).to(args[0].dtype)

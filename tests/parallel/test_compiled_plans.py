@@ -4,6 +4,8 @@ graph breaks, and each kind of batch has one graph."""
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
 from compiled_models import WIDTH, Between, Case, Mlp, batch_of, train
@@ -90,6 +92,35 @@ def test_each_kind_of_batch_has_one_graph(ranks: Simulator, name: str) -> None:
         assert counts[0] > 0
         assert len(set(counts)) == 1
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+class Convolutions(nn.Module):
+    """A norm of channels that ranks divide, with statistics of its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Conv1d(4, 8, 3, padding=1), nn.BatchNorm1d(8), nn.Conv1d(8, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.norm(self.up(x)).relu())
+
+
+def test_a_batch_norm_in_a_graph_changes_its_statistics(ranks: Simulator) -> None:
+    x = torch.linspace(-1, 1, 60, dtype=torch.float64).sin().view(3, 4, 5)
+
+    def rank(ctx: accel.DistContext) -> Any:
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(Convolutions()).double()
+        if ctx.world_size > 1:
+            model = accel.prepare_model(accel.replace(ctx, mesh="tp=2"), model, example=[x])
+            accel.compile_model(model, backend="aot_eager", fullgraph=True)
+        outputs = [model(x * scale).detach() for scale in (1, 3)]
+        norm = cast(Any, model)[0].norm
+        return outputs, norm.running_mean.clone(), norm.running_var.clone()
+
+    want = rank(accel.single())
+    for got in ranks.run(rank, 2, default_group=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
 class Normed(Mlp):

@@ -127,7 +127,7 @@ def test_a_hand_written_model_computes_as_in_one_process_on_four_ranks(ranks: Si
     assert off(ranks, entry, 4) < 1e-10
 
 
-NO_PLAN = ("lstm", "gru", "hooked_features", "called_by_parts", "odd_ties", "spectral_hooked")  # refused along tp
+NO_PLAN = ("lstm", "gru", "hooked_features", "called_by_parts", "odd_ties")  # refused along tp
 TOGETHER = ("nano_gpt", "moe", "t5", "in_place", "torch_transformer")
 
 

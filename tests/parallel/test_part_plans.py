@@ -70,7 +70,7 @@ def compared(ranks: Simulator, entry: Handwritten, mesh: str, size: int) -> floa
 # A run with dropout is not that of one process.
 TRAINED = [each for each in MODELS if "random" not in each.tags]
 # What stays whole as a whole, and why; a share in percent for the others.
-REFUSED = frozenset({"lstm", "gru", "gnn", "hooked_features"})
+REFUSED = frozenset({"lstm", "gru", "hooked_features"})
 # Parts of a block that are called one by one, of a unit of fsdp.
 REFUSED_ON = frozenset({("called_by_parts", "dp=2,tp=2")})
 LEAST: Mapping[str, int] = {
@@ -82,7 +82,8 @@ LEAST: Mapping[str, int] = {
     "aux_attribute": 90, "lens": 90, "single_stream": 90,
     "kept_statistics": 90, "listed_parameters": 90, "checkpointed_methods": 90,
     "gated_normed": 95, "parallel_fused": 98, "state_space": 95, "long_convolution": 94, "sorted_experts": 95,
-    "unet": 95, "complex_states": 95, "unet_batch_norm": 90, "resnet": 90,
+    "unet": 95, "complex_states": 95, "spectral_norm": 94, "unet_batch_norm": 95, "resnet": 95,
+    "spectral_hooked": 94, "cells": 95, "carried_states": 95, "time_loop": 95, "gnn": 95,
     "batched_experts": 95, "rescaled": 90, "rounded": 95, "named_weights": 95, "einsums": 95,
 }  # fmt: skip
 

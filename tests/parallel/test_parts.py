@@ -526,6 +526,28 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
         "einsum over heads": Region(
             lambda x, w: torch.einsum("bthd,hdo->bto", x, w), [(2, 3, m, 2), (m, 2, 5)], [RowLayout(2, even), None]
         ),
+        "a gated cell": Region(
+            torch.gru_cell,
+            [(3, 5), (3, m), (3 * m, 5), (3 * m, m), (3 * m,), (3 * m,)],
+            [None, None, *[RowLayout(0, RowCut(3 * even.repeat, even.segments))] * 3, None],
+        ),
+        "a cell with memory": Region(
+            lambda x, h, c, *weights: torch.lstm_cell(x, (h, c), *weights),
+            [(3, 5), (3, m), (3, m), (4 * m, 5), (4 * m, m)],
+            [
+                None,
+                None,
+                draw.choice([None, RowLayout(1, even)]),
+                *[RowLayout(0, RowCut(4 * even.repeat, even.segments))] * 2,
+            ],
+        ),
+        "a cell of rectified units": Region(
+            torch.rnn_relu_cell, [(3, 5), (3, m), (m, 5), (m, m)], [None, None, *[RowLayout(0, even)] * 2]
+        ),
+        "norms of channels": Region(
+            _normed_channels, [(3, n, 4), (n,), (n,)], [RowLayout(1, cut), draw.choice([None, RowLayout(0, cut)]), None]
+        ),
+        "a quotient written into a buffer": Region(lambda x: _with_buffer(x, n), [(2, n, 4)], [RowLayout(1, cut)]),
         "einsum of three": Region(
             lambda x, y, z: torch.einsum("bn,n,bn->bn", x, y, z),
             [(2, n), (n,), (2, n)],
@@ -841,7 +863,24 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
     }
 
 
+def _normed_channels(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Norms with running statistics, which the last one takes."""
+    first, second = ([torch.full((x.shape[1],), each, dtype=torch.float64) for each in (0.5, 2.0)] for _ in range(2))
+    made = functional.batch_norm(x, *first, weight, bias, training=True)
+    made = functional.instance_norm(made, *second, weight, use_input_stats=True)
+    return functional.batch_norm(made, *second) * first[0].unsqueeze(-1)
+
+
+def _with_buffer(x: Tensor, length: int) -> Tensor:
+    buffer = torch.zeros(2, length, 1, dtype=torch.float64)
+    with torch.no_grad():
+        _ = functional.normalize(x[..., :1].detach(), dim=-1, eps=100.0, out=buffer)
+    return x * buffer
+
+
 REGIONS = sorted(regions(random.Random(0), 2))
+
+
 REFUSED_REGIONS = ("two parts", "the greatest of all", "maxima of rows", "a loss of divided samples")
 
 

@@ -53,7 +53,6 @@ NO_TOKENS = frozenset({
     "lstm", "gru", "dlrm", "gnn", "unet_batch_norm", "unet", "vae", "resnet", "hooked_features", "energies",
     "reentrant",  # a reentrant checkpoint compares shapes
     "nested_checkpoints",  # an inner one forgets what it saved
-    "spectral_hooked",  # its hooks read a weight that stays whole
 })  # fmt: skip
 # Fewer latents than ranks; parts of a block that are called one by one, of a unit of fsdp.
 REFUSED_ON = frozenset({("perceiver", "tp=4"), ("called_by_parts", "dp=2,tp=2")})

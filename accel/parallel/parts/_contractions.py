@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from string import ascii_letters
 from typing import Any, NamedTuple
 
@@ -190,28 +191,35 @@ def einsum(func: Any, args: Args, kwargs: Named) -> Any:
     tensors: list[Tensor] = [*given[0]] if isinstance(given[0], list | tuple) else given
     if not isinstance(equation, str):
         raise no_rule("without an equation")
-    ranks = ranks_of(tensors)
     terms, result = terms_of(equation, [each.dim() for each in tensors])
+    written = f"{','.join(terms)}->{result}"
+    return _contracted(partial(torch.einsum, written), terms, result, tensors)
+
+
+def _contracted(product: Any, terms: Sequence[str], result: str, tensors: Sequence[Tensor], groups: str = "") -> Tensor:
+    """A product of tensors with a letter for each dimension. Dimensions of `groups` must have all rows."""
+    ranks = ranks_of(tensors)
     divided = _divided_letters(terms, tensors)
     if len(divided) > 1:  # each entry of a dimension of the result needs all of a contracted one
         tensors = [_whole_where_contracted(each, term, result) for each, term in zip(tensors, terms, strict=True)]
         divided = _divided_letters(terms, tensors)
-    written = f"{','.join(terms)}->{result}"
     if not divided:
-        return make(torch.einsum(written, *(entered(each, ranks) for each in tensors)), None, ranks)
+        return make(product(*(entered(each, ranks) for each in tensors)), None, ranks)
     if len(divided) > 1:
-        raise no_rule(f"{equation}: {_TWO}")
+        raise no_rule(f"{','.join(terms)}->{result}: {_TWO}")
     (letter,) = divided
+    if letter in groups:
+        raise no_rule("of groups that ranks divide")
     need = finest([each.cut for each in layouts_of(tensors)])
     if letter not in result:
         need = contracted_cut([need], ranks)
     own: list[Tensor] = []
     for term, each in zip(terms, tensors, strict=True):
         if term.count(letter) > 1:
-            raise no_rule(f"{equation}: a diagonal of the divided dimension")
+            raise no_rule(f"{','.join(terms)}->{result}: a diagonal of the divided dimension")
         has_rows = letter in term and whole_shape(each)[term.index(letter)] != 1
         own.append(own_rows(each, term.index(letter), need, ranks) if has_rows else entered(each, ranks))
-    found = torch.einsum(written, *own)
+    found = product(*own)
     if letter in result:
         return make(found, RowLayout(result.index(letter), need), ranks)
     return ranks.ended(found)
@@ -227,6 +235,34 @@ def _whole_where_contracted(tensor: Tensor, term: str, result: str) -> Tensor:
     """An operand with all rows of a dimension that the result does not have."""
     layout = layout_of(tensor)
     return tensor if layout is None or term[layout.dim] in result else undivided(tensor, layout.dim)
+
+
+# The letters of a matmul of groups by the dimensions of its tensors, and the letters that the groups divide.
+_OF_GROUPS: Mapping[tuple[int, int], tuple[str, str, str, str]] = {
+    (2, 3): ("mk", "gkn", "mn", "gm"),
+    (3, 2): ("gmk", "kn", "mn", "gn"),
+    (2, 2): ("mk", "kn", "gmn", "k"),
+    (3, 3): ("gmk", "gkn", "gmn", ""),
+}
+_OF_KERNELS = 8  # bfloat16 values of 16 bytes, which rows begin at in memory
+
+
+def of_groups(func: Any, args: Args, kwargs: Named) -> Any:
+    """grouped_mm: a matmul for each group of rows, as of experts."""
+    given = named("mat_a mat_b offs bias out_dtype", args, kwargs)
+    one = given.pop("mat_a")
+    other = given.pop("mat_b")
+    if layouts_of(tensors_of(given)):
+        raise no_rule("of ends of groups that ranks divide")
+    *terms, result, groups = _OF_GROUPS[one.dim(), other.dim()]
+    for term, layout in zip(terms, map(layout_of, (one, other)), strict=True):
+        if layout is not None and term[layout.dim] != "g" and layout.cut.local % _OF_KERNELS:
+            raise no_rule(f"of {layout.cut.local} rows of a rank: kernels take multiples of {_OF_KERNELS}")
+
+    def product(*own: Tensor) -> Tensor:
+        return func(*own, **given)
+
+    return _contracted(product, terms, result, (one, other), groups)
 
 
 def tensordot(func: Any, args: Args, kwargs: Named) -> Any:
@@ -268,6 +304,25 @@ def terms_of(equation: str, dims: Sequence[int]) -> tuple[list[str], str]:
         letters = left.replace(",", "").replace(".", "")
         result = "..." + "".join(each for each in sorted(set(letters)) if letters.count(each) == 1)
     return terms, result.replace("...", dots)
+
+
+def cell(func: Any, args: Args, kwargs: Named) -> Any:
+    """gru_cell, lstm_cell, rnn_tanh_cell, rnn_relu_cell: one step of a recurrent layer, by its formula."""
+    given = named("input hx w_ih w_hh b_ih b_hh", args, kwargs)
+    name = name_of(func)
+    state = given["hx"][0] if name == "lstm_cell" else given["hx"]
+    of_input = functional.linear(given["input"], given["w_ih"], given.get("b_ih"))
+    of_state = functional.linear(state, given["w_hh"], given.get("b_hh"))
+    if name == "gru_cell":
+        (reset, keep, new), (other_reset, other_keep, other_new) = (each.chunk(3, -1) for each in (of_input, of_state))
+        found = torch.tanh(new + torch.sigmoid(reset + other_reset) * other_new)
+        return found + torch.sigmoid(keep + other_keep) * (state - found)
+    total = of_input + of_state
+    if name != "lstm_cell":
+        return torch.relu(total) if name == "rnn_relu_cell" else torch.tanh(total)
+    enter, keep, new, show = total.chunk(4, -1)
+    memory = torch.sigmoid(keep) * given["hx"][1] + torch.sigmoid(enter) * torch.tanh(new)
+    return torch.sigmoid(show) * torch.tanh(memory), memory
 
 
 def embedding(func: Any, args: Args, kwargs: Named) -> Any:
@@ -391,8 +446,10 @@ RULES = {
     **dict.fromkeys(("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "linalg_matmul"), product),
     **dict.fromkeys(("addmm", "baddbmm"), added_product),
     "einsum": einsum,
+    **dict.fromkeys(("_grouped_mm", "grouped_mm"), of_groups),
     "tensordot": tensordot,
     "bilinear": bilinear,
+    **dict.fromkeys(("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"), cell),
     "embedding": embedding,
     "embedding_bag": embedding_bag,
 }

@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 # Their rules call functions that have rules.
-_COMPOSED = (functional.multi_head_attention_forward, functional.pixel_shuffle, functional.pixel_unshuffle)
+_CELLS = (torch.rnn_tanh_cell, torch.rnn_relu_cell, torch.gru_cell, torch.lstm_cell)
+_COMPOSED = (functional.multi_head_attention_forward, functional.pixel_shuffle, functional.pixel_unshuffle, *_CELLS)
 _OF_KERNELS = ("data_ptr", "size")  # attributes that kernels ask for and that have rules; torch.vmap for a size
 Args = Sequence[Any]
 Named = Mapping[str, Any]
@@ -255,8 +256,11 @@ class PartTensor(Tensor):
             rule = rule_of(func)
             if kwargs:
                 given = {_NAMES.get(name, name): value for name, value in kwargs.items()}
-                if given.get("out") is not None:
-                    raise no_rule("with out=")
+                out = given.pop("out", None)
+                if out is not None:
+                    from accel.parallel.parts._rules import written_into  # which imports this file
+
+                    return written_into(out, func, args, given)
             if func in _COMPOSED:
                 return rule(func, args, given)
             with scope():

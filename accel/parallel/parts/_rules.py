@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from accel.parallel._private import OPERATORS, is_pointwise, overloads_of
@@ -19,7 +21,8 @@ from accel.parallel.parts import (
     _reductions,
     _shapes,
 )
-from accel.parallel.parts._part import Rule, name_of
+from accel.parallel.parts._layout import no_rule
+from accel.parallel.parts._part import Args, Named, Rule, name_of
 
 RULES: Mapping[str, Rule] = {
     **_elementwise.RULES,
@@ -44,3 +47,13 @@ def find_rule(func: Callable[..., Any]) -> Rule | None:
     if overloads[0].namespace == "aten" and func not in overloads:
         return RULES.get(name_of(func))
     return _elementwise.of_tags if all(map(is_pointwise, overloads)) else None
+
+
+def written_into(out: Any, func: Any, args: Args, kwargs: Named) -> Tensor:
+    """Run a function with `out=`; return that tensor, with a copy of the result, which has its shape."""
+    if not isinstance(out, Tensor):
+        raise no_rule("with several tensors in out=")
+    found = func(*args, **kwargs)
+    if out.shape != found.shape or (found.requires_grad and torch.is_grad_enabled()):
+        raise no_rule("with out= of another shape, or of a result that has a gradient")
+    return out.copy_(found)

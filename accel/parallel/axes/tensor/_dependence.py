@@ -52,6 +52,7 @@ _MATMULS: Mapping[str, tuple[int, int, int, int]] = {
     "__matmul__": (0, 1, -1, -2),
     "mm": (0, 1, -1, -2),
     "bmm": (0, 1, -1, -2),
+    "grouped_mm": (0, 1, -1, -2),
     "conv1d": (0, 1, 1, 1),
     "conv2d": (0, 1, 1, 1),
 }

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from accel.errors import PrepareError
 from accel.parallel._blocks import block_groups, outermost_groups
@@ -15,6 +18,7 @@ from accel.parallel._modules import example_of, is_in, named_modules, without_ca
 from accel.parallel.axes.tensor._dependence import Layouts, pattern_of
 from accel.parallel.axes.tensor._found import LARGEST, PlanSearch, Styles, inside, words_of
 from accel.parallel.axes.tensor._prove import Verdict, prove, short, tokens_refused
+from accel.parallel.axes.tensor._rules import rules_of, share_of
 from accel.parallel.axes.tensor._styles import Regions, is_adapted, is_linear, output_dim, problems_of
 from accel.parallel.axes.tensor._trace import (
     ForwardTrace,
@@ -25,14 +29,17 @@ from accel.parallel.axes.tensor._trace import (
     trace,
 )
 from accel.parallel.parts import RowLayout
-from accel.parallel.parts._layout import even
+from accel.parallel.parts._layout import RowCut, even
 from accel.topology import TensorStyle
 
 _LEAST_ROWS = 32  # of a table that is worth dividing
 _LEAST_SHARE = 0.01  # of a model's parameters, for a layer or a table that is worth a message
 _LEAST_TOGETHER = 0.05  # of a model's parameters, for layers with one pattern of paths, such as one for each head
+_ENOUGH = 0.9  # of a model's parameters, for a plan that knows nothing of the inside of some modules
 _LONGER = (1, 2, 4, 8, 16, 32, 64, 128)  # inputs tried in turn, as multiples of a short one
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CELLS = (nn.RNNCell, nn.GRUCell, nn.LSTMCell)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_BY_OUTPUTS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED, *_CELLS)  # all of their parameters are divided
 
 
 class FoundPlan(NamedTuple):
@@ -73,21 +80,16 @@ def found_plan(
         return FoundPlan({}, {"": f"its forward, run without values, failed: {short(error)}"}, is_seen=False)
     if recorded is None:
         return FoundPlan({}, {"": "no example of its inputs"}, is_seen=False)
-    search = PlanSearch(model, recorded, size)
-    proofs = _Proofs(model, recorded, size)
-    if with_ends:
-        search.take(proofs.ends(heads))
-    search.look(within)
-    if not search.regions and not search.styles:
-        return FoundPlan({}, search.left)
-    before = FoundPlan({**search.styles}, search.left, regions={**search.regions})
-    if with_ends:
-        search.add(proofs.tables(before, within))
-        search.add(proofs.leaves(before._replace(regions=search.regions), within))
-        search.take(proofs.rest(before._replace(regions=search.regions)))
-    words = proofs.words(search.regions) if in_words else {}
-    plan = FoundPlan({**words, **search.styles}, search.left, regions=search.regions)
-    if not shares_tokens:
+    search = partial(_searched, model, size=size, within=within, with_ends=with_ends, heads=heads)
+    found = search(recorded)
+    if recorded.has_unseen and example is not None and "" in within and found.share < _ENOUGH:
+        with suppress(Exception):  # whatever a forward says of small inputs
+            valued = trace(model, without_cache(model, example), with_values=True)
+            found = max(found, search(valued), key=lambda each: each.share)
+    proofs, before, plan = found.proofs, found.before, found.plan
+    if in_words:
+        plan = plan._replace(styles={**proofs.words(plan.regions), **plan.styles})
+    if not shares_tokens or not (plan.regions or plan.styles):
         return plan
     try:
         return proofs.with_tokens(plan)
@@ -95,6 +97,40 @@ def found_plan(
         if (plan.styles, plan.regions) == (before.styles, before.regions):
             raise
         return proofs.with_tokens(before)
+
+
+class _Searched(NamedTuple):
+    """A plan that is found in a record of a forward."""
+
+    proofs: _Proofs
+    before: FoundPlan  # without tables, leaves and the rest
+    plan: FoundPlan
+    share: float  # of the model's parameters that ranks divide; 1 for a model too large to run with values
+
+
+def _searched(
+    model: nn.Module,
+    recorded: ForwardTrace,
+    size: int,
+    within: Sequence[str],
+    heads: Collection[str],
+    *,
+    with_ends: bool,
+) -> _Searched:
+    search = PlanSearch(model, recorded, size)
+    proofs = _Proofs(model, recorded, size)
+    if with_ends:
+        search.take(proofs.ends(heads))
+    search.look(within)
+    before = FoundPlan({**search.styles}, search.left, regions={**search.regions})
+    if with_ends and (search.regions or search.styles):
+        search.add(proofs.tables(before, within))
+        search.add(proofs.leaves(before._replace(regions=search.regions), within))
+        search.take(proofs.rest(before._replace(regions=search.regions)))
+    plan = FoundPlan({**search.styles}, search.left, regions=search.regions)
+    is_large = sum(each.numel() for each in model.parameters()) > LARGEST
+    share = 1.0 if is_large else share_of(model, rules_of(model, plan.styles, size, regions=plan.regions))
+    return _Searched(proofs, before, plan, share)
 
 
 def _recorded(model: nn.Module, times: int, example: Mapping[str, Any] | Sequence[Any] | None) -> ForwardTrace | None:
@@ -199,8 +235,8 @@ class _Proofs:
         return True
 
     def leaves(self, plan: FoundPlan, within: Sequence[str]) -> Regions:
-        """Rows of large parameters of convolutions, and of parameters that the user's modules hold, such as a head that
-        multiplies by a plain parameter: each rank computes with some, and gathers the results."""
+        """Rows of large parameters of convolutions, cells and the user's modules, such as a head that multiplies by a
+        plain parameter: each rank computes with some, and gathers the results."""
         whole = {name: each for name, each in self._whole(plan).items() if _is_divisible(self._modules[_owner(name)])}
         called = {call.path for call in self._trace.calls}
         found: list[tuple[str, Layouts]] = []
@@ -218,21 +254,21 @@ class _Proofs:
         return self._proved(found, plan)
 
     def _ways_of(self, name: str, weight: Tensor) -> Iterator[Layouts]:
-        """Layouts of a parameter, along its longest dimension first; of a convolution, output channels of all of its
-        parameters."""
+        """Layouts of a parameter, along its longest dimension first; of a convolution or a recurrent cell, outputs of
+        all of its parameters."""
         module = self._modules[_owner(name)]
-        if not isinstance(module, _CONVOLUTIONS):
+        if not isinstance(module, _BY_OUTPUTS):
             for dim in sorted(range(weight.dim()), key=lambda dim: weight.shape[dim], reverse=True):
                 if weight.shape[dim] % self._size == 0:
                     yield {name: RowLayout(dim, even(weight.shape[dim], self._size))}
             return
-        out = 1 if module.transposed else 0
-        cut = even(weight.shape[out], self._size)
-        own = {
-            each: (values, 0 if values.dim() == 1 else out) for each, values in module.named_parameters(_owner(name))
-        }
-        if cut.total % self._size == 0:
-            yield {each: RowLayout(dim, cut) for each, (values, dim) in own.items() if values.shape[dim] == cut.total}
+        out = int(isinstance(module, _TRANSPOSED))
+        rows = weight.shape[out]
+        gates = rows // module.hidden_size if isinstance(module, _CELLS) else 1
+        cut = RowCut(gates, ((rows // gates, self._size),))
+        dims = {each: (own, min(out, own.dim() - 1)) for each, own in module.named_parameters(_owner(name))}
+        if cut.is_equal:
+            yield {each: RowLayout(dim, cut) for each, (own, dim) in dims.items() if own.shape[dim] == rows}
 
     def _proved(self, more: Sequence[tuple[str, Layouts]], plan: FoundPlan) -> Regions:
         """The further layouts that modules can have together, with the layouts before: halves are tried in turn where
@@ -260,7 +296,7 @@ class _Proofs:
         """The innermost called module with all modules that hold a weight, or that read it."""
         owners = {path for path, each in self._modules.items() if any(own is weight for own in each.parameters(False))}
         users = owners.union(*(self._trace.readers.get(path, ()) for path in owners))
-        unit = next(iter(owners))
+        unit = next(iter(owners)).partition(".parametrizations")[0]  # the layer, not what computes its weight
         while unit and (unit not in called or not all(is_in(each, unit) for each in users)):
             unit = unit.rpartition(".")[0]
         return unit
@@ -342,8 +378,7 @@ class _Proofs:
     def _tables(self) -> list[nn.Embedding]:
         """Embeddings that were called, without small ones such as position embeddings."""
         total = sum(each.numel() for each in self._model.parameters())
-        paths = dict.fromkeys(call.path for call in self._trace.calls)
-        called = (self._modules[path] for path in paths)
+        called = (self._modules[path] for path in dict.fromkeys(call.path for call in self._trace.calls))
         tables = [each for each in called if isinstance(each, nn.Embedding)]
         large = (each for each in tables if each.weight.numel() >= _LEAST_SHARE * total)
         return [each for each in large if len(each.weight) >= _LEAST_ROWS]
@@ -422,12 +457,13 @@ def _owner(name: str) -> str:
 
 
 def _is_divisible(module: nn.Module) -> bool:
-    """Whether a module is a convolution, or not torch's."""
-    return _is_convolution(module) or not type(module).__module__.startswith("torch.")
+    """Whether a module divides all of its parameters by outputs, or is not torch's."""
+    is_own = isinstance(module, ParametrizationList) or not type(module).__module__.startswith("torch.")
+    return is_own or _is_by_outputs(module)
 
 
-def _is_convolution(module: nn.Module) -> bool:
-    return isinstance(module, _CONVOLUTIONS) and any(type(module).forward is each.forward for each in _CONVOLUTIONS)
+def _is_by_outputs(module: nn.Module) -> bool:
+    return isinstance(module, _BY_OUTPUTS) and any(type(module).forward is each.forward for each in _BY_OUTPUTS)
 
 
 def _layer(module: nn.Module) -> nn.Module:

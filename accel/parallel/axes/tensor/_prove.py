@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from accel.comm import SilentGroup, ThreadGroup, run_in_threads
 from accel.compiling import uncompiled
 from accel.errors import PrepareError
+from accel.fakes import is_fake
 from accel.mixins import remove_mixin
 from accel.parallel._compile import Recomputed
 from accel.parallel._copies import WideMode, copied_model
@@ -120,7 +121,8 @@ def redrawn(module: nn.Module) -> nn.Module:
             values /= max(each.shape[-1], 1) ** 0.5
         memo[id(each)] = nn.Parameter(values)
     for each in module.buffers():
-        memo[id(each)] = _values(each, draw) if each.is_meta else _in_float64(each.detach().to("cpu", copy=True))
+        has_none = each.is_meta or is_fake(each)
+        memo[id(each)] = _values(each, draw) if has_none else _in_float64(each.detach().to("cpu", copy=True))
     whole = without_hooks(copied_model(module, memo))
     remove_mixin(whole.modules(), Recomputed)  # a backward does not know the dtypes of the proof
     return whole
@@ -161,7 +163,7 @@ def _run(
 ) -> _ProofRun:
     """Outputs, and gradients of a random function of them; no gradients if only the forward runs."""
     given: dict[int, Tensor] = {}
-    for each, number in zip(tensors_in((call.args, call.kwargs)), call.inputs, strict=True):
+    for number, each in zip(call.inputs, tensors_in((call.args, call.kwargs)), strict=True):
         if number not in given:
             given[number] = values[number].detach().clone().requires_grad_(each.requires_grad)
     with torch.enable_grad():
@@ -179,13 +181,17 @@ def _run(
 
 
 def run_valued(module: nn.Module, call: ModuleCall, values: Mapping[int, Tensor]) -> object:
-    """Run a copy of a module in a separate call, with values and in float64."""
+    """Run a copy of a module in a separate call, in float64, with values, also of modules that it is given. Each
+    run draws the same numbers."""
     leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
-    places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    for at, number in zip(places, call.inputs, strict=True):
-        leaves[at] = values[number]
+    numbers = iter(call.inputs)
+    for at, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            leaves[at] = values[next(numbers)]
+        elif isinstance(leaf, nn.Module):
+            leaves[at] = redrawn(leaf)
     args, kwargs = pytree.tree_unflatten(leaves, spec)
-    with WideMode(torch.float64):
+    with WideMode(torch.float64, draws=torch.Generator().manual_seed(37)):
         return module(*args, **kwargs)
 
 

@@ -267,6 +267,8 @@ class SequenceRanks(LayerRanks):
             self._gathered.append(_GatheredTokens(part, whole, (_version_of(part), _version_of(whole))))
 
     def _all(self, part: PartTensor) -> PartTensor:
+        if part.division is None:  # of one token, as a time step takes it
+            return part
         with self._rule():
             self._keep_layout(part)
             whole = whole_rows(part, lambda rows, dim: gathered_summed(rows, dim, self.group))

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from accel.fakes import emptied_caches, fake_mode
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._copies import copied_model
-from accel.parallel._fakes import message_of
+from accel.parallel._fakes import message_of, run_operator
 from accel.parallel._modules import KeepsParameters, has_parameters, named_modules, written_class
 from accel.parallel._private import forward_hooks, forward_pre_hooks, tensors_of
 from accel.parallel.axes.tensor._styles import is_adapted, is_linear
@@ -54,6 +54,7 @@ class ForwardTrace(NamedTuple):
     outputs: tuple[int, ...]  # numbers of the tensors that the model returned
     read: frozenset[str] = frozenset()  # paths of modules with parameters that another module read
     readers: Mapping[str, set[str]] = {}  # paths of the modules that read them, by their path
+    has_unseen: bool = False  # whether modules, with all in them, are recorded as one operation
 
     def signature(self, call: ModuleCall) -> str:
         """Return a text that is equal for calls of equal operations on equal shapes, whatever the layers' paths."""
@@ -83,21 +84,20 @@ def tensors_in(tree: object) -> list[Tensor]:
     return [each for each in pytree.tree_leaves(tree) if isinstance(each, Tensor)]
 
 
-def trace(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any]) -> ForwardTrace:
+def trace(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any], *, with_values: bool = False) -> ForwardTrace:
     """Run a copy of a model on fake tensors, in eval, and record it. The model and torch's streams are unchanged.
 
     Modules with control flow that depends on values, such as experts that ask which tokens chose them, are recorded as
-    one operation, with an output like their first tensor. If that is not enough, a copy with values runs. Any other
-    error of a forward without values is raised, `ReplacedModulesError` for a forward that replaces modules, and
-    `MessageError` for one that calls torch.distributed.
+    one operation, with an output like their first tensor. If that is not enough, or `with_values`, a copy with values
+    runs. Any other error of a forward without values is raised, `ReplacedModulesError` for a forward that replaces
+    modules, and `MessageError` for one that calls torch.distributed.
     """
     kinds: list[type] = []
     first: Exception | None = None
-    while True:
+    while not with_values:
         recorder = _Recorder()
         try:
-            outputs = _run_blank(model, inputs, recorder, tuple(kinds))
-            return ForwardTrace(recorder.nodes, recorder.calls, outputs, frozenset(recorder.read), recorder.readers)
+            return recorder.traced(_run_blank(model, inputs, recorder, tuple(kinds)), has_unseen=bool(kinds))
         except Exception as error:
             kind = recorder.failed
             asks = type(error).__name__ in _OF_VALUES
@@ -109,10 +109,9 @@ def trace(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any]) -> Forwar
             kinds.append(kind)
     recorder = _Recorder()
     try:
-        outputs = _run_valued(model, inputs, recorder)
-    except Exception:  # whatever a forward says of small inputs
-        raise first from None
-    return ForwardTrace(recorder.nodes, recorder.calls, outputs, frozenset(recorder.read), recorder.readers)
+        return recorder.traced(_run_valued(model, inputs, recorder))
+    except Exception as error:  # whatever a forward says of small inputs
+        raise first or error from None
 
 
 _OF_VALUES = ("DynamicOutputShapeException", "DataDependentOutputException")  # of torch's fake tensors
@@ -211,20 +210,14 @@ def _without_values(model: nn.Module, fake: Any) -> nn.Module:
 
 
 def without_hooks(copied: nn.Module) -> nn.Module:
-    """Put a copy in eval, without hooks. Mutates it."""
-    batch_experts(copied.eval())
-    for module in copied.modules():
+    """Put a copy in eval, without hooks but the ones by which torch computes weights, as `weight_norm`. Mutates it."""
+    for module in copied.eval().modules():
         cast(Any, forward_hooks(module)).clear()
-        cast(Any, forward_pre_hooks(module)).clear()
+        before = cast("dict[int, Any]", forward_pre_hooks(module))
+        for key, hook in [*before.items()]:
+            if not type(hook).__module__.startswith("torch.nn.utils."):
+                del before[key]
     return copied
-
-
-def batch_experts(copied: nn.Module) -> None:
-    """Let experts of transformers compute as one matmul, which takes any dtype and no values. Mutates a copy."""
-    for module in copied.modules():
-        config: Any = getattr(module, "config", None)
-        if hasattr(config, "_experts_implementation"):
-            setattr(config, "_experts_implementation", "batched_mm")  # noqa: B010 - transformers' name
 
 
 class _Recorder(TorchFunctionMode):
@@ -245,6 +238,10 @@ class _Recorder(TorchFunctionMode):
         self._error: BaseException | None = None  # that ended the latest call which raised one
         self.failed: type | None = None  # the class of the innermost module that raised it
 
+    def traced(self, outputs: tuple[int, ...], *, has_unseen: bool = False) -> ForwardTrace:
+        """Return what is recorded, of a model with these outputs."""
+        return ForwardTrace(self.nodes, self.calls, outputs, frozenset(self.read), self.readers, has_unseen)
+
     def own(self, owners: Mapping[int, list[str]]) -> None:
         """Set the modules that have a parameter, by its `id`."""
         self._owners = owners
@@ -261,7 +258,7 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if name := message_of(func):
             raise MessageError(f"its forward calls {name}, so one rank cannot record it")
-        result = func(*args, **kwargs)
+        result = run_operator(func, args, kwargs)
         if not self._layers:
             self._record(getattr(func, "__name__", str(func)), args, kwargs, result)
         return result

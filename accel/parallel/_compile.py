@@ -38,6 +38,10 @@ Keep: TypeAlias = Literal["products"] | Sequence[str]
 
 _MOST_GRAPHS = 32  # of one region: kinds of rows, inputs with gradients, training, autocast; torch's own limit is 8
 
+_WHOLE = (
+    "%s: fully_shard leaves parameters of it whole, such as scalars, and its graph breaks there in another way when it is "
+    "computed again, so that torch compiles nothing of it"
+)
 _KEPT = (
     "%s: its graph breaks, so that torch compiles nothing of a block that keeps outputs; leave keep= out, or compile "
     "modules inside of it: accel.compile_model(model, Mlp)"
@@ -86,8 +90,8 @@ class Recomputed(Mixin, nn.Module):
         region = self.accel_region
         if torch.compiler.is_compiling() or region is None:
             return super().forward(*args, **kwargs)
-        if self.kept:
-            region.note_kept(self)
+        if self.kept or notes_of(self).get("plain"):
+            region.note_uncompiled(self, _KEPT if self.kept else _WHOLE)
             return super().forward(*args, **kwargs)
         return region.call(self, args, kwargs)
 
@@ -119,11 +123,11 @@ class _Inside:
             self._compiled[kind] = cast(Any, torch).compile(kind.accel_behind, **self._settings)
         return self._compiled[kind](block, *args, **kwargs)
 
-    def note_kept(self, block: Recomputed) -> None:
-        """Log once the class of a block that stays uncompiled for its kept outputs."""
+    def note_uncompiled(self, block: Recomputed, reason: str) -> None:
+        """Log once the class of a block that stays uncompiled, and why."""
         if not self._has_noted:
             self._has_noted = True
-            logging.getLogger("accel.parallel").warning(_KEPT, written_class(block).__name__)
+            logging.getLogger("accel.parallel").warning(reason, written_class(block).__name__)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Inside, (self._settings,)

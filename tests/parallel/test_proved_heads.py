@@ -106,7 +106,6 @@ def test_attention_is_divided(what: str) -> None:
 PLANTED: dict[str, tuple[Attention, int, dict[str, str]]] = {
     "groups of packs cut as packs": (Attention("packs", HEADS), 2, {"qkv": "packed_colwise_3"}),
     "two keys, both on each of two ranks": (Attention("apart", 2), 2, {"": "copy_input", **APART}),
-    "a whole key whose gradient is not summed": (Attention("apart", 1), 2, {"q": "colwise"}),
     "biases of all heads beside some": (Attention("apart", HEADS, biases=HEADS), 2, PROJECTIONS),
 }  # fmt: skip
 

@@ -225,6 +225,8 @@ class PositionRanks(Ranks):
     def without_rule(self, func: Any, args: _Args, kwargs: _Named, problem: str) -> Any:
         """Gather what a function needs of other ranks, or raise `NoRuleError`."""
         name = name_of(func)
+        if name in _RECOMPUTED:  # its function would take all positions for those of a rank
+            raise no_rule(f"{name}, in a graph")
         parts = [each for each in tensors_of((args, kwargs)) if isinstance(each, PartTensor)]
         if name in ELEMENTWISE and writes(name) and args[0] is parts[0]:
             return func(args[0], *_of_rows(args, kwargs, parts[0])[0][1:], **kwargs)
@@ -265,6 +267,7 @@ class PositionRanks(Ranks):
             return make(own_rows(found, layout.dim, layout.cut, self), layout, self)
 
 
+_RECOMPUTED = ("checkpoint", "tag_activation_checkpoint")
 _Again = tuple[_Args, _Named]
 
 

@@ -66,6 +66,8 @@ def trained(
         if step.recompute:
             accel.checkpoint_activations(model, keep=step.keep or ())
         model = accel.prepare_model(ctx, model, plan=plan)
+        if axes.cp > 1:
+            _ = accel.parallel.sequence_positions(ctx, step.tokens)  # the batches are of a rank's
         known = [local_part(each) for each in model.parameters()]
         with fake, Counted(axes, rank) as counted, Live([*known, *model.buffers()]) as live:
             train(model, axes, step, live, counted)

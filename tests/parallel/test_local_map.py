@@ -4,6 +4,7 @@ how to declare them."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -247,6 +248,19 @@ def test_one_head_a_rank_next_to_a_tensor_of_one_row_needs_none_in_over(ranks: S
     with assert_raises(PrepareError, got="a part and a full tensor", fix="None in over= .* that has one row"):
         _ = compared(ranks, of_heads(2))
     assert compared(ranks, of_heads((2, None)))
+
+
+@dataclasses.dataclass
+class Pair:
+    """Two tensors, in an object that torch does not flatten."""
+
+    one: Tensor
+    other: Tensor
+
+
+def test_a_function_of_an_object_computes_with_the_parts_that_it_holds(ranks: Simulator) -> None:
+    mapped = local_map(lambda pair: pair.one * torch.sigmoid(pair.other), "elements")
+    assert compared(ranks, lambda x, y: mapped(Pair(x, y)))
 
 
 def test_a_call_with_other_tensors_is_a_call() -> None:

@@ -481,3 +481,19 @@ def test_the_line_of_a_declared_plan_says_why_nothing_was_found_beside_it(
     line = next(each for each in caplog.messages if "of the parameters are divided" in each)
     assert ("one in addition that is found and proved" in line) == (width == 4)
     assert ("its forward, run without values, failed" in line) == (width == 5)
+
+
+class _Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(100, 32, sparse=True), nn.Linear(32, 100)
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        return self.head(x + self.down(torch.relu(self.up(x))))
+
+
+def test_layers_next_to_an_embedding_with_sparse_gradients_have_a_plan() -> None:
+    plan = accel.parallel.tensor_plan(_Sparse(), example=[torch.zeros(2, 3, dtype=torch.long)])
+    assert plan == {"up": "colwise", "down": "rowwise", "head": "colwise_gather_output"}

@@ -192,6 +192,11 @@ class _MatmulRecorder(TorchFunctionMode):
         return True
 
 
+def dense(gradient: Tensor | None) -> Tensor | None:
+    """Return a gradient with all rows, also of an embedding with `sparse`."""
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+
+
 def _scaled(
     x: Tensor,
     over: Sequence[int] | int,
@@ -270,7 +275,7 @@ class _Search:
         total = (tensor * weights).sum()
         scalar = total.real if total.is_complex() else total
         found = torch.autograd.grad([scalar], leaves, retain_graph=True, allow_unused=True)
-        return list(zip(names, found, strict=True))
+        return list(zip(names, map(dense, found), strict=True))
 
     def found(self) -> list[tuple[str, Candidate]]:
         """The largest weight that is contracted, with the way of its cut, and all layouts, of each set of matmuls that

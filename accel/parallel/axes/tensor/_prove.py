@@ -24,6 +24,7 @@ from accel.parallel._compile import Recomputed
 from accel.parallel._copies import WideMode, copied_model
 from accel.parallel._modules import RANKS
 from accel.parallel._private import tensors_of
+from accel.parallel.axes.tensor._dependence import dense
 from accel.parallel.axes.tensor._layers import GroupLayer
 from accel.parallel.axes.tensor._rules import install, rules_of
 from accel.parallel.axes.tensor._styles import Regions, Rule
@@ -176,7 +177,7 @@ def _run(
             total = total + (each.double() * weights).sum()
     if total.requires_grad and not is_forward:
         cast(Any, total).backward()
-    own = {name: each.grad for name, each in module.named_parameters()}
+    own = {name: dense(each.grad) for name, each in module.named_parameters()}
     return _ProofRun([each.detach() for each in outputs], {number: each.grad for number, each in given.items()}, own)
 
 

@@ -104,7 +104,22 @@ def uncompiled_in_backward(outputs: Iterable[torch.Tensor]) -> None:
         return
     for each in outputs:
         if each.grad_fn is not None:
+            each.grad_fn.metadata[_BEGINS] = True
             _ = each.grad_fn.register_prehook(_begin_uncompiled_backward)
+
+
+def compiled_before(inputs: Iterable[torch.Tensor]) -> None:
+    """Let a backward through a model do again what torch.compile does, where it reaches what the inputs come from,
+    unless that is another such model, or this one is in another."""
+    stance = _stance()
+    if stance is None or _runs_uncompiled_model(stance):
+        return
+    for each in inputs:
+        if each.grad_fn is not None and _BEGINS not in each.grad_fn.metadata:
+            _ = each.grad_fn.register_prehook(_end_uncompiled_backward)
+
+
+_BEGINS = "accel: a backward runs functions as they are from here on"
 
 
 def _begin_uncompiled_backward(*_gradients: object) -> None:
@@ -113,6 +128,13 @@ def _begin_uncompiled_backward(*_gradients: object) -> None:
         frames: Any = sys.modules["torch._dynamo.eval_frame"]
         outer = before.before if isinstance(before, _Uncompiled) and not before.is_active else before
         frames._stance = _Uncompiled(outer, of_model=True, backward=_number_of_backward())
+
+
+def _end_uncompiled_backward(*_gradients: object) -> None:
+    present = _stance()
+    if isinstance(present, _Uncompiled) and present.backward is not None and present.is_active:
+        frames: Any = sys.modules["torch._dynamo.eval_frame"]
+        frames._stance = present.before
 
 
 def _runs_uncompiled_model(stance: Any) -> bool:

@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from accel.comm import Call, exchange_values, peer_error, shared_failure
-from accel.compiling import uncompiled, uncompiled_in_backward
+from accel.compiling import compiled_before, uncompiled, uncompiled_in_backward
 from accel.context import DistContext
 from accel.devices import wide_dtype
 from accel.errors import ConfigError, PrepareError
@@ -28,6 +28,7 @@ from accel.parallel._private import (
     compile_in_place,
     is_compiled,
     runs_in_backward,
+    tensors_of,
     untraced,
 )
 from accel.parallel.axes.context._attention import whole_positions
@@ -185,6 +186,7 @@ class Positions:
         """Call a forward with parts of the inputs that are cut, and return own positions. A collective of the first
         call, which is proved. `is_traced`: whether torch compiles the call."""
         self.is_running = True
+        compiled_before(tensors_of(tuple(given)))
         losses = OWN_LOSSES.begun(self.ctx) if self.traits.has_own_losses else contextlib.nullcontext()
         try:
             with losses, uncompiled(of_model=True):

@@ -104,7 +104,7 @@ def uncompiled_in_backward(outputs: Iterable[torch.Tensor]) -> None:
         return
     for each in outputs:
         if each.grad_fn is not None:
-            each.grad_fn.metadata[_BEGINS] = True
+            _facts_of(each.grad_fn)[_BEGINS] = True
             _ = each.grad_fn.register_prehook(_begin_uncompiled_backward)
 
 
@@ -115,8 +115,12 @@ def compiled_before(inputs: Iterable[torch.Tensor]) -> None:
     if stance is None or _runs_uncompiled_model(stance):
         return
     for each in inputs:
-        if each.grad_fn is not None and _BEGINS not in each.grad_fn.metadata:
+        if each.grad_fn is not None and _BEGINS not in _facts_of(each.grad_fn):
             _ = each.grad_fn.register_prehook(_end_uncompiled_backward)
+
+
+def _facts_of(node: Any) -> dict[str, Any]:
+    return node.metadata  # which torch's types call a method
 
 
 _BEGINS = "accel: a backward runs functions as they are from here on"

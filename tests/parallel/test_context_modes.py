@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -67,13 +69,13 @@ class Wrong(TrainedOnly):
         return accel.parallel.local_map(OtherPositions.apply, "rows")(super().forward(ids))
 
 
-def _made(kind: type[TrainedOnly], fails: str) -> nn.Module:
+def _made(kind: Callable[[str], TrainedOnly], fails: str) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return kind(fails).double()
 
 
-def _steps(ctx: accel.DistContext, kind: type[TrainedOnly], fails: str) -> Any:
+def _steps(ctx: accel.DistContext, kind: Callable[[str], TrainedOnly], fails: str) -> Any:
     model: Any = _made(kind, fails)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
     ids = torch.randint(32, (2, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -109,6 +111,29 @@ class DroppedOnly(TrainedOnly):
 def test_dropout_by_functions_is_off_in_such_a_proof(ranks: Simulator) -> None:
     """A rank draws other masks of attention than one process, so a proof with dropout found other outputs."""
     for found in ranks.run(lambda ctx: _steps(ctx, DroppedOnly, "forward"), 2, default_group=True):
+        assert all(torch.isfinite(each).all() for each in found[1].values())
+
+
+class DroppedAcross(TrainedOnly):
+    """Drops weights of an attention to all positions that its code calls."""
+
+    def __init__(self, ctx: accel.DistContext, fails: str) -> None:
+        super().__init__(fails)
+        self.ctx = ctx
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = super().forward(ids)
+        q = x.unsqueeze(1)
+        attended = accel.parallel.context_attention(self.ctx, q, q, q, dropout_p=0.5 if self.training else 0.0)
+        return x + attended.squeeze(1)
+
+
+def test_dropout_of_context_attention_is_off_in_such_a_proof(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> Any:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        return _steps(ctx, partial(DroppedAcross, ctx), "forward")
+
+    for found in ranks.run(rank, 2, default_group=True):
         assert all(torch.isfinite(each).all() for each in found[1].values())
 
 

@@ -191,12 +191,11 @@ class _WithoutDropout(TorchFunctionMode):
     """Calls functions with dropout as in evaluation, whatever the mode of the modules that call them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given: dict[str, Any] = kwargs or {}
-        if func is functional.scaled_dot_product_attention:
-            if len(args) > _DROPOUT_PLACE:
-                args = (*args[:_DROPOUT_PLACE], 0.0, *args[_DROPOUT_PLACE + 1 :])
-            else:
-                given = {**given, "dropout_p": 0.0}
+        given = dict(kwargs or {})
+        if "dropout_p" in given:  # also of `context_attention`
+            given["dropout_p"] = 0.0
+        if func is functional.scaled_dot_product_attention and len(args) > _DROPOUT_PLACE:
+            args = (*args[:_DROPOUT_PLACE], 0.0, *args[_DROPOUT_PLACE + 1 :])
         elif func in _DROPPING:
             call = inspect.signature(func).bind(*args, **given)
             call.arguments["training"] = False

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Generator, Iterable
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -37,7 +38,7 @@ def set_compiler_state(state: CompilerState) -> None:
 class _Uncompiled:
     """A stance of torch.compile that runs functions as they are, everywhere or in one backward.
 
-    torch has no call for the end of a backward that fails. So this stance may stay longer, and is the one before then.
+    torch calls nothing at the end of a backward that fails. This stance stays then, and is the one before.
     """
 
     def __init__(self, before: Any, *, of_model: bool, backward: int | None = None) -> None:
@@ -131,7 +132,14 @@ def _begin_uncompiled_backward(*_gradients: object) -> None:
     if not _runs_uncompiled_model(before):
         frames: Any = sys.modules["torch._dynamo.eval_frame"]
         outer = before.before if isinstance(before, _Uncompiled) and not before.is_active else before
-        frames._stance = _Uncompiled(outer, of_model=True, backward=_number_of_backward())
+        frames._stance = own = _Uncompiled(outer, of_model=True, backward=_number_of_backward())
+        cast(Any, torch.autograd).Variable._execution_engine.queue_callback(partial(_end_uncompiled, own))
+
+
+def _end_uncompiled(own: _Uncompiled) -> None:
+    frames: Any = sys.modules["torch._dynamo.eval_frame"]
+    if frames._stance is own:
+        frames._stance = own.before
 
 
 def _end_uncompiled_backward(*_gradients: object) -> None:

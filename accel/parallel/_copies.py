@@ -195,7 +195,7 @@ class WideMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in ("float", "half", "bfloat16"):
-            return self._wide(args[0])
+            return self._wide(args[0]).to(self.dtype)
         kept = 1 if writes(name) else 0  # what a function changes stays itself
         given, named = self._mapped((tuple(args[kept:]), kwargs or {}))
         if self.draws is not None and name in _OF_STREAMS and not named.get("generator"):

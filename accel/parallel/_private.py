@@ -73,6 +73,7 @@ PRIVATE = {
     ),
     "torch._C._functorch": ("get_unwrapped", "is_functorch_wrapped_tensor"),
     "torch._functorch.vmap": ("_validate_and_get_batch_size",),  # which asks tensors for the size to map over
+    "torch.autograd.Variable": ("_execution_engine",),  # which calls a function at the end of a backward
     "torch.autograd": ("_get_sequence_nr", "_unsafe_preserve_version_counter"),
     "torch.autograd.graph.Node": ("_sequence_nr",),
     "torch.nn.TransformerEncoderLayer": ("_ff_block",),  # compared, like nn.TransformerDecoderLayer's

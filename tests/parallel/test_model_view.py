@@ -20,9 +20,9 @@ from accel.testing import Simulator
 MOST_WALKS = {
     ("ddp", None): 10,
     ("fsdp", None): 10,
-    ("ddp", "cp=2"): 11,
+    ("ddp", "cp=2"): 12,
     ("ddp", "pp=2"): 12,
-    ("ddp", "tp=2"): 60,
+    ("ddp", "tp=2"): 80,
 }
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
-from accel.parallel._private import runs_in_backward, tensors_of
+from accel.parallel._private import map_kind, runs_in_backward, tensors_of
 from accel.parallel.parts._layout import no_rule
 from accel.parallel.parts._part import (
     Args,
@@ -22,6 +22,7 @@ from accel.parallel.parts._part import (
     aligned,
     alike_part,
     entered,
+    leave,
     make,
     name_of,
     named,
@@ -31,8 +32,14 @@ from accel.parallel.parts._part import (
     plain_of,
     ranks_of,
     whole_shape,
-    written_whole,
 )
+
+
+def written_whole(func: Any, args: Args, kwargs: Named) -> Any:
+    """Change a plain tensor in place, by the whole tensors of parts: it may be outside of the region, as a cache is of
+    keys and values. A collective."""
+    given, by_name = map_kind(PartTensor, leave, (tuple(args), dict(kwargs)))
+    return func(*given, **by_name)
 
 
 def elementwise(func: Any, args: Args, kwargs: Named) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from accel.parallel.parts._elementwise import written_rows
+from accel.parallel.parts._elementwise import written_rows, written_whole
 from accel.parallel.parts._layout import RowLayout, finest, no_rule, stepped
 from accel.parallel.parts._part import (
     Args,
@@ -26,7 +26,6 @@ from accel.parallel.parts._part import (
     plain_of,
     ranks_of,
     whole_shape,
-    written_whole,
 )
 from accel.parallel.parts._shapes import narrowed
 

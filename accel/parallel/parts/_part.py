@@ -256,8 +256,7 @@ class PartTensor(Tensor):
             rule = rule_of(func)
             if kwargs:
                 given = {_NAMES.get(name, name): value for name, value in kwargs.items()}
-                out = given.pop("out", None)
-                if out is not None:
+                if (out := given.pop("out", None)) is not None:
                     from accel.parallel.parts._rules import written_into  # which imports this file
 
                     return written_into(out, func, args, given)
@@ -419,13 +418,6 @@ def part_of(func: Any, args: Args) -> PartTensor:
 def entered(tensor: Any, ranks: Ranks) -> Any:
     """Return a tensor inside of the region: this rank's rows of a part, or a plain one that enters; others as is."""
     return tensor if isinstance(tensor, PartTensor) or not isinstance(tensor, Tensor) else ranks.enter(tensor)
-
-
-def written_whole(func: Any, args: Args, kwargs: Named) -> Any:
-    """Change a plain tensor in place, by the whole tensors of parts: it may be outside of the region, as a cache is of
-    keys and values. A collective."""
-    given, by_name = map_kind(PartTensor, leave, (tuple(args), dict(kwargs)))
-    return func(*given, **by_name)
 
 
 def own_rows(tensor: Tensor, dim: int, need: RowCut, ranks: Ranks) -> Tensor:

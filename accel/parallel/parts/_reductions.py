@@ -300,8 +300,8 @@ def channel_normed(func: Any, args: Args, kwargs: Named) -> Any:
             raise no_rule("with a divided weight and another input")
         inside = {name: entered(each, ranks) for name, each in given.items()}
         return make(func(*(inside[name] for name in names.split()), *args[5:], **by_name), None, ranks)
-    if layout.dim != 1 or layout.cut.is_shared(ranks.size):
-        raise no_rule("of a part along another dimension than channels, or that ranks share")
+    if layout.dim != 1:
+        raise no_rule("of a part along another dimension than channels")
     for name in ("weight", "bias"):
         if given[name] is not None:
             given[name] = own_rows(given[name], 0, layout.cut, ranks)

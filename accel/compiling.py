@@ -145,8 +145,7 @@ def _end_uncompiled(own: _Uncompiled) -> None:
 def _end_uncompiled_backward(*_gradients: object) -> None:
     present = _stance()
     if isinstance(present, _Uncompiled) and present.backward is not None and present.is_active:
-        frames: Any = sys.modules["torch._dynamo.eval_frame"]
-        frames._stance = present.before
+        _end_uncompiled(present)
 
 
 def _runs_uncompiled_model(stance: Any) -> bool:

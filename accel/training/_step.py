@@ -396,9 +396,6 @@ def _end(
 
 def _advance(ctx: DistContext, scheduler: LRScheduler) -> None:
     """Step a scheduler; warn once if the loop has stepped it too since the latest step."""
-    if not hasattr(scheduler, "last_epoch"):  # a chain, of schedulers that count
-        scheduler.step()
-        return
     mark = ctx.comm.marks.find(scheduler, "advanced")
     is_twice = mark is not None and mark.note is not None and _steps_of(scheduler) == cast(int, mark.note) + 1
     if is_twice and ctx.is_main_process:

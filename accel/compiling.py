@@ -105,7 +105,26 @@ def uncompiled_in_backward(outputs: Iterable[torch.Tensor]) -> None:
         return
     for each in outputs:
         if each.grad_fn is not None:
+            _facts_of(each.grad_fn)[_BEGINS] = True
             _ = each.grad_fn.register_prehook(_begin_uncompiled_backward)
+
+
+def compiled_before(inputs: Iterable[torch.Tensor]) -> None:
+    """Let a backward through a model do again what torch.compile does, where it reaches what the inputs come from,
+    unless that is another such model, or this one is in another."""
+    stance = _stance()
+    if stance is None or _runs_uncompiled_model(stance):
+        return
+    for each in inputs:
+        if each.grad_fn is not None and _BEGINS not in _facts_of(each.grad_fn):
+            _ = each.grad_fn.register_prehook(_end_uncompiled_backward)
+
+
+def _facts_of(node: Any) -> dict[str, Any]:
+    return node.metadata  # which torch's types call a method
+
+
+_BEGINS = "accel: a backward runs functions as they are from here on"
 
 
 def _begin_uncompiled_backward(*_gradients: object) -> None:
@@ -121,6 +140,12 @@ def _end_uncompiled(own: _Uncompiled) -> None:
     frames: Any = sys.modules["torch._dynamo.eval_frame"]
     if frames._stance is own:
         frames._stance = own.before
+
+
+def _end_uncompiled_backward(*_gradients: object) -> None:
+    present = _stance()
+    if isinstance(present, _Uncompiled) and present.backward is not None and present.is_active:
+        _end_uncompiled(present)
 
 
 def _runs_uncompiled_model(stance: Any) -> bool:

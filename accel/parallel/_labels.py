@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -32,9 +32,6 @@ from accel.parallel._private import forward_pre_hooks, hook_count
 from accel.tensors import is_dtensor, is_in_base, local_part, split_dims
 from accel.topology import Dimension, has_unknown_axis
 from accel.topology._axes import Axis
-
-if TYPE_CHECKING:
-    pass
 
 
 def label_parameters(

@@ -229,7 +229,7 @@ def _digest(data: bytes) -> str:
 
 def _are_alike(left: _Leaf | None, right: _Leaf | None) -> bool:
     """Return whether a leaf is alike on two ranks; None for no leaf."""
-    if left is None or right is None or left[:2] != right[:2]:
+    if left is None or right is None or left[:2] != right[:2] or len(left.figures) != len(right.figures):
         return False
     scales = [max(one or 0.0, other or 0.0) for one, other in zip(left.figures, right.figures, strict=True)]
     triples = zip(left.figures, right.figures, (scales[at | 1] for at in range(len(scales))), strict=True)

@@ -396,16 +396,21 @@ def _end(
 
 def _advance(ctx: DistContext, scheduler: LRScheduler) -> None:
     """Step a scheduler; warn once if the loop has stepped it too since the latest step."""
-    if not hasattr(scheduler, "last_epoch"):  # a chain, of schedulers that count
-        scheduler.step()
-        return
     mark = ctx.comm.marks.find(scheduler, "advanced")
-    is_twice = mark is not None and mark.note is not None and scheduler.last_epoch == cast(int, mark.note) + 1
+    is_twice = mark is not None and mark.note is not None and _steps_of(scheduler) == cast(int, mark.note) + 1
     if is_twice and ctx.is_main_process:
         logging.getLogger("accel.training").warning(_TWICE, type(scheduler).__name__)
     scheduler.step()
     is_known = is_twice or (mark is not None and mark.note is None)
-    ctx.comm.marks.put(scheduler, "advanced", None if is_known else scheduler.last_epoch)
+    ctx.comm.marks.put(scheduler, "advanced", None if is_known else _steps_of(scheduler))
+
+
+def _steps_of(scheduler: LRScheduler) -> int | None:
+    """Return the steps that a scheduler has taken; None for one that does not count them."""
+    held = cast(Any, scheduler)
+    return (
+        _steps_of(held._schedulers[0]) if isinstance(scheduler, ChainedScheduler) else held.__dict__.get("last_epoch")
+    )
 
 
 _TWICE = (

@@ -241,6 +241,29 @@ def test_a_checkpoint_by_hand_computes_compiled_blocks_again(ranks: Simulator, m
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "cp=2"])
+def test_a_backward_compiles_again_what_is_before_a_model(ranks: Simulator, mesh: str) -> None:
+    """Also if a model of parts is called before, too, with the same outputs and inputs between."""
+
+    def gradient(ctx: accel.DistContext, mesh: str, kind: type[Block]) -> Tensor:
+        ctx = accel.replace(ctx, mesh=mesh) if mesh else ctx
+        torch.manual_seed(0)
+        layer, x = nn.Linear(WIDTH, WIDTH).double(), torch.randn(2, 8, WIDTH, dtype=torch.float64)
+        model = accel.prepare_model(ctx, kind().double(), example=x)
+        step = compiled(lambda each: activate(layer(each)).sin())
+        hidden = accel.parallel.split_sequence(ctx, {"x": x})["x"]
+        for _ in range(2):
+            hidden = model(model(checkpoint(step, hidden, use_reentrant=False)))
+        hidden.square().sum().backward()
+        assert layer.weight.grad is not None
+        return layer.weight.grad
+
+    expected = gradient(accel.single(), "", Plain)
+    found = ranks.run(lambda ctx: gradient(ctx, mesh, Functions), 2, default_group=True, timeout_s=300)
+    total = found[0] + found[1] if "cp" in mesh else found[0]
+    torch.testing.assert_close(total, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "cp=2"])
 def test_functions_are_compiled_again_after_a_backward_that_fails(ranks: Simulator, mesh: str) -> None:
     def rank(ctx: accel.DistContext) -> None:
         ctx = accel.replace(ctx, mesh=mesh)

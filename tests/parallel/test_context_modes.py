@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from catching import assert_raises
 from steps import two_steps
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import accel
 from accel.errors import PrepareError
@@ -67,13 +70,13 @@ class Wrong(TrainedOnly):
         return accel.parallel.local_map(OtherPositions.apply, "rows")(super().forward(ids))
 
 
-def _made(kind: type[TrainedOnly], fails: str) -> nn.Module:
+def _made(kind: Callable[[str], TrainedOnly], fails: str) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return kind(fails).double()
 
 
-def _steps(ctx: accel.DistContext, kind: type[TrainedOnly], fails: str) -> Any:
+def _steps(ctx: accel.DistContext, kind: Callable[[str], TrainedOnly], fails: str) -> Any:
     model: Any = _made(kind, fails)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
     ids = torch.randint(32, (2, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -110,6 +113,76 @@ def test_dropout_by_functions_is_off_in_such_a_proof(ranks: Simulator) -> None:
     """A rank draws other masks of attention than one process, so a proof with dropout found other outputs."""
     for found in ranks.run(lambda ctx: _steps(ctx, DroppedOnly, "forward"), 2, default_group=True):
         assert all(torch.isfinite(each).all() for each in found[1].values())
+
+
+class DroppedAcross(TrainedOnly):
+    """Drops weights of an attention to all positions that its code calls."""
+
+    def __init__(self, ctx: accel.DistContext, fails: str) -> None:
+        super().__init__(fails)
+        self.ctx = ctx
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = super().forward(ids)
+        q = x.unsqueeze(1)
+        attended = accel.parallel.context_attention(self.ctx, q, q, q, dropout_p=0.5 if self.training else 0.0)
+        return x + attended.squeeze(1)
+
+
+def test_dropout_of_context_attention_is_off_in_such_a_proof(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> Any:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        return _steps(ctx, partial(DroppedAcross, ctx), "forward")
+
+    for found in ranks.run(rank, 2, default_group=True):
+        assert all(torch.isfinite(each).all() for each in found[1].values())
+
+
+class Mixed(nn.Module):
+    """A bidirectional attention; `wrong`: with other gradients where ranks share the positions."""
+
+    def __init__(self, *, wrong: bool) -> None:
+        super().__init__()
+        self.mix, self.wrong = nn.Linear(WIDTH, WIDTH), wrong
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mix(x)
+        x = x + (x @ x.mT).softmax(-1) @ x
+        return accel.parallel.local_map(OtherPositions.apply, "rows")(x) if self.wrong else x
+
+
+def _mixed(ctx: accel.DistContext, *, wrong: bool) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    ctx = accel.replace(ctx, mesh="cp=2") if ctx.world_size > 1 else ctx
+    model = accel.prepare_model(ctx, Mixed(wrong=wrong).double().requires_grad_(not torch.is_inference_mode_enabled()))
+    x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
+    return model, accel.parallel.split_sequence(ctx, {"x": x})["x"]
+
+
+def test_gradients_are_compared_in_a_first_call_in_inference_mode(ranks: Simulator) -> None:
+    """The inputs are made in that mode, or a frozen model is."""
+
+    def rank(ctx: accel.DistContext, *, wrong: bool, is_all: bool = False) -> bool:
+        with torch.inference_mode(is_all):
+            model, own = _mixed(ctx, wrong=wrong)
+        with torch.inference_mode():
+            return model(own.clone()).is_inference()
+
+    for is_all in (False, True):
+        found = ranks.run(lambda ctx, is_all=is_all: rank(ctx, wrong=False, is_all=is_all), 2, default_group=True)
+        assert found == [True, True]
+    with assert_raises(PrepareError, got="a gradient of a parameter"):
+        _ = ranks.run(lambda ctx: rank(ctx, wrong=True), 2, default_group=True)
+
+
+def test_a_first_call_may_be_in_a_checkpoint(ranks: Simulator) -> None:
+    def gradient(ctx: accel.DistContext) -> Tensor:
+        model, own = _mixed(ctx, wrong=False)
+        checkpoint(model, own.requires_grad_(), use_reentrant=False).square().sum().backward()
+        return next(model.parameters()).grad
+
+    found = ranks.run(gradient, 2, default_group=True)
+    torch.testing.assert_close(found[0] + found[1], gradient(accel.single()), rtol=0, atol=1e-10)
 
 
 def test_wrong_gradients_of_such_a_model_are_refused(ranks: Simulator) -> None:

@@ -97,6 +97,10 @@ def test_a_sampler_by_global_rank_is_refused_and_prepares_loader_passes(ranks: S
     assert re.search(r"on rank \d, other values on rank \d", str(caught.value))
 
 
+class Marked(Tensor):
+    """A tensor of another class."""
+
+
 X = torch.arange(12.0).view(3, 4)
 
 DIFFERENT: dict[str, tuple[Any, Any, str]] = {
@@ -105,6 +109,7 @@ DIFFERENT: dict[str, tuple[Any, Any, str]] = {
     "dtype": (X, X.double(), "float32 [3, 4] on rank 0, argument 0.x float64 [3, 4]"),
     "rows in another order": (X, X.flip(0), "float32 [3, 4]"),
     "samples of one distribution": (torch.randn(2**18, 4), torch.randn(2**18, 4), "float32 [262144, 4]"),
+    "class": (X, X.as_subclass(Marked), "float32 [3, 4]"),
     "a number and none": (X, X.masked_fill(X == 3, torch.nan), "float32"),
 }
 

@@ -12,6 +12,7 @@ from steps import two_steps
 from test_part_plans import divided_share
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import accel
 from accel.testing import Simulator
@@ -119,10 +120,26 @@ class Around(nn.Module):
         return self.model(functional.one_hot(ids, WORDS).to(self.model.head.weight.dtype))
 
 
+class Recomputes(nn.Module):
+    """Computes the hidden features of an input without a gradient again in a backward, by torch's checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WORDS, 4 * WIDTH), nn.Linear(4 * WIDTH, WORDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = functional.one_hot(ids, WORDS).to(self.up.weight.dtype)
+        return self.down(checkpoint(self.hidden, x, use_reentrant=False))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return functional.relu(self.up(x)).sin()
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], float]] = {
     "a module among arguments": (Given, 0.9),
     "random buckets": (Hashes, 0.95),
     "a model in a wrapper": (Around, 0.9),
+    "a checkpoint of a function": (Recomputes, 0.9),
 }
 
 

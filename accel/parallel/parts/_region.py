@@ -149,7 +149,7 @@ class WholeBuffers(Mixin):
 
 def keep_buffers_whole(model: nn.Module) -> None:
     """Let modules of a model that computes with parts keep whole tensors in their buffers. Mutates their classes."""
-    add_mixin([each for each in model.modules() if any(True for _ in each.buffers(recurse=False))], WholeBuffers)
+    add_mixin([each for each in model.modules() if vars(each).get("_buffers")], WholeBuffers)  # also one of None
 
 
 def _own_tensor(part: PartTensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from accel.comm import Call, exchange_values, peer_error, shared_failure
-from accel.compiling import uncompiled, uncompiled_in_backward
+from accel.compiling import compiled_before, uncompiled, uncompiled_in_backward
 from accel.context import DistContext
 from accel.devices import wide_dtype
 from accel.errors import ConfigError, PrepareError
@@ -28,6 +28,7 @@ from accel.parallel._private import (
     compile_in_place,
     is_compiled,
     runs_in_backward,
+    tensors_of,
     untraced,
 )
 from accel.parallel.axes.context._attention import whole_positions
@@ -117,6 +118,17 @@ _Forward = Callable[..., Any]
 _Way = tuple[int | None, int | None]
 
 
+def _with_graphs(module: nn.Module) -> contextlib.AbstractContextManager[object]:
+    """Let gradients be compared, also in a call in inference mode, but for parameters that were made in it."""
+    is_needed = torch.is_inference_mode_enabled() and not any(each.is_inference() for each in module.parameters())
+    return torch.inference_mode(False) if is_needed else contextlib.nullcontext()
+
+
+def _as_saved(tensor: Tensor) -> Tensor:
+    """The same values as a tensor that a graph can save, which one made in inference mode is not."""
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
 class Positions:
     """Calls of one model, and hooks of its modules.
 
@@ -185,6 +197,7 @@ class Positions:
         """Call a forward with parts of the inputs that are cut, and return own positions. A collective of the first
         call, which is proved. `is_traced`: whether torch compiles the call."""
         self.is_running = True
+        compiled_before(tensors_of(tuple(given)))
         losses = OWN_LOSSES.begun(self.ctx) if self.traits.has_own_losses else contextlib.nullcontext()
         try:
             with losses, uncompiled(of_model=True):
@@ -346,7 +359,8 @@ class Positions:
         for at, (dim, most) in enumerate([*guesses, *ways]):
             with shared_failure(self.ctx.comm, _PROOF):
                 try:
-                    problem = problem_of(dim, most)
+                    with _with_graphs(module):
+                        problem = problem_of(dim, most)
                 except Exception as error:
                     if at >= len(guesses):
                         raise
@@ -459,11 +473,11 @@ class Positions:
                 length = min(whole.shape[at], most or whole.shape[at])
                 lengths[whole.shape[at]] = length
                 note_cut(self.ctx, length // self.ranks.size)
-                whole = whole.narrow(at, 0, length)
+                whole = _as_saved(whole.narrow(at, 0, length))
                 own = own_positions(whole, self.ranks.rank, self.ranks.size, at)
                 proofs[id(each)] = whole, own, whole.narrow(at, 0, length // 2)
         for each in tensors:  # masks of all positions
-            whole = half = each
+            whole = half = _as_saved(each)
             for at, size in enumerate(each.shape):
                 if id(each) not in (*proofs, *self.uncut) and size in lengths:
                     whole = whole.narrow(at, 0, lengths[size])

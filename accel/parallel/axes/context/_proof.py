@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -191,17 +192,20 @@ class _WithoutDropout(TorchFunctionMode):
     """Calls functions with dropout as in evaluation, whatever the mode of the modules that call them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given: dict[str, Any] = kwargs or {}
-        if func is functional.scaled_dot_product_attention:
-            if len(args) > _DROPOUT_PLACE:
-                args = (*args[:_DROPOUT_PLACE], 0.0, *args[_DROPOUT_PLACE + 1 :])
-            else:
-                given = {**given, "dropout_p": 0.0}
+        given = dict(kwargs or {})
+        if "dropout_p" in given:  # also of `context_attention`
+            given["dropout_p"] = 0.0
+        if func is functional.scaled_dot_product_attention and len(args) > _DROPOUT_PLACE:
+            args = (*args[:_DROPOUT_PLACE], 0.0, *args[_DROPOUT_PLACE + 1 :])
         elif func in _DROPPING:
             call = inspect.signature(func).bind(*args, **given)
             call.arguments["training"] = False
             args, given = call.args, call.kwargs
         return func(*args, **given)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 @contextlib.contextmanager
@@ -210,7 +214,8 @@ def evaluated(module: nn.Module, device: torch.device, *, trains: bool = False) 
 
     Modules and names of modes that a model replaces by the length of its inputs are put back. `trains`: only layers and
     functions of dropout change their mode, and buffers that the forward changes are put back. No mode of operators sees
-    the calls: a function of torch.jit, which loses positions, would keep them under one.
+    the calls: a function of torch.jit, which loses positions, would keep them under one. A checkpoint around the model
+    sees no tensors that are saved.
     """
     before = [(each, each.training, dict(each.named_children()), dict(vars(each))) for each in module.modules()]
     buffers = [(vars(each)["_buffers"], dict(each.named_buffers(recurse=False))) for each, *_ in before if trains]
@@ -220,7 +225,12 @@ def evaluated(module: nn.Module, device: torch.device, *, trains: bool = False) 
     try:
         for each in [each for each in module.modules() if isinstance(each, _DROPOUTS)] if trains else [module]:
             _ = each.eval()
-        with isolated_rng(device), torch.no_grad(), _WithoutDropout() if trains else contextlib.nullcontext():
+        with (
+            isolated_rng(device),
+            torch.no_grad(),
+            saved_tensors_hooks(_itself, _itself),
+            _WithoutDropout() if trains else contextlib.nullcontext(),
+        ):
             yield
     finally:
         for each, training, children, own in before:

@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from accel.compiling import uncompiled
 from accel.parallel.parts import RowLayout, rows_of
 from accel.parallel.parts._attention import written_out
 from accel.parallel.parts._contractions import dotted, terms_of
@@ -77,6 +79,10 @@ _Contraction = tuple[Sequence[_Matmul], RowCut]  # matmuls that are divided toge
 _Needed = dict[tuple[str, int], list[frozenset[int]]]  # by the name and dimension of a parameter, the rows of each rank
 
 
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 class _MatmulRecorder(TorchFunctionMode):
     """Records the matmuls of a forward. A separate path of gradients begins at each of them."""
 
@@ -90,7 +96,11 @@ class _MatmulRecorder(TorchFunctionMode):
         self._size = size
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named: dict[str, Any] = kwargs or {}
+        # A checkpoint saves nothing here: computed again without this mode, its functions would be others.
+        with saved_tensors_hooks(_itself, _itself):
+            return self._recorded(func, args, kwargs or {})
+
+    def _recorded(self, func: Any, args: Any, named: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if name == "multi_head_attention_forward":
             with self:
@@ -226,11 +236,12 @@ def dependent_layouts(
     parameters = dict(whole.named_parameters())
     names = {id(each): name for name, each in parameters.items()}
     recorder = _MatmulRecorder(names, size, passes_norms=passes_norms)
-    with torch.enable_grad(), recorder:
-        _ = forward(whole)
-    search = _Search(parameters, names, recorder, size)
+    with uncompiled():
+        with torch.enable_grad(), recorder:
+            _ = forward(whole)
+        found = _Search(parameters, names, recorder, size).found()
     merged: dict[str, dict[str, RowLayout | NeededRows]] = {}
-    for row, layouts in search.found():
+    for row, layouts in found:
         group = merged.setdefault(pattern_of(row), {})
         if all(group.get(name, layout) == layout for name, layout in layouts.items()):
             group.update(layouts)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
-from accel.compiling import uncompiled, uncompiled_in_backward
+from accel.compiling import compiled_before, uncompiled, uncompiled_in_backward
 from accel.errors import ConfigError, TreeError
 from accel.mixins import Mixin
 from accel.parallel._local import local_of
@@ -283,6 +283,8 @@ class RegionEnd(Mixin):
             if has_graphs and not is_traced:
                 _ = compile_in_place(module)  # blocks that a user has compiled after `prepare`
             ranks.sees_tuples = has_graphs and not ranks.nests  # torch compiles nothing of parts along two axes
+            if not is_traced:
+                compiled_before(tensors_of((args, kwargs)))
         is_block = is_traced and not is_outermost and ranks.breaks_around
         try:
             with (

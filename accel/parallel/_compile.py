@@ -39,8 +39,8 @@ Keep: TypeAlias = Literal["products"] | Sequence[str]
 _MOST_GRAPHS = 32  # of one region: kinds of rows, inputs with gradients, training, autocast; torch's own limit is 8
 
 _WHOLE = (
-    "%s: fully_shard leaves parameters of it whole, such as scalars, and its graph breaks there in another way when it is "
-    "computed again, so that torch compiles nothing of it"
+    "%s: fully_shard leaves parameters of it whole, such as scalars, and its graph breaks there in another way when it "
+    "is computed again, so that torch compiles nothing of it"
 )
 _KEPT = (
     "%s: its graph breaks, so that torch compiles nothing of a block that keeps outputs; leave keep= out, or compile "

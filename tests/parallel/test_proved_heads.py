@@ -76,16 +76,15 @@ class Block(nn.Module):
 
 
 EXAMPLE = [torch.empty(2, 5, 3)]
-APART = {"q": "colwise", "k": "replicated_with_grad_allreduce", "v": "replicated_with_grad_allreduce"}
-PROJECTIONS = {"q": "colwise", "k": "colwise", "v": "colwise"}
+GATHERED = {"k": "colwise_gather_output", "v": "colwise_gather_output"}
 FOUND: dict[str, tuple[Attention, int, dict[str, str]]] = {  # styles, or none where layouts divide the module
     "one key behind the queries": (Attention("behind", 1), 2, {}),
     "two keys behind the queries": (Attention("behind", 2), 4, {}),
     "four keys behind the queries, on two ranks": (Attention("behind", 4), 2, {}),
     "groups of queries with a key each": (Attention("grouped", 2), 4, {}),
-    "as many groups as ranks": (Attention("grouped", 2), 2, {"qkv": "colwise", "o": "rowwise"}),
+    "as many groups as ranks": (Attention("grouped", 2), 2, {}),
     "four groups of packs": (Attention("packs", HEADS), 2, {}),
-    "a key in a layer of its own": (Attention("apart", 1), 2, {"": "copy_input", **APART, "o": "rowwise"}),
+    "a key in a layer of its own": (Attention("apart", 1), 2, GATHERED),
     "a table of biases": (Attention("apart", HEADS, biases=HEADS), 2, {}),
     "one bias for all heads": (Attention("behind", 1, biases=1), 2, {}),
 }
@@ -98,15 +97,13 @@ def test_attention_is_divided(what: str) -> None:
     inside = {path: style for path, style in found.styles.items() if path != "first"}
     assert inside == {f"attention.{path}".strip("."): each for path, each in styles.items()}
     divided = {name.rpartition(".")[0] for name in found.regions.get("attention", ())}
-    assert divided >= ({"attention.o"} if not styles else set())
+    assert divided >= {"attention.o"}
     rules = rules_of(Block(module), found.styles, size, regions=found.regions)
     assert {"attention.q", "attention.qkv"}.intersection(path for path, rule in rules.items() if rule.dims)
 
 
 PLANTED: dict[str, tuple[Attention, int, dict[str, str]]] = {
     "groups of packs cut as packs": (Attention("packs", HEADS), 2, {"qkv": "packed_colwise_3"}),
-    "two keys, both on each of two ranks": (Attention("apart", 2), 2, {"": "copy_input", **APART}),
-    "biases of all heads beside some": (Attention("apart", HEADS, biases=HEADS), 2, PROJECTIONS),
 }  # fmt: skip
 
 

@@ -61,7 +61,9 @@ def train(ctx: accel.DistContext, mesh: str, *, are_set: bool) -> dict[str, Tens
 
 
 @pytest.mark.parametrize("are_set", [True, False])
-@pytest.mark.parametrize(("mesh", "size"), [("tp=2", 2), ("cp=2", 2), ("tp=2,cp=2", 4)])
+@pytest.mark.parametrize(
+    ("mesh", "size"), [("tp=2", 2), ("cp=2", 2), pytest.param("tp=2,cp=2", 4, marks=pytest.mark.slow)]
+)
 def test_buffers_that_a_forward_replaces_are_those_of_one_process(
     ranks: Simulator, mesh: str, size: int, *, are_set: bool
 ) -> None:

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -204,18 +203,13 @@ class _WithoutDropout(TorchFunctionMode):
         return func(*args, **given)
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 @contextlib.contextmanager
 def evaluated(module: nn.Module, device: torch.device, *, trains: bool = False) -> Generator[None]:
     """Compute without gradients and without dropout, as a proof does; streams of random numbers stay as they are.
 
     Modules and names of modes that a model replaces by the length of its inputs are put back. `trains`: only layers and
     functions of dropout change their mode, and buffers that the forward changes are put back. No mode of operators sees
-    the calls: a function of torch.jit, which loses positions, would keep them under one. A checkpoint around the model
-    sees no tensors that are saved.
+    the calls: a function of torch.jit, which loses positions, would keep them under one.
     """
     before = [(each, each.training, dict(each.named_children()), dict(vars(each))) for each in module.modules()]
     buffers = [(vars(each)["_buffers"], dict(each.named_buffers(recurse=False))) for each, *_ in before if trains]
@@ -225,12 +219,7 @@ def evaluated(module: nn.Module, device: torch.device, *, trains: bool = False) 
     try:
         for each in [each for each in module.modules() if isinstance(each, _DROPOUTS)] if trains else [module]:
             _ = each.eval()
-        with (
-            isolated_rng(device),
-            torch.no_grad(),
-            saved_tensors_hooks(_itself, _itself),
-            _WithoutDropout() if trains else contextlib.nullcontext(),
-        ):
+        with isolated_rng(device), torch.no_grad(), _WithoutDropout() if trains else contextlib.nullcontext():
             yield
     finally:
         for each, training, children, own in before:

@@ -37,7 +37,7 @@ def _ray() -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Generator[Any]:
-    """A cluster that leaves `print` as it is: what torch.compile says of a call of Ray's would differ."""
+    """A cluster that leaves `print` as it is: torch.compile gives another reason for a call of Ray's function."""
     import ray
 
     # the address of the socket must be short, and everything is this test's own

@@ -327,7 +327,7 @@ def row_chunks(tensor: Tensor, count: int, dim: int) -> Sequence[Tensor]:
 
 
 def joined_chunks(chunks: Sequence[Tensor], like: Tensor, dim: int) -> Tensor:
-    """Return one tensor of what a function made of the chunks that `row_chunks` gave of another."""
+    """Concatenate the results of a function for the chunks of a tensor by `row_chunks`."""
     tensors = (*chunks, like)
     if any(getattr(type(each), "takes_collectives", False) for each in tensors) and has_torch_function(tensors):
         return handle_torch_function(joined_chunks, tensors, chunks, like, dim)

@@ -377,3 +377,6 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.streams: list[Any] = []
         self.modes = 0
+        # A thread that has never asked computes matmuls with OpenMP's default, and so rounds unlike the others: any of
+        # them may come to an operation.
+        _ = torch.get_num_threads()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from catching import assert_raises
 from ckpt_helpers import copy_to_host
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from profiles import share
 from simulated_reads import read
 from slots import Block, DeviceTransfer, Slot, block_of, part
@@ -181,6 +181,7 @@ def test_users_of_streams_compute_the_same_in_each_of_the_six_orders(user: str, 
 
 @settings(max_examples=share(0.5))
 @given(st.sampled_from(list(USERS)), ORDERS)
+@example("dispatched blocks", SimulatedDevice(1))  # a thread that copies comes to matmuls
 def test_users_of_streams_compute_the_same_in_drawn_orders(user: str, device: SimulatedDevice) -> None:
     assert run(user, device).equal(USERS[user](HOST))
 

@@ -174,7 +174,8 @@ def _along_tp(
     ):  # each rank takes the rows of its head from those that store them
         size_of_row = model.width * (wire_bytes(step, plan)[0] if copies.engine == "fully_shard" else step.stored_bytes)
         rounds = 2 * (2 + again) * calls
-        yield _message("tp", axes.tp, "all-to-all", rounds, rounds * model.head_width * size_of_row)
+        missing = max(0, model.head_width - model.head_width * model.kv_heads // axes.tp)  # it stores the others
+        yield _message("tp", axes.tp, "all-to-all", rounds, rounds * missing * size_of_row)
     yield from _along_tp_at_ends(model, held, axes, step, plan, stream)
 
 
@@ -214,17 +215,18 @@ def _along_tp_at_ends(
     tokens = step.rows * step.tokens // axes.cp * step.micro_batches
     whole = tokens * model.width * stream
     calls = step.micro_batches
+    summed = "reduce-scatter" if plan.sequence else "all-reduce"  # of the embedding, and of the gradients of the head
     if held.is_first and model.divided_ends:
-        yield _message("tp", axes.tp, "all-reduce", calls, whole)
+        yield _message("tp", axes.tp, summed, calls, whole)
     if plan.sequence:
         ends = held.is_first + held.is_last
         yield _message("tp", axes.tp, "all-gather", ends * calls, whole * ends)
     if held.is_last and model.divided_ends:
-        yield _message("tp", axes.tp, "all-reduce", calls, whole)
+        yield _message("tp", axes.tp, summed, calls, whole)
         if plan.logits == "deferred":
             yield _message("tp", axes.tp, "all-gather", calls, 8 * tokens * axes.tp)
         elif divides_logits(plan):
-            yield _message("tp", axes.tp, "all-reduce", 2 * calls, 3 * (tokens + calls) * 4)
+            yield _message("tp", axes.tp, "all-reduce", 2 * calls, (3 * (tokens + calls) + 4 * calls) * 4)
         else:
             padded = -(-model.vocabulary // axes.tp) * axes.tp * step.compute_bytes  # to messages of one length
             yield _message("tp", axes.tp, "all-gather", calls, tokens * padded)
@@ -242,8 +244,9 @@ def _along_cp(
     heads, keys = own_heads(model, axes)
     pair = tokens * keys * (model.head_width + model.value_width)
     again = 1 if step.recompute else 0
-    places = step.rows * step.tokens * _INDEX_BYTES  # ranks find the begins of documents in them
-    yield _message("cp", axes.cp, "all-gather", step.micro_batches, step.micro_batches * places)
+    # two functions of the model find the begins of documents in all positions, and each attention takes all documents
+    looks = 2 * step.micro_batches + calls * (1 + again)
+    yield _message("cp", axes.cp, "all-gather", looks, looks * step.rows * step.tokens * _INDEX_BYTES)
     if plan.context == "gather":
         yield _message("cp", axes.cp, "all-gather", calls * (1 + again), calls * (1 + again) * axes.cp * pair * size)
         yield _message("cp", axes.cp, "reduce-scatter", calls, calls * axes.cp * pair * size)

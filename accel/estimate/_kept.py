@@ -106,7 +106,10 @@ def _loss(model: Transformer, axes: Axes, plan: Plan, step: EstimatedStep, token
     if model.compared:
         return 0, 0
     if plan.logits == "full":
-        logits = tokens * -(-model.vocabulary // (axes.tp if divides_logits(plan) else 1)) * _FP32
+        split = axes.tp if divides_logits(plan) else 1
+        logits = tokens * -(-model.vocabulary // split) * _FP32
+        if split > 1:  # powers of them, in place from then on, beside those of the head
+            return logits, logits + (0 if step.compute_bytes == _FP32 else logits * step.compute_bytes // _FP32)
         return logits, 2 * logits
     split = axes.tp if model.divided_ends else 1
     vocabulary = -(-model.vocabulary // split)

@@ -185,9 +185,9 @@ def test_a_measured_table_gives_the_speeds(folder: Path, capsys: pytest.CaptureF
     plain, half = seconds(), seconds("--efficiencies", "table.json")
     assert half["products"] == pytest.approx(2 * plain["products"])
     assert half["attention"] == plain["attention"]
-    assert half["messages"]["all-reduce along tp"] > plain["messages"]["all-reduce along tp"]  # slower links
+    assert half["messages"]["reduce-scatter along tp"] > plain["messages"]["reduce-scatter along tp"]  # slower links
     linked = seconds("--efficiencies", "table.json", "--link", "450GB,50GB")
-    assert linked["messages"]["all-reduce along tp"] == plain["messages"]["all-reduce along tp"]
+    assert linked["messages"]["reduce-scatter along tp"] == plain["messages"]["reduce-scatter along tp"]
     assert seconds("--compiled")["memory"] < plain["memory"]
     assert seconds("--precision", "fp8")["products"] < 0.7 * plain["products"]
     assert seconds("--tflops", "400")["memory"] == 0

@@ -258,13 +258,16 @@ def on_fake_ranks(monkeypatch: pytest.MonkeyPatch, run: Run, step: EstimatedStep
     return rank_memory(sizes, run.axes, step, run.plan).total, peak
 
 
-def settings(run: Run) -> tuple[object, ...]:
-    """What the memory of a run depends on."""
-    return run.model, run.axes, msgspec.structs.replace(run.step, precision="bf16", compiled=False), run.plan
+# Each model, mesh and length, with blocks that are recomputed and not, and with one micro-batch and several.
+MEASURED = (
+    "llama 8b, 8 GPUs", "llama 8b, 65536 tokens, fp8", "llama 70b, 256 GPUs, fp8", "mpt 70b, 32 GPUs",
+    "mpt 30b, 1024 tokens", "mpt 13b, 32768 tokens", "mpt 13b, 64 GPUs", "mpt 7b, 2048 tokens", "mpt 3b, 4096 tokens",
+    "mpt 1b, 8192 tokens",
+)  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", {settings(run): name for name, run in RUNS.items()}.values())
+@pytest.mark.parametrize("name", MEASURED)
 def test_the_memory_of_a_published_run_is_that_of_a_fake_rank(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in kept(RUNS[name]):
         estimate, peak = on_fake_ranks(monkeypatch, RUNS[name], step, 3)
@@ -285,7 +288,7 @@ RESERVED = {
     "llama 8b, 8 GPUs, fp8": (76.8, -0.16), "llama 8b, 128 GPUs": (67.0, -0.19),
     "llama 8b, 128 GPUs, compiled": (62.0, -0.13), "llama 8b, 128 GPUs, fp8": (61.8, -0.12),
     "llama 8b, 32768 tokens, fp8": (83.9, -0.17), "llama 8b, 65536 tokens, fp8": (84.2, -0.17),
-    "llama 8b, 131072 tokens, fp8": (84.0, -0.17), "llama 70b, 256 GPUs, fp8": (71.9, -0.3),
+    "llama 8b, 131072 tokens, fp8": (84.0, -0.17), "llama 70b, 256 GPUs, fp8": (71.9, -0.36),
     "llama 8b, 32 H200": (47.96, 0.17), "llama 8b, 64 H200": (46.97, 0.17),
 }  # fmt: skip
 

@@ -100,7 +100,7 @@ CASES = {
         Axes(dp_replicate=4, dp_shard=32, cp=2, tp=4),
         EstimatedStep(tokens=4096, recompute=True),
         Plan(sequence=True, context="ring"),
-        {},
+        {"layers": 2},
     ),
     "a ring recomputed": (Axes(dp=64, cp=2), EstimatedStep(tokens=4096, recompute=True), Plan(context="ring"), {}),
 }
@@ -116,7 +116,17 @@ ROUGH = {
 }
 
 
-@pytest.mark.parametrize("name", [*CASES][:1] + [pytest.param(name, marks=pytest.mark.slow) for name in [*CASES][1:]])
+IN_CI = {"tp alone", "heads exchanged", "all four"}  # beside the first slow one
+
+
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    """The first case runs by default, and some in CI."""
+    if name == "of the default run":
+        return []
+    return [pytest.mark.slow, *([pytest.mark.kept("slow")] if name in IN_CI else [])]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in CASES])
 def test_a_step_of_a_spread_llama_is_as_estimated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     axes, step, plan, changes = CASES[name]
     sizes = sizes_of(**changes)

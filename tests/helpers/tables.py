@@ -5,10 +5,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import pytest
+
+T = TypeVar("T")
+O = TypeVar("O")  # noqa: E741
+
+
+def in_turn(items: Sequence[T], *options: O, begin: int = 0) -> list[tuple[T, O]]:
+    """Pair each item with one of the options, in turn: each item comes once, and each option about equally often."""
+    return [(each, options[(at + begin) % len(options)]) for at, each in enumerate(items)]
 
 
 def rows(names: str, values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

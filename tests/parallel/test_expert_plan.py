@@ -134,6 +134,13 @@ def test_a_model_without_named_experts_is_refused_with_the_line_to_write():
         _ = resolve_experts(BOTH, "model", 2)
     with assert_raises(PrepareError, fix="Leave ep out of the mesh"):
         _ = resolve_experts(nn.Linear(2, 2), "model", 2)
+    routed = model_of(Stacked())
+    for each in routed.layers:
+        each["experts"].router = nn.Linear(2, 4)  # in one module with the experts
+    moved = re.escape("of layers.*.experts into") + ".*" + re.escape('{"layers.*.experts.experts": "dispatch"}).')
+    for plan in ("model", {"layers.*.experts": "dispatch"}):
+        with assert_raises(PrepareError, fix=moved):
+            _ = resolve_experts(routed, plan, 2)
 
 
 def test_every_rank_refuses_before_anything_changes():

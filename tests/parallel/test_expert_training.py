@@ -224,6 +224,47 @@ def test_ranks_whose_experts_nobody_chooses_and_frozen_routers(alone):
     assert one[1] != pytest.approx(alone[1], abs=1e-3)
 
 
+class Varied(Experts):
+    """Experts that compute with what other ranks may have, in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        rows = tokens - tokens.mean(0) if self.way == "rows meet" else tokens
+        indices = indices[:, :1] if self.way == "first choice" else indices
+        outputs = tokens.clone() if self.way == "residual" else torch.zeros_like(tokens)
+        for expert in range(EXPERTS if self.way == "number" else len(self.up)):
+            row, choice = torch.where(indices == expert)
+            if self.way == "capacity":
+                row, choice = row[: len(tokens) // 4], choice[: len(tokens) // 4]
+            factor = weights[row, choice, None] ** (2 if self.way == "squared weights" else 1)
+            if self.way == "experts meet":
+                factor = factor / len(self.up)
+            outputs = outputs.index_add(0, row, (rows[row] @ self.up[expert].T) @ self.down[expert].T * factor)
+        return outputs
+
+
+WAYS = ("rows meet", "first choice", "residual", "number", "capacity", "squared weights", "experts meet")
+
+
+def test_experts_that_compute_with_more_than_a_row_and_its_expert_are_refused(ranks):
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="dp=2,ep=2")
+        weights = torch.rand(6, 2, generator=torch.Generator().manual_seed(1)).double()
+        for way in WAYS:
+            layer = Layer()
+            layer.experts = Varied(way)
+            plan = accel.parallel.Plan(experts={"experts": "dispatch"})
+            model = accel.unwrap_model(accel.prepare_model(ctx, layer.double(), plan=plan))
+            got = "IndexError" if way == "number" else "outputs that differ"
+            with assert_raises(accel.errors.PrepareError, got=got, where="forward of Varied"):
+                _ = model.experts(batch(0)[:6], torch.tensor([[0, 5]] * 6), weights)
+
+    _ = ranks.run(rank, 2, default_group=True)
+
+
 def test_a_mesh_whose_ep_is_a_dimension_of_its_own_is_refused():
     def run(ctx: accel.DistContext) -> None:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))

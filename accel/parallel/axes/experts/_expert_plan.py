@@ -35,6 +35,10 @@ _STACK = (
     " along ep has a part of each, under one name. Or name a ModuleList or ModuleDict of experts alike, with the style"
     " dispatch."
 )
+_MOVE = (
+    'Move the stacked parameters of {} into a module "experts" of it, with a forward(tokens, indices, weights), and'
+    " name that: plan=accel.parallel.Plan(experts={{{}}})."
+)
 
 
 def expert_plan(model: nn.Module) -> dict[str, str]:
@@ -103,7 +107,8 @@ def resolve_experts(model: nn.Module, experts: Mapping[str, str] | Literal["mode
     problems += [each for path, style in stacked.items() if style == "sorted" for each in _bias_problems(model, path)]
     if problems:
         listed = any(_holds_modules(model, path) for path in styles)
-        raise _refused(ranks, "; ".join(problems), fix=_STACK if listed else "")
+        around = [path for path in stacked if _stacks_experts(model.get_submodule(path))]
+        raise _refused(ranks, "; ".join(problems), fix=_STACK if listed else _move(model, around))
     if not styles:
         raise _refused(ranks, "a model that names none", fix=_suggestion(model))
     return styles
@@ -154,9 +159,8 @@ def _module_problems(model: nn.Module, path: str, ranks: int) -> Iterator[str]:
     """Yield the reasons that keep the experts of a module from being spread."""
     module = model.get_submodule(path)
     own = dict(module.named_parameters(recurse=False))
-    inner = [name for name, _ in module.named_parameters() if name not in own]
     name = path or "the model"
-    if inner:
+    if inner := _inner_parameters(module):
         yield f"{name}: holds {inner[0]} in a separate module, and not stacked with other experts' in one parameter"
         return
     sizes = {each.shape[0] if each.ndim else 0 for each in own.values()}
@@ -240,19 +244,37 @@ def _holds_modules(model: nn.Module, path: str) -> bool:
 
 def _suggestion(model: nn.Module) -> str:
     """Return the line to write for the modules that look like stacked experts."""
-    paths = [path for path, module in named_modules(model) if path and _looks_like_experts(path, module)]
-    patterns = list(dict.fromkeys(map(_pattern, paths)))
-    if not patterns:
-        return "Leave ep out of the mesh: the model has no module with stacked experts, and no list of experts."
-    listed = ", ".join(f'"{pattern}": "dispatch"' for pattern in patterns)
-    return f"Name them: plan=accel.parallel.Plan(experts={{{listed}}})."
+    lists = [path for path, each in named_modules(model) if _lists_experts(path, each)]
+    stacks = [path for path, each in named_modules(model) if path and _stacks_experts(each)]
+    alone = [path for path in stacks if not _inner_parameters(model.get_submodule(path))]
+    if named := [*lists, *alone]:
+        return f"Name them: plan=accel.parallel.Plan(experts={{{_entries(map(_pattern, named))}}})."
+    none = "Leave ep out of the mesh: the model has no module with stacked experts, and no list of experts."
+    return _move(model, stacks) or none
 
 
-def _looks_like_experts(path: str, module: nn.Module) -> bool:
-    if isinstance(module, LISTS):
-        return path.rpartition(".")[2] == "experts" and len(module) > 1
+def _move(model: nn.Module, paths: Iterable[str]) -> str:
+    """Return what to do with modules that hold stacked experts next to other modules; nothing for none."""
+    around = dict.fromkeys(_pattern(path) for path in paths if _inner_parameters(model.get_submodule(path)))
+    return _MOVE.format(", ".join(around), _entries(f"{each}.experts" for each in around)) if around else ""
+
+
+def _entries(patterns: Iterable[str]) -> str:
+    return ", ".join(f'"{pattern}": "dispatch"' for pattern in dict.fromkeys(patterns))
+
+
+def _inner_parameters(module: nn.Module) -> list[str]:
+    own = dict(module.named_parameters(recurse=False))
+    return [name for name, _ in module.named_parameters() if name not in own]
+
+
+def _lists_experts(path: str, module: nn.Module) -> bool:
+    return isinstance(module, LISTS) and path.rpartition(".")[2] == "experts" and len(module) > 1
+
+
+def _stacks_experts(module: nn.Module) -> bool:
     shapes = [each.shape for each in module.parameters(recurse=False) if each.ndim == 3]
-    return len(shapes) > 1 and len({shape[0] for shape in shapes}) == 1
+    return not isinstance(module, LISTS) and len(shapes) > 1 and len({shape[0] for shape in shapes}) == 1
 
 
 def _paths(model: nn.Module) -> list[str]:

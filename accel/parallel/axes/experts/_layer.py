@@ -17,8 +17,10 @@ from torch.autograd.function import once_differentiable
 from accel.comm import exchanged, gathered, own_part
 from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin
+from accel.parallel._modules import written_class
 from accel.parallel.axes.experts._expert_plan import EP
 from accel.parallel.parts._local_map import Independence, on_own_rows
+from accel.random import isolated_rng
 from accel.tensors import is_dtensor, is_view
 
 if TYPE_CHECKING:
@@ -226,6 +228,7 @@ COUNT = "num_experts"  # attribute by which modules of transformers know the num
 class SharedExperts(Mixin):
     """A module with experts that ranks share. A function runs its forward, by the style of the experts."""
 
+    accel_proved: set[type]  # classes that compute rows and experts independently
     accel_run: Run  # one of `RUNS`, hidden from torch.compile
     accel_style: str
     # Mesh of the ranks that hold the same tokens and dispatch a part of them each; None where no other rank holds them.
@@ -261,6 +264,9 @@ def run_dispatched(module: Any, run: Callable[..., Any], inputs: Sequence[Any], 
 
 
 def _dispatched(module: nn.Module, run: Callable[..., Any], rows: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    if type(module) not in cast(Any, module).accel_proved:
+        _prove(module, run, rows, weights)
+        cast(Any, module).accel_proved.add(type(module))
     mesh, experts = _spread_of(module)
     sent = dispatch_tokens(rows, indices, experts=experts, group=mesh.get_group(EP))
     choices, journey = sent.choices, sent.journey
@@ -359,11 +365,16 @@ def _spread_of(module: nn.Module) -> tuple[DeviceMesh, int]:
     return spread.device_mesh, spread.shape[0]
 
 
+def _parts_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: each.to_local() for name, each in module.named_parameters(recurse=False) if is_dtensor(each)}
+
+
 @contextlib.contextmanager
-def _local_parts(module: nn.Module) -> Generator[None]:
-    """Let a module find this rank's parts in the place of its parameters, and their number as its number of experts."""
+def _local_parts(module: nn.Module, parts: Mapping[str, Tensor] | None = None) -> Generator[None]:
+    """Let a module find this rank's parts, or other ones, in the place of its parameters, and their number as its
+    number of experts."""
     seen = vars(module)
-    parts = {name: each.to_local() for name, each in module.named_parameters(recurse=False) if is_dtensor(each)}
+    parts = _parts_of(module) if parts is None else parts
     count = seen.get(COUNT)
     seen.update(cast("dict[str, Any]", parts))
     if isinstance(count, int) and parts:
@@ -375,3 +386,86 @@ def _local_parts(module: nn.Module) -> Generator[None]:
             del seen[name]
         if count is not None:
             seen[COUNT] = count
+
+
+_FACTORS = (1.0, -0.75, 0.5, -1.25)  # of the experts in a proof, so that they differ
+_LARGEST_DIFFERENCE = 0.02  # of the outputs' norm; formats of 16 bits round by less
+
+
+def _prove(module: nn.Module, run: Callable[..., Any], tokens: Tensor, weights: Tensor) -> None:
+    """Raise `PrepareError` if a module computes with other rows or experts than those of a choice, or with weights in
+    another way than as factors: ranks would have other outputs than one process. No communication.
+
+    A few rows, with the weights of tokens, are computed by all of four experts, and each choice by two of them, without
+    its weight.
+    """
+    held = _parts_of(module)
+    if not held or not all(each.is_floating_point() for each in held.values()):
+        return
+    few = {name: _few_experts(each.detach()) for name, each in held.items()}
+    random = torch.Generator().manual_seed(0)
+    rows = torch.randn(2 * len(_FACTORS), tokens.shape[1], generator=random).to(tokens)
+    keys = torch.rand(len(rows), len(_FACTORS), generator=random) + torch.arange(len(_FACTORS)) / 2  # most choose few
+    indices = keys.argsort(1)[:, : weights.shape[1]].to(tokens.device)
+    weights = _few_weights(weights.detach(), *indices.shape)
+    chosen = indices.flatten()
+
+    def outputs(begin: int, end: int, *given: Tensor) -> Tensor:
+        with _local_parts(module, {name: each[begin:end] for name, each in few.items()}):
+            return run(*given)
+
+    with torch.no_grad(), isolated_rng(tokens.device), _unchanged(module):
+        try:
+            found = outputs(0, len(_FACTORS), rows, indices, weights)
+            single = found.new_zeros(len(chosen), found.shape[-1])
+            for begin in range(0, len(_FACTORS), 2):
+                order = chosen.argsort(stable=True)
+                order = order[(chosen[order] >= begin) & (chosen[order] < begin + 2)]
+                own, ones = chosen[order, None] - begin, weights.new_ones(len(order), 1)
+                single[order] = outputs(begin, begin + 2, rows[order // indices.shape[1]], own, ones)
+        except Exception as error:
+            raise _dependent(module, f"{type(error).__name__}: {error}") from error
+        difference = (single.view(*indices.shape, -1) * weights[..., None]).sum(1) - found
+        if bool(difference.float().square().sum() > _LARGEST_DIFFERENCE**2 * found.float().square().sum()):
+            raise _dependent(module, "outputs that differ")
+
+
+def _few_weights(weights: Tensor, rows: int, choices: int) -> Tensor:
+    """Return the weights of some tokens; those of fewer choices have the same sum."""
+    if not len(weights):
+        return weights.new_full((rows, choices), 1 / choices)
+    some = weights[torch.arange(rows, device=weights.device) % len(weights)]
+    few = some[:, :choices]
+    return few if few.shape == some.shape else few * (some.sum(1) / few.sum(1))[:, None]
+
+
+def _few_experts(part: Tensor) -> Tensor:
+    factors = torch.tensor(_FACTORS).to(part).view(-1, *[1] * (part.ndim - 1))
+    return part[torch.arange(len(_FACTORS), device=part.device) % len(part)] * factors
+
+
+@contextlib.contextmanager
+def _unchanged(module: nn.Module) -> Generator[None]:
+    """Let a module compute as in evaluation, and put back its modes and buffers afterwards."""
+    modes = {each: each.training for each in module.modules()}
+    buffers = [(each, each.clone()) for each in module.buffers()]
+    _ = module.eval()
+    try:
+        yield
+    finally:
+        for each, mode in modes.items():
+            each.training = mode
+        for each, values in buffers:
+            _ = each.copy_(values)
+
+
+def _dependent(module: nn.Module, got: str) -> PrepareError:
+    return PrepareError(
+        "experts do not compute each row by its expert alone, so ranks would have other outputs than one process",
+        expected="a forward(tokens, indices, weights) that takes the number of experts from its parameters, and "
+        "multiplies each output by its weight",
+        got=f"{got}, of some experts and rows instead of all",
+        where=f"forward of {written_class(module).__name__}, Plan.experts",
+        fix="Drop tokens, mix rows, add tokens to outputs, and change weights in the module that calls the experts, or "
+        "leave ep out of the mesh.",
+    )

@@ -128,7 +128,14 @@ def _add_forwards(ctx: DistContext, model: nn.Module, styles: Mapping[str, str])
     named = {path: style for path, style in styles.items() if path not in lists}
     for style, run in RUNS.items():
         called = [model.get_submodule(path) for path, own in named.items() if own == style]
-        add_mixin(called, SharedExperts, accel_run=staticmethod(hide(run)), accel_style=style, accel_alike=alike)
+        add_mixin(
+            called,
+            SharedExperts,
+            accel_run=staticmethod(hide(run)),
+            accel_style=style,
+            accel_alike=alike,
+            accel_proved=set[type](),
+        )
     listed = [model.get_submodule(path) for path in lists]
     mesh = open_expert_mesh(ctx)
     add_mixin(listed, ListedExperts, accel_run=staticmethod(hide(run_listed)), accel_alike=alike, accel_mesh=mesh)

@@ -44,6 +44,7 @@ NAMES = {
     ),
     f"{_INSIDE}._fsdp_state.FSDPStateContext": ("iter_forward_root",),
     f"{_INSIDE}._fsdp_param_group.FSDPParamGroup": (
+        "_init_mp_dtypes",
         "_partial_reduce_output",
         "fsdp_params",
         "reduce_grads",
@@ -57,7 +58,10 @@ NAMES = {
     f"{_INSIDE}._fsdp_param.FSDPParam": (
         "_unsharded_param",
         "_module_info",
+        "all_gather_outputs",
         "mesh_info",
+        "orig_dtype",
+        "param_dtype",
         "sharded_param",
         "unsharded_accumulated_grad",
     ),
@@ -106,6 +110,21 @@ def meshes_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, DeviceMesh]]:
             yield info.module, info.param_name, mesh
             for owner, name in zip(info.shared_modules, info.shared_param_names, strict=True):
                 yield owner, name, mesh
+
+
+def gather_in_new_dtype(module: nn.Module) -> None:
+    """Let the next forward gather parameters that were converted after the first one, as by `module.to(dtype)`. torch
+    keeps their dtypes, and full parameters without memory; gradients that those hold are converted."""
+    for group in _groups(module):
+        known = [each for each in group.fsdp_params if "orig_dtype" in vars(each)]
+        changed = [each for each in known if each.orig_dtype != each.sharded_param.dtype]
+        if changed:
+            group._init_mp_dtypes()
+        for each in changed:
+            whole: Any = cast(Any, vars)(each).pop("_unsharded_param", None)
+            if whole is not None and whole.grad is not None:
+                each.unsharded_accumulated_grad = whole.grad.to(each.param_dtype or each.orig_dtype)
+            each.all_gather_outputs = []
 
 
 def drop_unsharded(module: nn.Module) -> list[torch.Tensor]:

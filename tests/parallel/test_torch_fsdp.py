@@ -103,6 +103,24 @@ def test_gradients_that_wait_are_dropped(ranks: Simulator) -> None:
     _run(ranks, body)
 
 
+def test_parameters_of_another_dtype_are_gathered_anew_with_the_gradients_that_wait(ranks: Simulator) -> None:
+    def body(model: Any, _ctx: accel.DistContext) -> None:
+        model.set_requires_gradient_sync(False)
+        model(ROWS).sum().backward()
+        held = [each.held[0] for each in inside.shards_of(model)]
+        _ = model.float()
+        inside.gather_in_new_dtype(model)
+        for each, grad in zip(inside.shards_of(model), held, strict=True):
+            torch.testing.assert_close(each.held, [grad.float()])
+        model.set_requires_gradient_sync(True)
+        assert model(ROWS.float()).dtype == torch.float32
+        model(ROWS.float()).sum().backward()
+        for each, grad in zip(model.parameters(), held, strict=True):
+            torch.testing.assert_close(each.grad.full_tensor(), 2 * grad.float())
+
+    _run(ranks, body)
+
+
 def test_unused_parameters_get_zeros(ranks: Simulator) -> None:
     def body(model: Any, ctx: accel.DistContext) -> None:
         inside.sum_unused(model)

@@ -28,6 +28,7 @@ from accel.parallel._torch_fsdp import (
     end_failed_forward,
     gather_at,
     gather_before,
+    gather_in_new_dtype,
     is_within_hooks,
     shards_of,
     sum_at_end,
@@ -60,6 +61,12 @@ class EndedUnit(NotPickled, nn.Module):
             if isinstance(error, AttributeError) and in_function_transform():
                 raise _with_other_parameters(self) from error
             raise
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Apply a function to all tensors, as `to` does."""
+        applied = cast(Any, super())._apply(*args, **kwargs)
+        gather_in_new_dtype(self)
+        return applied
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load a state dict, or refuse one of plain tensors."""

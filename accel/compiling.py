@@ -39,12 +39,17 @@ class _Uncompiled:
     """A stance of torch.compile that runs functions as they are, everywhere or in one backward.
 
     torch calls nothing at the end of a backward that fails. This stance stays then, and is the one before.
+
+    Attributes:
+        is_asked: whether torch may have asked it for its name, as each function does that torch compiles, or never
+            compiles, such as `torch.utils.checkpoint`.
     """
 
     def __init__(self, before: Any, *, of_model: bool, backward: int | None = None) -> None:
         self.before = before
         self.of_model = of_model
         self.backward = backward
+        self.is_asked = True
 
     @property
     def is_active(self) -> bool:
@@ -54,27 +59,66 @@ class _Uncompiled:
     @property
     def stance(self) -> str:
         """The name of the stance, as torch reads it."""
-        return "force_eager" if self.is_active else self.before.stance
+        if not self.is_active:
+            return self.before.stance
+        self.is_asked = True
+        return "force_eager"
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.before, name)
 
 
 @contextlib.contextmanager
-def uncompiled(*, of_model: bool = False) -> Generator[None]:
-    """Let functions that torch compiles by themselves run as they are, except in blocks of `compiled`.
+def uncompiled() -> Generator[None]:
+    """Let functions that torch compiles by themselves run as they are, except in blocks of `compiled`."""
+    before = _stance()
+    if before is None:
+        yield
+        return
+    with _stance_set(_Uncompiled(before, of_model=False)):
+        yield
+
+
+class ModelUncompiled:
+    """Context manager for the forward of a model: compiled functions in it run eagerly, except in blocks of `compiled`.
 
     Parts of tensors report other sizes than they have in memory, and torch.compile cannot guard on them: a model that
     calls such a function runs it on parts. So does a backward that computes a part of such a model again, see
-    `uncompiled_in_backward`. `of_model`: whether this is a model's forward; one in another, or in a backward, changes
-    nothing.
+    `end`. A forward in another, or in a backward, changes nothing.
     """
-    before = _stance()
-    if before is None or (of_model and _runs_uncompiled_model(before)):
-        yield
-        return
-    with _stance_set(_Uncompiled(before, of_model=of_model)):
-        yield
+
+    __slots__ = ("_before", "_nodes", "_stance")
+
+    def __init__(self, inputs: Iterable[torch.Tensor]) -> None:
+        self._before = self._stance = before = _stance()
+        self._nodes: list[Any] | None = None
+        if before is not None and not _runs_uncompiled_model(before):
+            self._stance = _Uncompiled(before, of_model=True)
+            self._nodes = [each.grad_fn for each in inputs if each.grad_fn is not None]  # before it changes them
+
+    def __enter__(self) -> None:
+        if self._nodes is not None:
+            self._stance.is_asked = False
+            _frames()._stance = self._stance
+
+    def __exit__(self, *_error: object) -> None:
+        if self._nodes is not None:
+            _frames()._stance = self._before
+
+    def end(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Let the backward of outputs run functions as they are, too, unless there are none that torch compiles: it may
+        compute parts of the forward again, as `torch.utils.checkpoint` does. It does again what torch.compile does
+        where it reaches what the inputs come from, unless that is another such model, or this one is in another."""
+        frames, stance = _frames(), self._stance
+        if frames is None or not (stance is None or stance.is_asked or any(frames.cached_backends.values())):
+            return  # torch forgets backends as its compiler is reset, and still compiles functions of before
+        for each in outputs:
+            if each.grad_fn is not None:
+                _facts_of(each.grad_fn)[_BEGINS] = True
+                _ = each.grad_fn.register_prehook(_begin_uncompiled_backward)
+        for node in self._nodes or ():
+            if _BEGINS not in _facts_of(node):
+                _ = node.register_prehook(_end_uncompiled_backward)
 
 
 @contextlib.contextmanager
@@ -98,28 +142,6 @@ def compiled_as(state: CompilerState) -> Generator[None]:
         yield
 
 
-def uncompiled_in_backward(outputs: Iterable[torch.Tensor]) -> None:
-    """Let the backward of outputs run functions as they are that torch compiles by themselves, since it may compute
-    parts of their forward again, as `torch.utils.checkpoint` does."""
-    if _stance() is None:
-        return
-    for each in outputs:
-        if each.grad_fn is not None:
-            _facts_of(each.grad_fn)[_BEGINS] = True
-            _ = each.grad_fn.register_prehook(_begin_uncompiled_backward)
-
-
-def compiled_before(inputs: Iterable[torch.Tensor]) -> None:
-    """Let a backward through a model do again what torch.compile does, where it reaches what the inputs come from,
-    unless that is another such model, or this one is in another."""
-    stance = _stance()
-    if stance is None or _runs_uncompiled_model(stance):
-        return
-    for each in inputs:
-        if each.grad_fn is not None and _BEGINS not in _facts_of(each.grad_fn):
-            _ = each.grad_fn.register_prehook(_end_uncompiled_backward)
-
-
 def _facts_of(node: Any) -> dict[str, Any]:
     return node.metadata  # which torch's types call a method
 
@@ -130,16 +152,14 @@ _BEGINS = "accel: a backward runs functions as they are from here on"
 def _begin_uncompiled_backward(*_gradients: object) -> None:
     before = _stance()
     if not _runs_uncompiled_model(before):
-        frames: Any = sys.modules["torch._dynamo.eval_frame"]
         outer = before.before if isinstance(before, _Uncompiled) and not before.is_active else before
-        frames._stance = own = _Uncompiled(outer, of_model=True, backward=_number_of_backward())
+        _frames()._stance = own = _Uncompiled(outer, of_model=True, backward=_number_of_backward())
         cast(Any, torch.autograd).Variable._execution_engine.queue_callback(partial(_end_uncompiled, own))
 
 
 def _end_uncompiled(own: _Uncompiled) -> None:
-    frames: Any = sys.modules["torch._dynamo.eval_frame"]
-    if frames._stance is own:
-        frames._stance = own.before
+    if _stance() is own:
+        _frames()._stance = own.before
 
 
 def _end_uncompiled_backward(*_gradients: object) -> None:
@@ -158,13 +178,18 @@ def _number_of_backward() -> int:
 
 def _stance() -> Any:
     """The stance alone: each forward and backward of a model that computes with parts asks for it."""
-    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    frames = _frames()
     return None if frames is None else frames._stance
+
+
+def _frames() -> Any:
+    """The module of torch that has the stance; None if nobody has compiled anything yet."""
+    return sys.modules.get("torch._dynamo.eval_frame")
 
 
 @contextlib.contextmanager
 def _stance_set(wanted: Any) -> Generator[None]:
-    frames: Any = sys.modules["torch._dynamo.eval_frame"]
+    frames = _frames()
     before = frames._stance
     frames._stance = wanted
     try:

@@ -44,7 +44,8 @@ def test_a_step_waits_once_for_a_decision_and_never_without_one(counts: dict[str
     # the scale of fp16 decides over each step, whatever the policy
     once = not case.startswith("ignore") or case.endswith(("fp16", "scale"))
     experts = case.endswith("ep")  # whose layer waits for the number of its tokens
-    assert counts["steps"][case] == [["copy to the host"] * (once + experts)] * 2
+    first = int(experts)  # whose first call is proved
+    assert counts["steps"][case][first:] == [["copy to the host"] * (once + experts)] * (2 - first)
 
 
 def test_every_case_is_looked_at(counts: dict[str, Any]) -> None:

@@ -19,8 +19,7 @@ from private_names import LISTED, is_there, missing
 from sources import ACCEL, source_nodes, walked
 from torch import nn
 
-from accel.parallel import _torch_fsdp
-from accel.parallel._private import has_hooks
+from accel.parallel import _private, _torch_fsdp
 from accel.tensors import is_view
 from accel.testing import simulate
 
@@ -125,7 +124,7 @@ def test_hooks_are_where_they_are_looked_for() -> None:
     plain, hooked, accumulating = (nn.Parameter(torch.ones(1)) for _ in range(3))
     hooked.register_hook(lambda grad: grad)
     accumulating.register_post_accumulate_grad_hook(lambda parameter: None)
-    assert [has_hooks(each) for each in (plain, hooked, accumulating)] == [False, True, True]
+    assert [_private.has_hooks(each) for each in (plain, hooked, accumulating)] == [False, True, True]
 
 
 def test_gradients_in_buckets_are_views_and_others_are_not() -> None:
@@ -138,3 +137,11 @@ def test_gradients_in_buckets_are_views_and_others_are_not() -> None:
         return [is_view(parameter.grad) for each in (model, alone) for parameter in each.parameters()]
 
     assert simulate(rank, 2) == [[True, True, False, False]] * 2
+
+
+def test_the_exception_that_ends_a_graph_is_named() -> None:
+    compiled = torch.compile(lambda items: items["key"], backend="eager")
+    found, end = _private.call_in_one_graph(compiled, {})
+    assert found is None
+    assert end is not None
+    assert end.problem == "it raises KeyError('key')"

@@ -220,7 +220,7 @@ class WideMode(TorchFunctionMode):
         return self.dtype if dtype.is_floating_point else dtype
 
 
-_OF_STREAMS = ("rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal")
+_OF_STREAMS = ("rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "rand_like", "randn_like")
 
 
 def _computed(func: Any, args: Sequence[Any]) -> Any:

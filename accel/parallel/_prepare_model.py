@@ -31,6 +31,7 @@ from accel.parallel._private import compile_in_place, is_compiled, is_wrapper
 from accel.parallel._refused import (
     FORMS,
     HOOKED,
+    INFERENCE,
     MODELS,
     PrepareCall,
     check_sparse,
@@ -195,7 +196,7 @@ def prepare_view(
     """Prepare a model that is described already, as `prepare_model`. A collective."""
     keywords = keywords or ReplicateOptions()
     engine = engine_of(ctx)
-    report(refused(PrepareCall(ctx, view), [HOOKED]), "prepare_model")
+    report(refused(PrepareCall(ctx, view), [HOOKED, INFERENCE]), "prepare_model")
     if engine is not None:
         _check_for_engine(ctx, view, plan, keywords)
         compile_as_set(ctx, view.model)

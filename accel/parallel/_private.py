@@ -64,12 +64,18 @@ PRIVATE = {
         "DynamicOutputShapeException",
     ),
     "torch._C": (
+        "_autograd",
         "_are_functorch_transforms_active",
         "_current_autograd_node",
         "_current_graph_task_id",
         "_is_torch_function_enabled",
         "DisableTorchFunctionSubclass",
         "_EnableTorchFunction",
+    ),
+    "torch._C._autograd": (
+        "_pop_saved_tensors_default_hooks",
+        "_push_saved_tensors_default_hooks",
+        "_top_saved_tensors_default_hooks",
     ),
     "torch._C._functorch": ("get_unwrapped", "is_functorch_wrapped_tensor"),
     "torch._functorch.vmap": ("_validate_and_get_batch_size",),  # which asks tensors for the size to map over
@@ -250,7 +256,9 @@ def call_compiled(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> tu
         return call(*args, **kwargs), None
     except unsupported as error:
         functions = tuple((each.filename, each.name) for each in cast(Any, error).real_stack or ())
-        return None, GraphBreak(str(error).partition("\n")[0] or type(error).__name__, functions)
+        first, _, rest = str(error).partition("\n")
+        raised = rest.partition("context: raised exception ")[2].partition("\n")[0]
+        return None, GraphBreak(f"it raises {raised}" if raised else first or type(error).__name__, functions)
 
 
 @contextlib.contextmanager
@@ -448,3 +456,18 @@ def runs_in_reentrant_checkpoint() -> bool:
     while frame is not None and frame.f_code is not first_run:
         frame = frame.f_back
     return frame is not None
+
+
+@contextlib.contextmanager
+def without_saved_tensor_hooks() -> Generator[None]:
+    """Save tensors as they are in a block, whatever is around it, such as a checkpoint that counts them."""
+    stack = cast(Any, torch)._C._autograd
+    hooks: list[tuple[Any, Any]] = []
+    while (top := stack._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        stack._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            stack._push_saved_tensors_default_hooks(pack, unpack)

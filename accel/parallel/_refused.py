@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from accel.context import DistContext
 from accel.errors import AccelError, ConfigError, DeviceError, PrepareError
+from accel.parallel._private import is_wrapper
 from accel.parallel._spread import ModelView, Spread
 from accel.tensors import has_wide_gradient, is_absent
 from accel.terminal import show_names
@@ -148,6 +149,28 @@ def _scripted(asked: PrepareCall) -> RefusedFact | None:
     return _module_of(lambda module: isinstance(module, torch.jit.ScriptModule))(asked)
 
 
+def _compiled_forward(asked: PrepareCall) -> RefusedFact | None:
+    """A compiled function in the place of a forward: it belongs to this module, not to a copy, and to no mixin."""
+    axes = [each.dimension for each in asked.waiting]
+    root = asked.view.inner.model
+
+    def is_meant(module: nn.Module) -> bool:
+        is_compiled = hasattr(vars(module).get("forward"), "get_compiler_config") and not is_wrapper(module)
+        return is_compiled and ("tensor" in axes or ("context" in axes and module is root))
+
+    return _module_of(is_meant)(asked)
+
+
+def _in_inference(asked: PrepareCall) -> RefusedFact | None:
+    is_inside = torch.is_inference_mode_enabled()
+    given = asked.view.parameters.items()
+    names = [name for name, each in given if each.requires_grad and not is_lazy(each)]
+    trained = [name for name in names if is_inside or asked.view.parameters[name].is_inference()]
+    return (
+        RefusedFact(f"{show_names(trained)}, with requires_grad=True, in torch.inference_mode()") if trained else None
+    )
+
+
 _CONVERTS = "converts formats in its forward"
 
 HOOKED = ModelRefusal(
@@ -157,6 +180,13 @@ HOOKED = ModelRefusal(
     fix="Load it without device_map=, or call accelerate.hooks.remove_hook_from_module(model, recurse=True) "
     "before prepare. To run one that does not fit: "
     'accel.load_checkpoint_and_dispatch(ctx, accel.init_empty_weights(build), path, "auto").',
+)
+
+INFERENCE = ModelRefusal(
+    "a model to train in inference mode, whose tensors never have gradients",
+    _in_inference,
+    expected="a model that is made and prepared outside of it, or with frozen parameters",
+    fix="Make and prepare it in front of the block. In the block, freeze it: model.requires_grad_(False).",
 )
 
 # No other check applies to these models, so they are refused separately.
@@ -197,6 +227,12 @@ FORMS = (
         _scripted,
         expected="modules of Python along tp, cp and pp",
         fix="Leave torch.jit.script out; accel.compile_model(model) takes its place.",
+    ),
+    ModelRefusal(
+        "a module's own forward is replaced by a function that torch has compiled",
+        _compiled_forward,
+        expected="modules that torch compiles in place along tp and cp",
+        fix="Write self.compile() in the place of self.forward = torch.compile(self.forward).",
     ),
     ModelRefusal(
         "weights that are not in memory cannot be trained",

@@ -119,6 +119,28 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
         mesh="tp=2",
     ),
     Program(
+        "parallel/parts/_region.py",
+        "an output of the model holds tensors where nothing gives each rank its part of them",
+        CALLED + "import dataclasses\n"
+        "class Out:\n    def __init__(self, x): self.x = x\n"
+        "make = lambda out: prepared(lambda block, x: out(block(x)))\n",
+        "make(Out)(own)",
+        "@dataclasses.dataclass",
+        "{line}\nclass Out:\n    x: object\nassert make(Out)(own).x.shape == own.shape",
+        ranks=2,
+        mesh="cp=2",
+    ),
+    Program(
+        "parallel/parts/_region.py",
+        "an output of the model holds tensors where nothing gives each rank its part of them",
+        CALLED + "make = lambda out: prepared(lambda block, x: out(block(x) for _ in range(2)))\n",
+        "make(iter)(own)",
+        "list(...)",
+        "assert make({line!r}.partition('(')[0] == 'list' and list)(own)[1].shape == own.shape",
+        ranks=2,
+        mesh="cp=2",
+    ),
+    Program(
         "parallel/logits/_deferred.py",
         "the layer that gives the logits is not known",
         "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"

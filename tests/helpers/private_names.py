@@ -42,6 +42,7 @@ ELSEWHERE = {
     "torch.utils._python_dispatch": ("TorchDispatchMode",),
     "torch._dynamo.eval_frame": (
         "_stance",  # of torch.compiler.set_stance
+        "cached_backends",  # of functions that torch compiles, since its compiler was reset; None of others
         "DynamoStance",
         "_get_error_on_graph_break",
         "_set_error_on_graph_break",

@@ -61,7 +61,7 @@ def trained(
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake:
             model = make()
-        if axes.cp == 1 and hasattr(model, "config"):
+        if hasattr(model, "config"):
             attend_as_on_gpus(model)
         if step.recompute:
             accel.checkpoint_activations(model, keep=step.keep or ())

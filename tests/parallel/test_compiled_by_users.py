@@ -5,7 +5,7 @@ steps are those of one process, and blocks without graph breaks are compiled."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -94,6 +94,34 @@ class RecomputedFunctions(Functions):
         return checkpoint(compiled_activate, hidden, use_reentrant=False)
 
 
+class _Activated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, slope: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.slope = slope
+        return activate(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.slope(*ctx.saved_tensors), None
+
+
+def slope_of(hidden: Tensor) -> Tensor:
+    gate = hidden.sigmoid()
+    return hidden * gate * (2 + hidden * (1 - gate))
+
+
+class OwnBackward(Plain):
+    """Calls a function that torch compiles only in the backward, with parts that the forward has saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = compiled(slope_of)
+
+    def activated(self, hidden: Tensor) -> Tensor:
+        return cast(Any, _Activated).apply(hidden, self.slope)
+
+
 class Decorated(Block):
     @compiled
     def forward(self, x: Tensor) -> Tensor:
@@ -173,7 +201,8 @@ def train(
 
 
 def assert_trains_as_alone(ranks: Simulator, mesh: str, block: type[Block], **options: Any) -> None:
-    plain = {Functions: Plain, RecomputedFunctions: Plain, Decorated: Block, Breaks: Block}.get(block, block)
+    same = {Functions: Plain, RecomputedFunctions: Plain, OwnBackward: Plain, Decorated: Block, Breaks: Block}
+    plain = same.get(block, block)
     kind = options.get("kind", Model)
     (alone,) = ranks.run(lambda ctx: train(ctx, "", plain, kind=kind), 1)
     for found in ranks.run(lambda ctx: train(ctx, mesh, block, **options), 2, default_group=True, timeout_s=300):
@@ -213,6 +242,7 @@ def test_compiled_models_and_blocks_train_as_alone(ranks: Simulator, mesh: str, 
     ("block", "again"),
     [
         (Functions, False),
+        (OwnBackward, False),
         pytest.param(Functions, True, marks=MOST),
         pytest.param(Decorated, False, marks=MOST),
         pytest.param(Decorated, True, marks=MOST),

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout of attention along cp: a rank draws for its queries or heads, and gradients are of the weights that stay."""
+"""Dropout of attention along cp: a rank draws for its queries or heads, and gradients are of the weights that stay.
+Other functions draw for all positions."""
 
 from __future__ import annotations
 
@@ -105,3 +106,27 @@ def test_a_dropout_that_is_no_probability_is_refused() -> None:
     q = torch.zeros(1, 1, 2, 2)
     with assert_raises(ConfigError, problem="the dropout is not valid"):
         accel.parallel.context_attention(accel.single(), q, q, q, dropout_p=1.5)
+
+
+class Noisy(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        heads = super().forward(input).unflatten(2, (2, 4)).transpose(1, 2)  # in another order than in memory
+        heads = nn.functional.dropout(heads, RATE, self.training) + torch.randn_like(heads)
+        return heads.transpose(1, 2).flatten(2)
+
+
+def test_noise_and_dropout_of_a_tensor_of_positions_are_those_of_one_process(ranks: Simulator) -> None:
+    x = torch.randn(2, LENGTH, 8)
+
+    def rank(ctx: accel.DistContext) -> Tensor:
+        ctx = accel.replace(ctx, mesh=f"cp={ctx.world_size}")
+        torch.manual_seed(0)
+        model = accel.prepare_model(ctx, Noisy(8, 8))
+        part = accel.parallel.split_sequence(ctx, {"x": x})
+        torch.manual_seed(1)
+        out = model(part["x"]).detach().transpose(0, 1).contiguous()
+        return accel.gather(ctx, out)[accel.gather(ctx, part["position_ids"][0]).argsort()]
+
+    expected = ranks.run(rank, 1, default_group=True)[0]
+    for got in ranks.run(rank, 2, default_group=True):
+        torch.testing.assert_close(got, expected)

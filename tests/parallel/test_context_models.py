@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 from catching import assert_raises
-from handwritten import MODELS, Handwritten, tensors_of
+from handwritten import MODELS, Handwritten, named, tensors_of
 from handwritten_runs import called
 from steps import begin_batch
+from tables import in_turn
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -113,7 +114,7 @@ SEQUENCES = [
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "entry",
-    [pytest.param(each, marks=[] if each.name in QUICK else pytest.mark.slow) for each in SEQUENCES],
+    [*named(*QUICK), pytest.param(*named("torch_transformer"), marks=pytest.mark.slow)],
     ids=lambda each: each.name,
 )
 def test_a_hand_written_model_computes_as_in_one_process(ranks: Simulator, entry: Handwritten) -> None:
@@ -122,9 +123,13 @@ def test_a_hand_written_model_computes_as_in_one_process(ranks: Simulator, entry
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("entry", SEQUENCES, ids=lambda each: each.name)
-def test_a_hand_written_model_computes_as_in_one_process_on_four_ranks(ranks: Simulator, entry: Handwritten) -> None:
-    assert off(ranks, entry, 4) < 1e-10
+@pytest.mark.parametrize(
+    ("entry", "size"),
+    in_turn([each for each in SEQUENCES if each.name not in QUICK], 4, 2),
+    ids=lambda each: getattr(each, "name", each),
+)
+def test_each_hand_written_model_computes_as_in_one_process(ranks: Simulator, entry: Handwritten, size: int) -> None:
+    assert off(ranks, entry, size) < 1e-10
 
 
 NO_PLAN = ("lstm", "gru", "hooked_features", "called_by_parts", "odd_ties")  # refused along tp
@@ -139,10 +144,12 @@ NOT_SHARED = (*NO_PLAN, "mamba", "residuals_between", "reentrant", "autograd_fun
 @pytest.mark.parametrize(
     ("entry", "sequence"),
     [
-        pytest.param(each, sequence, marks=pytest.mark.slow if each.name in together else pytest.mark.nightly)
-        for sequence, together in ((False, TOGETHER), (True, ("llama",)))
-        for each in SEQUENCES
-        if each.name not in (NOT_SHARED if sequence else NO_PLAN)
+        *(pytest.param(each, False, marks=pytest.mark.slow) for each in named(*TOGETHER)),
+        *(pytest.param(each, True, marks=pytest.mark.slow) for each in named("llama")),
+        *(
+            pytest.param(each, sequence and each.name not in NOT_SHARED, marks=pytest.mark.nightly)
+            for each, sequence in in_turn([each for each in SEQUENCES if each.name not in NO_PLAN], True, False)
+        ),
     ],
     ids=lambda each: getattr(each, "name", "tokens" if each else "features"),
 )

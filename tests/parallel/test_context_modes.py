@@ -13,6 +13,7 @@ from catching import assert_raises
 from steps import two_steps
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import accel
 from accel.errors import PrepareError
@@ -172,6 +173,16 @@ def test_gradients_are_compared_in_a_first_call_in_inference_mode(ranks: Simulat
         assert found == [True, True]
     with assert_raises(PrepareError, got="a gradient of a parameter"):
         _ = ranks.run(lambda ctx: rank(ctx, wrong=True), 2, default_group=True)
+
+
+def test_a_first_call_may_be_in_a_checkpoint(ranks: Simulator) -> None:
+    def gradient(ctx: accel.DistContext) -> Tensor:
+        model, own = _mixed(ctx, wrong=False)
+        checkpoint(model, own.requires_grad_(), use_reentrant=False).square().sum().backward()
+        return next(model.parameters()).grad
+
+    found = ranks.run(gradient, 2, default_group=True)
+    torch.testing.assert_close(found[0] + found[1], gradient(accel.single()), rtol=0, atol=1e-10)
 
 
 def test_wrong_gradients_of_such_a_model_are_refused(ranks: Simulator) -> None:

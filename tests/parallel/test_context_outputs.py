@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from catching import assert_raises
 from torch import Tensor, nn
 
 import accel
@@ -88,3 +89,29 @@ def test_an_output_as_wide_as_the_sequence_by_chance_stays_full(ranks: Simulator
         return list(model(accel.parallel.split_sequence(ctx, {"ids": ids})["ids"]).shape)
 
     assert ranks.run(rank, 2, default_group=True) == [[3, length]] * 2
+
+
+class Mixer(nn.Module):
+    """Mixes a fixed number of positions."""
+
+    def __init__(self, *, told: bool) -> None:
+        super().__init__()
+        self.told, self.embed, self.mix = told, nn.Embedding(WORDS, WIDTH), nn.Linear(LENGTH, LENGTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        output: Tensor = self.mix(hidden.transpose(1, 2)).transpose(1, 2)
+        return output + 0 * hidden if self.told else output
+
+
+def test_a_full_output_of_a_model_of_one_length_is_refused_with_the_line_to_write(ranks: Simulator) -> None:
+    ids = torch.randint(WORDS, (3, LENGTH), generator=torch.Generator().manual_seed(0))
+
+    def rank(ctx: accel.DistContext) -> list[int]:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        part = accel.parallel.split_sequence(ctx, {"ids": ids})
+        with assert_raises(accel.errors.PrepareError, got=r"output 0 .* return output \+ 0 \* hidden"):
+            _ = accel.prepare_model(ctx, Mixer(told=False))(part["ids"])
+        return list(accel.prepare_model(ctx, Mixer(told=True))(part["ids"]).shape)
+
+    assert ranks.run(rank, 2, default_group=True) == [[3, LENGTH // 2, WIDTH]] * 2

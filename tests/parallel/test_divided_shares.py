@@ -169,3 +169,52 @@ def test_a_divided_layer_with_a_divided_input_is_right_and_the_search_does_not_t
     assert prove(model, call, {}, 2, regions=regions).problem == ""
     refused = prove(model, call, {}, 2, regions=regions, gathers_inputs=False).problem
     assert refused == "no rule for linear, a matmul of two tensors that ranks divide along different dimensions"
+
+
+class Keeping(nn.Module):
+    """Keeps the values of a parameter for the next forward, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.scale, self.kept = nn.Parameter(torch.ones(WIDTH)), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale if self.kept is None else self.kept
+        self.kept = scale.detach()
+        return self.down(functional.gelu(self.up(x * scale)))
+
+
+class InPlace(nn.Module):
+    """Changes its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1
+        return self.down(functional.gelu(self.up(x)))
+
+
+class Biased(nn.Module):
+    """An attention with a bias for each head, by an MLP that ranks divide by its inner features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.bias = nn.Sequential(nn.Linear(1, 16), nn.ReLU(), nn.Linear(16, HEADS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = torch.arange(x.shape[1]).to(x)
+        bias = self.bias((at[:, None] - at)[..., None]).permute(2, 0, 1)
+        q, k, v = self.up(x).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        return self.down(((q @ k.mT + bias).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("make", [Keeping, InPlace, Biased])
+def test_a_pair_of_layers_is_divided_whatever_its_module_keeps_changes_or_holds(make: Callable[[], nn.Module]) -> None:
+    plan = found_plan(nn.Sequential(nn.LayerNorm(WIDTH), make()), 2, [torch.empty(2, 3, WIDTH)])
+    divided = {name: each.dim for name, each in plan.regions["1"].items()}
+    assert (divided["1.up.weight"], divided["1.down.weight"]) == (0, 1)
+    assert not plan.left

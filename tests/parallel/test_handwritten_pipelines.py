@@ -13,6 +13,7 @@ from handwritten import MODELS, WIDTH, WORDS, Handwritten, named
 from handwritten._entry import cross_entropy, ids
 from handwritten.manners import Block, Words
 from handwritten_runs import compare, piped, plain
+from tables import in_turn
 from torch import Tensor, nn
 
 import accel
@@ -69,8 +70,14 @@ def test_two_stages_are_the_model(ranks: Simulator, each: Handwritten) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("each", MODELS, ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    ("each", "stages"),
+    [
+        *in_turn([each for each in MODELS if each.name not in (*FEW, *REFUSED)], 2, 4),
+        *((each, 4) for each in named(*{**dict.fromkeys(FEW), **REFUSED})),  # some with two by default
+    ],
+    ids=lambda each: getattr(each, "name", each),
+)
 def test_any_number_of_stages_is_the_model(ranks: Simulator, each: Handwritten, stages: int) -> None:
     if stages == 4 and each.name in REFUSED:
         with assert_raises(AccelError, problem=REFUSED[each.name]):
@@ -175,10 +182,13 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize(
-    ("mesh", "plan"),
-    [pytest.param(*each, marks=pytest.mark.nightly if at else pytest.mark.slow) for at, each in enumerate(CELLS)],
+    ("kind", "mesh", "plan"),
+    [
+        *(pytest.param(kind, *CELLS[0], marks=pytest.mark.slow) for kind in FORMS),
+        *(pytest.param(kind, *cell, marks=pytest.mark.nightly) for kind, cell in in_turn(FORMS, *CELLS[1:])),
+        *(pytest.param(kind, *cell, marks=pytest.mark.nightly) for kind, cell in in_turn(FORMS, *CELLS[1:], begin=2)),
+    ],
 )
 def test_schedules_run_other_forms_as_the_model(ranks: Simulator, kind: type[nn.Module], mesh: str, plan: Plan) -> None:
     each = Handwritten(kind.__name__, kind, ids, cross_entropy)

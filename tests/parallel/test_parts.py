@@ -222,6 +222,8 @@ CASES: Mapping[str, Callable[[Drawn], Any]] = {
     "max": _new(lambda g, t: t.max(g.other).values),
     "amax": _new(lambda g, t: t.amax(dim=(g.other,))),
     "var": _new(lambda g, t: t.var(dim=g.other, correction=0)),
+    "a loss of each": _of(lambda g, t, w: functional.huber_loss(t, w.expand(g.shape), reduction="none"), Drawn.whole),
+    "cosine_similarity": _of(lambda g, t, w: functional.cosine_similarity(t, w.expand(g.shape), g.other), Drawn.whole),
     "logsumexp": _new(lambda g, t: t.logsumexp(g.other)),
     "cummax": _new(lambda g, t: t.cummax(g.other).values),
     "spectrum": _new(lambda g, t: torch.view_as_real(torch.fft.rfft(t, dim=g.other)).sum(-1)),
@@ -257,6 +259,10 @@ CASES: Mapping[str, Callable[[Drawn], Any]] = {
     ),
     "dropout of channels": _new(lambda g, t: _seeded(t, lambda each: functional.dropout1d(each, 0.5))),
     "randn_like": _new(lambda g, t: _seeded(t, torch.randn_like)),
+    "rand_like of heads": _new(lambda g, t: _seeded(t, lambda each: torch.rand_like(each.transpose(0, g.other)))),
+    "rand_like of equal ones": _new(
+        lambda g, t: _seeded(t, lambda each: torch.rand_like(each[:, None].expand(-1, 2, *each.shape[1:])))
+    ),
     "dtypes": _new(lambda g, t: t.double().to(torch.float32).type_as(t)),
     "sizes": _new(lambda g, t: t.new_zeros(t.shape[g.dim], t.size(0)) + t.numel() + len(t)),
 }
@@ -675,6 +681,26 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
         "maxima of rows": Region(
             lambda w: functional.embedding_bag(_BAG.view(2, 3), w, mode="max"), [(7, 5)], [RowLayout(0, unequal)]
         ),
+        "losses of elements": Region(
+            lambda x, y: (
+                functional.mse_loss(x, y)
+                + functional.kl_div(x, y.exp(), reduction="batchmean")
+                + functional.binary_cross_entropy_with_logits(x, y.sigmoid(), None, reduction="sum")
+                + functional.cosine_similarity(x, y, -1).sum()
+                + functional.cosine_similarity(x, y, -1, eps=100.0).sum()
+                + functional.mse_loss(x, y, reduction="sum", weight=y.exp())
+                + functional.kl_div(x[:1], y.exp(), reduction="batchmean")
+            ),
+            [(3, m), (3, m)],
+            [RowLayout(1, even), draw.choice([None, RowLayout(1, even)])],
+        ),
+        "a mean by weights": Region(
+            lambda x, y: functional.mse_loss(x, y, weight=y.exp()), [(3, m), (3, m)], [RowLayout(1, even), None]
+        ),
+        "a loss whose weight torch leaves out": Region(
+            lambda x, y: functional.l1_loss(x, y, weight=y.exp()), [(3, m), (3, m)], [RowLayout(1, even), None]
+        ),
+        "a loss by its number": Region(lambda x: torch.kl_div(x, x.exp()), [(3, m)], [RowLayout(1, even)]),
         "a loss of classes": Region(
             lambda x, w: functional.cross_entropy(
                 torch.matmul(x, w), torch.tensor([3, 0, 2]), ignore_index=0, label_smoothing=0.1, reduction="none"
@@ -881,7 +907,15 @@ def _with_buffer(x: Tensor, length: int) -> Tensor:
 REGIONS = sorted(regions(random.Random(0), 2))
 
 
-REFUSED_REGIONS = ("two parts", "the greatest of all", "maxima of rows", "a loss of divided samples")
+REFUSED_REGIONS = (
+    "two parts",
+    "the greatest of all",
+    "maxima of rows",
+    "a loss of divided samples",
+    "a mean by weights",
+    "a loss whose weight torch leaves out",
+    "a loss by its number",
+)
 
 
 def _scored(outputs: Any) -> Tensor:

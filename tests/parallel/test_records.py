@@ -14,6 +14,7 @@ from handwritten import MODELS, Handwritten, named
 from hypothesis import given, settings, strategies
 from planned_parts import Cut, ForwardRecord, cut_record, record_forward, without_memory
 from profiles import share
+from tables import in_turn
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,6 +30,7 @@ from accel.random import Key
 from accel.testing import Simulator
 
 QUICK = ("nano_gpt", "residuals_between", "listed_losses", "moe")
+IN_TWO = ("nano_gpt", "in_place", "aux_attribute")  # stages, by default
 FEW_CALLS = ("lstm", "gru")  # three modules
 DECOMPOSED = ("codebooks",)  # torch makes a matmul of cdist where tensors have no values: other FLOPs
 AGAIN = ("dlrm",)  # products between its modules
@@ -86,9 +88,16 @@ def test_a_record_without_memory_says_what_a_real_one_says(entry: Handwritten) -
 
 
 @pytest.mark.parametrize(
-    "stages", [2, pytest.param(3, marks=pytest.mark.nightly), pytest.param(4, marks=pytest.mark.nightly)]
+    ("entry", "stages"),
+    [
+        *((each, 2) for each in named(*IN_TWO)),
+        *(
+            pytest.param(*each, marks=pytest.mark.nightly)
+            for each in in_turn([each for each in FIXED if each.name not in IN_TWO], 3, 4, 2)
+        ),
+    ],
+    ids=lambda each: getattr(each, "name", each),
 )
-@pytest.mark.parametrize("entry", _slow(FIXED, "nano_gpt", "in_place", "aux_attribute"))
 def test_stages_are_the_model(entry: Handwritten, stages: int) -> None:
     try:
         given = replays.example(entry, stages)

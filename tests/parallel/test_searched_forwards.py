@@ -135,11 +135,25 @@ class Recomputes(nn.Module):
         return functional.relu(self.up(x)).sin()
 
 
+class Sampled(nn.Module):
+    """Draws a latent feature for each word around what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mean, self.up = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mean = self.mean(self.embed(ids))
+        return self.head(functional.gelu(self.up(mean + torch.randn_like(mean))))
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], float]] = {
     "a module among arguments": (Given, 0.9),
     "random buckets": (Hashes, 0.95),
     "a model in a wrapper": (Around, 0.9),
     "a checkpoint of a function": (Recomputes, 0.9),
+    "a latent sample": (Sampled, 0.95),
 }
 
 
@@ -169,7 +183,7 @@ def test_layers_in_it_are_divided_and_train_as_in_one_process(ranks: Simulator, 
         assert share > MODELS[name][1]
 
 
-@pytest.mark.parametrize("name", ["a module among arguments", "random buckets"])
+@pytest.mark.parametrize("name", ["a module among arguments", "random buckets", "a latent sample"])
 def test_ranks_can_share_its_tokens(ranks: Simulator, name: str) -> None:
     want, _ = trained(accel.single(), name, "")
     for got, _ in ranks.run(lambda ctx: trained(ctx, name, "tp=2", sequence=True), 2, default_group=True):

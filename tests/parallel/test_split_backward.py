@@ -10,6 +10,7 @@ import pytest
 import torch
 from handwritten import Batch, Handwritten, named
 from handwritten_runs import compare, piped, plain
+from tables import in_turn
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn import functional as F  # noqa: N812
@@ -151,10 +152,9 @@ def test_two_towers_train_alike_where_the_backward_is_split(ranks: Simulator, sc
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "name", ["towers", "clip", "lambdas", "functional_head", "shared_block", "t5", "unet", "cells"]
+@pytest.mark.parametrize(  # three schedules for a model: the number of models is no multiple of that of schedules
+    ("name", "schedule", "per_rank"), [(name, *plan) for name, plan in in_turn(3 * FREE, *EVERY)]
 )
-@pytest.mark.parametrize(("schedule", "per_rank"), EVERY)
 def test_every_parameter_gets_its_gradient_under_every_schedule(
     ranks: Simulator, schedule: str, per_rank: int, name: str
 ) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from planned_parts import notes_of
 from steps import two_steps
-from tables import rows
+from tables import in_turn, rows
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
@@ -179,19 +179,21 @@ WAYS: dict[str, dict[str, Any]] = {
     "one unit": {"plan": Plan(units=())},
     "nested units": {"plan": Plan(units=("blocks.*", "Linear"), reshard_after_forward=True)},
 }
-QUICK = {
+QUICK = (
     ("object", "units"),
     ("generator", "units"),
     ("nested object", "resharded, the model too"),
     ("object", "recomputed"),
-}
+)
 
 
-def _case(kind: str, way: str) -> Any:
-    return pytest.param(kind, way, marks=[] if (kind, way) in QUICK else [pytest.mark.slow])
+# each kind two ways
+SOME = [*in_turn([*KINDS], *WAYS), *in_turn([*KINDS], *WAYS, begin=2)]
 
 
-@pytest.mark.parametrize(("kind", "way"), [_case(kind, way) for kind in KINDS for way in WAYS])
+@pytest.mark.parametrize(
+    ("kind", "way"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SOME if each not in QUICK)]
+)
 def test_any_output_of_a_unit_trains_as_one_process_does(ranks: Simulator, kind: str, way: str) -> None:
     how = WAYS[way]
     alone, _ = _train(accel.single(), kind, **how)

@@ -23,7 +23,7 @@ FOLDERS = ("training", "parallel/axes/*", "parallel/logits")
 FILES = (
     "_prepare_model", "_refused", "_labels", "_leftovers", "_entries", "_watches", "_sharded", "_sync", "_empty",
     "_brought_shards", "_same_batches", "_copies", "_record", "_recorder",
-    "_recomputed_run", "_compile",
+    "_recomputed_run", "_compile", "parts/_region",
 )  # fmt: skip
 
 HELD_BY_A_VARIABLE = ("batch", "call", "start")  # problems that the refusing function is passed
@@ -177,6 +177,16 @@ PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "parallel/_refused.py",
+        "a model to train in inference mode",
+        "model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))\n",
+        "with torch.inference_mode(): accel.prepare_model(ctx, model)",
+        "model.requires_grad_(False)",
+        "with torch.inference_mode():\n    {line}; out = accel.prepare_model(ctx, model)(torch.ones(1, 2))\n"
+        "assert out.shape == (1, 2)",
+        ranks=2,
+    ),
+    Program(
+        "parallel/_refused.py",
         "transformers has cut the model into stages",
         "model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))\n"
         "kind = type('Stage', (nn.Linear,), {'__module__': 'transformers.distributed.pipeline_parallel'})\n",
@@ -194,6 +204,18 @@ PROGRAMS: tuple[Program, ...] = (
         "assert accel.prepare_model(ctx, {line})[0].weight.shape == (4, 4)",
         ranks=2,
         mesh="tp=2",
+    ),
+    Program(
+        "parallel/_refused.py",
+        "a module's own forward is replaced by a function that torch has compiled",
+        "class Net(nn.Sequential):\n    def __init__(self):\n        super().__init__(nn.Linear(4, 4))\n"
+        "        self.forward = torch.compile(self.forward)\n",
+        "accel.prepare_model(ctx, Net())",
+        "self.compile()",
+        "class Net(nn.Sequential):\n    def __init__(self):\n        super().__init__(nn.Linear(4, 4))\n"
+        "        {line}\naccel.prepare_model(ctx, Net())",
+        ranks=2,
+        mesh="cp=2",
     ),
     Program(
         "parallel/_refused.py",

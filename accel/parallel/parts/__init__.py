@@ -26,4 +26,5 @@ from accel.parallel.parts._region import (
     PartRegion as PartRegion,
     PartsInGraph as PartsInGraph,
     keep_buffers_whole as keep_buffers_whole,
+    refuse_hidden as refuse_hidden,
 )

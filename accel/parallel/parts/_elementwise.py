@@ -45,7 +45,7 @@ def written_whole(func: Any, args: Args, kwargs: Named) -> Any:
 def elementwise(func: Any, args: Args, kwargs: Named) -> Any:
     """A function of elements at the same place, after broadcasting."""
     first = alike_part(args)
-    if first is not None and not any(isinstance(each, Tensor) for each in kwargs.values()):
+    if first is not None and not (kwargs and any(isinstance(each, Tensor) for each in kwargs.values())):
         return make(func(*map(_kept_plain, args), **kwargs), first.division, first.ranks)
     ranks = ranks_of(args, kwargs)
     own, alignment = aligned(tensors_of((*args, *kwargs.values())), ranks)
@@ -87,8 +87,10 @@ def _chosen(func: Any, args: Args, kwargs: Named) -> Any:
 def _kept_plain(each: Any) -> Any:
     """Return a part without a gradient as its plain rows: a graph of gradients keeps the tensor itself, and the checks
     of a checkpoint ask it for its shape."""
+    if type(each) in (int, float, bool) or is_dynamo_compiling():
+        return each
     is_constant = isinstance(each, PartTensor) and not each.requires_grad and torch.is_grad_enabled()
-    return plain_of(each) if is_constant and not is_dynamo_compiling() else each
+    return plain_of(each) if is_constant else each
 
 
 _READS = ("__index__", "__int__", "__invert__", "__iter__")  # the operators in place begin alike
@@ -220,15 +222,26 @@ def sloped(func: Any, args: Args, kwargs: Named) -> Any:
 
 def own_mask(part: PartTensor, rate: float, drop: Callable[..., Any] = functional.dropout) -> Tensor:
     """Return this rank's part of a mask of dropout for a whole tensor: 0 or `1 / (1 - rate)`."""
-    ones = torch.ones(whole_shape(part), dtype=part.dtype, device=part.device)
-    mask = drop(ones, rate)
+    mask = drop(_whole_like(part).fill_(1), rate)
     return mask if part.division is None else own_rows(mask, part.division.dim, part.division.cut, part.ranks)
+
+
+def _whole_like(part: PartTensor) -> Tensor:
+    """Return a whole tensor without values, with dimensions in memory as the rows have them: torch draws in this
+    order."""
+    shape = whole_shape(part)
+    order = list(range(len(shape)))
+    if not is_dynamo_compiling():
+        own = torch.empty_like(plain_of(part), device="meta")  # dense, also of what `expand` gave
+        order.sort(key=lambda at: (-own.stride(at), own.shape[at] < 2))  # then a single row, which is inside of others
+    whole = torch.empty([shape[at] for at in order], dtype=part.dtype, device=part.device)
+    return whole.permute([order.index(at) for at in range(len(shape))])
 
 
 def drawn_like(func: Any, args: Args, kwargs: Named) -> Any:
     """rand_like, randn_like: all ranks draw for the whole and keep their part."""
     part = part_of(func, args)
-    whole = func(torch.empty(whole_shape(part), dtype=part.dtype, device=part.device), *args[1:], **kwargs)
+    whole = func(_whole_like(part), *args[1:], **kwargs)
     own = whole if part.division is None else own_rows(whole, part.division.dim, part.division.cut, part.ranks)
     return make(own, part.division, part.ranks)
 

@@ -102,7 +102,7 @@ def no_views(output: Any) -> Any:
     def own(part: NestedPart) -> NestedPart:
         with without_subclasses():
             found: Any = same_memory(part.as_subclass(Tensor))
-        found.__class__ = NestedPart
+        found.__class__ = type(part)
         found.made_of, found.division, found.ranks = part.made_of, part.division, part.ranks
         return found
 

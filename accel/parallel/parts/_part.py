@@ -460,6 +460,8 @@ def alike_part(args: Args) -> PartTensor | None:
     """Return the first part, where all tensors among arguments are parts of one layout and rank, or numbers."""
     first: PartTensor | None = None
     for each in args:
+        if type(each) in (int, float, bool):  # the question whether a number is a tensor takes 2 us
+            continue
         if isinstance(each, PartTensor):
             if first is None:
                 first = each

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -187,13 +187,20 @@ def _reduced_layout(layout: RowLayout, dims: Sequence[int], *, keepdim: bool) ->
 def normalized(func: Any, args: Args, kwargs: Named) -> Any:
     """functional.normalize."""
     given = named("input p dim eps", args, kwargs)
-    total = norm(
-        cast(Any, torch.linalg).vector_norm, (given["input"], given.get("p", 2.0), given.get("dim", 1), True), {}
-    )
-    least = total.clamp_min(given.get("eps", 1e-12))
+    eps = given.get("eps", 1e-12)
+    return _over_norms(given["input"], given.get("p", 2.0), given.get("dim", 1), lambda total: total.clamp_min(eps))
+
+
+def _over_norms(tensor: Tensor, order: float, dim: int, at_least: Callable[[Tensor], Tensor]) -> Any:
+    """Divide a tensor, plain or a part, by its norms along a dimension, which `at_least` bounds from below."""
+    vector_norm = cast(Any, torch.linalg).vector_norm
+    if not isinstance(tensor, PartTensor):
+        return tensor / at_least(vector_norm(tensor, order, dim, True))
+    total = norm(vector_norm, (tensor, order, dim, True), {})
+    least = at_least(plain_of(total))
     if isinstance(total, PartTensor):
         least = make(least, total.division, total.ranks)
-    return elementwise(torch.div, (given["input"], least), {})
+    return elementwise(torch.div, (tensor, least), {})
 
 
 def normed(func: Any, args: Args, kwargs: Named) -> Any:
@@ -367,9 +374,52 @@ def loss_of_classes(func: Any, args: Args, kwargs: Named) -> Any:
     return func(**{**given, "input": leave(scores)})
 
 
+def loss_of_elements(func: Any, args: Args, kwargs: Named) -> Any:
+    """mse_loss and its like: of elements at the same place, then their mean or sum."""
+    names = "input target weight" if "binary" in name_of(func) else "input target"
+    given = named(names, args, {name: each for name, each in kwargs.items() if each is not None})
+    how = given.get("reduction", "mean")
+    is_plain = func is getattr(functional, name_of(func)) and {"size_average", "reduce"}.isdisjoint(given)
+    if len(args) > len(names.split()) or how not in _HOWS or not is_plain:
+        raise no_rule("with options by place, or an old one or a number for its reduction")
+    if name_of(func) == "mse_loss" and how == "mean" and "weight" in given:
+        raise no_rule("of a mean by weights")
+    scores = given.pop("input")
+    found = elementwise(func, (scores, given.pop("target")), {**given, "reduction": "none"})
+    if how == "none":
+        return found
+    total = reduced(torch.mean if how == "mean" else torch.sum, (found,), {})
+    if how != "batchmean" or not whole_shape(scores):
+        return total
+    rows = whole_shape(scores)[0]
+    return elementwise(torch.div, (total, rows), {}) if isinstance(total, PartTensor) else total / rows
+
+
+def cosine_similarity(func: Any, args: Args, kwargs: Named) -> Any:
+    """cosine_similarity, by the products of two normalized tensors."""
+    given = named("x1 x2 dim eps", args, kwargs)
+    dim = given.get("dim", 1)
+    one, other = map(whole_shape, (given["x1"], given["x2"]))
+    if len(one) != len(other) or one[dim] != other[dim]:  # torch computes norms of what it broadcasts
+        raise no_rule("of tensors with other lengths")
+    eps = given.get("eps", 1e-8)
+
+    def at_least(total: Tensor) -> Tensor:  # torch gives smaller norms their gradients, too
+        return total + (total.clamp_min(eps) - total).detach()
+
+    one, other = (_over_norms(given[name], 2.0, dim, at_least) for name in ("x1", "x2"))
+    return reduced(torch.sum, (elementwise(torch.mul, (one, other), {}), dim), {})
+
+
 _SPECTRA = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
 _ALONG_DIMS = {"": along(2), "2": along(2, (-2, -1)), "n": along(2, None)}  # by the end of the function's name
 _ALONG = ("softmax", "log_softmax", "softmin", "_softmax")
+# not l1_loss: torch does not pass its weight to rules
+_LOSSES = (
+    "mse_loss", "smooth_l1_loss", "huber_loss", "kl_div", "soft_margin_loss", "poisson_nll_loss",
+    "binary_cross_entropy", "binary_cross_entropy_with_logits",
+)  # fmt: skip
+_HOWS = ("none", "mean", "sum", "batchmean")
 _OVER = (
     "sum", "mean", "amax", "amin", "max", "min", "any", "all", "var", "std", "logsumexp", "prod", "argmax", "argmin",
 )  # fmt: skip
@@ -388,5 +438,7 @@ RULES = {
     **dict.fromkeys(("batch_norm", "instance_norm"), channel_normed),
     "_weight_norm": weight_normed,
     "cross_entropy": loss_of_classes,
+    **dict.fromkeys(_LOSSES, loss_of_elements),
+    "cosine_similarity": cosine_similarity,
     **dict.fromkeys(("topk", "sort", "argsort"), topped),
 }

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from accel.compiling import compiled
+from accel.errors import ConfigError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import RANKS, written_class
 from accel.parallel._private import (
@@ -28,6 +29,7 @@ from accel.parallel._private import (
 )
 from accel.parallel.parts._layout import RowLayout
 from accel.parallel.parts._part import Args, Named, PartTensor, Ranks, plain_of
+from accel.tree._walk import leaves
 
 _UNCOMPILED = "%s: a module that computes with parts of tensors stays uncompiled: %s"
 
@@ -150,6 +152,21 @@ class WholeBuffers(Mixin):
 def keep_buffers_whole(model: nn.Module) -> None:
     """Let modules of a model that computes with parts keep whole tensors in their buffers. Mutates their classes."""
     add_mixin([each for each in model.modules() if vars(each).get("_buffers")], WholeBuffers)  # also one of None
+
+
+def refuse_hidden(output: Any, axis: str) -> None:
+    """Raise `ConfigError` for an output with parts in an object that is no container, or that an iterator makes later:
+    nothing would make them this rank's tensors."""
+    for _, each in leaves(output):
+        held = () if isinstance(each, Tensor) else tuple(getattr(each, "__dict__", {}).values())
+        if hasattr(each, "__next__") or any(isinstance(inner, PartTensor) for inner in tensors_of(held)):
+            raise ConfigError(
+                "an output of the model holds tensors where nothing gives each rank its part of them",
+                expected="tensors in tuples, lists, dicts and dataclasses",
+                got=f"an object of the class {type(each).__name__}",
+                where=f"forward of a model on a mesh with {axis}",
+                fix="Return a dict, or list(...) of a generator; or write @dataclasses.dataclass before the class.",
+            )
 
 
 def _own_tensor(part: PartTensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from accel.comm import Call, exchange_values, peer_error, shared_failure
-from accel.compiling import compiled_before, uncompiled, uncompiled_in_backward
+from accel.compiling import ModelUncompiled
 from accel.context import DistContext
 from accel.devices import wide_dtype
 from accel.errors import ConfigError, PrepareError
@@ -68,7 +68,7 @@ from accel.parallel.axes.context._split import (
     note_cut,
     own_positions,
 )
-from accel.parallel.parts import PartTensor, keep_buffers_whole
+from accel.parallel.parts import PartTensor, keep_buffers_whole, refuse_hidden
 from accel.tree import map_tensors
 from accel.tree._walk import leaves
 
@@ -197,11 +197,13 @@ class Positions:
         """Call a forward with parts of the inputs that are cut, and return own positions. A collective of the first
         call, which is proved. `is_traced`: whether torch compiles the call."""
         self.is_running = True
-        compiled_before(tensors_of(tuple(given)))
+        eager = ModelUncompiled(tensors_of(tuple(given)))
         losses = OWN_LOSSES.begun(self.ctx) if self.traits.has_own_losses else contextlib.nullcontext()
         try:
-            with losses, uncompiled(of_model=True):
-                return self._call(module, forward, given, is_traced=is_traced)
+            with losses, eager:
+                output = self._call(module, forward, given, is_traced=is_traced)
+            eager.end(tensors_of(output))
+            return output
         except RuntimeError as error:  # of a message in the graph of a compiled block
             if (lost := peer_error(error, f"the forward of {written_class(module).__name__}")) is not None:
                 raise lost from error
@@ -228,6 +230,7 @@ class Positions:
 
     def left(self, output: Any) -> Any:
         """Return own positions for the parts of an output."""
+        refuse_hidden(output, "cp")
         numbers = count()
 
         def own(each: Tensor) -> Tensor:
@@ -237,9 +240,7 @@ class Positions:
                 return found
             return own_positions(found, self.ranks.rank, self.ranks.size, dim)
 
-        output = map_tensors(own, output)
-        uncompiled_in_backward(listed(output))
-        return output
+        return map_tensors(own, output)
 
     @untraced
     def divide(
@@ -423,8 +424,7 @@ class Positions:
     def _compare(self, given: Inputs) -> None:
         """Raise `ConfigError` on every rank where those along cp have other inputs, of a model that cuts them itself. A
         collective."""
-        wide = wide_dtype(self.ctx.device)
-        sums = [float(each.detach().to(wide).sum()) for each in listed(tuple(given))]
+        sums = [float(each.detach().to(wide_dtype(self.ctx.device)).sum()) for each in listed(tuple(given))]
         share = self.ctx.data_parallel[0]
         facts = exchange_values(self.ctx.comm, _PROOF, f"{share}: {sums}", str)
         if len(set(facts)) > len({fact.partition(":")[0] for fact in facts}):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from accel.errors import PrepareError
 from accel.mixins import add_mixin
 from accel.parallel._modules import RANKS, note_module, notes_of, written_class
 from accel.parallel._private import (
@@ -118,30 +119,29 @@ class ProofInputs(NamedTuple):
 
 
 def may_be_full(outputs: Sequence[Tensor], lengths: frozenset[int]) -> bool:
-    """Return whether an output may be one that each rank computes in full, as the model puts it together from single
-    positions. `outputs`: of a call with this rank's positions of sequences of these lengths."""
+    """Return whether each rank may compute an output in full, as a model makes it of single positions."""
     return any(lengths.intersection(each.shape) for each in outputs if not has_rows(each))
+
+
+_UNKNOWN = (
+    "output {} of shape {}, which each rank computes in full, of a model that needs this length: if it is of positions,"
+    " return output + 0 * hidden, with positions in hidden, and else another shape"
+)
 
 
 def full_outputs(
     outputs: Sequence[Tensor], shorter: Sequence[Tensor] | None, lengths: frozenset[int]
 ) -> dict[int, int]:
-    """Return the dimensions of positions, by number, of the outputs that each rank computes in full: a dimension is one
-    of positions if it is as long as the sequence, and half as long for half of the sequence.
-
-    Args:
-        outputs: floating-point outputs of a call with this rank's positions.
-        shorter: of a call with half of the positions; None if the model fails for them.
-        lengths: of the sequences.
-    """
-    if shorter is None or [each.dim() for each in shorter] != [each.dim() for each in outputs]:
-        return {}
+    """Return dimensions of positions, by number, of outputs that each rank computes in full: of a sequence's length,
+    and half as long in `shorter`, of half of it; `PrepareError` if the model fails for that, so that nobody knows."""
     found: dict[int, int] = {}
-    for number, (each, half) in enumerate(zip(outputs, shorter, strict=True)):
-        sizes = zip(each.shape, half.shape, strict=True)
-        dims = [at for at, (size, less) in enumerate(sizes) if size in lengths and less == size // 2]
-        if dims and not has_rows(each):
-            found[number] = 1 if 1 in dims else dims[0]
+    for number, each in enumerate(outputs):
+        longs = [] if has_rows(each) else [at for at, size in enumerate(each.shape) if size in lengths]
+        if shorter is None and [at for at in longs if at]:
+            raise PrepareError("", got=_UNKNOWN.format(number, [*each.shape]))
+        if shorter is not None and [one.dim() for one in shorter] == [one.dim() for one in outputs]:
+            dims = [at for at in longs if shorter[number].shape[at] == each.shape[at] // 2]
+            found |= {number: 1 if 1 in dims else dims[0]} if dims else {}
     return found
 
 

@@ -17,7 +17,7 @@ from accel.devices import wide_dtype
 from accel.errors import PrepareError, StageError
 from accel.parallel._copies import WideMode, gradients_of
 from accel.parallel._modules import forget, note_module, sharded_roots
-from accel.parallel._private import is_of_inputs
+from accel.parallel._private import is_of_inputs, without_saved_tensor_hooks
 from accel.parallel.axes.context._inner import listed, noted
 from accel.parallel.axes.context._positions import DifferentRankError, PositionRanks
 from accel.parallel.axes.context._selected import SelectedTensor, whole_of
@@ -106,7 +106,7 @@ def differ(
             expected = whole_outputs(ranks, run_whole, may_fail=run is mode)
             if expected is None:
                 continue
-            with noted(module, ranks):
+            with noted(module, ranks), isolated_rng(ranks.ctx.device):
                 got = run_own()
             if difference := _difference(ranks, expected, got, compared):
                 raise PrepareError("", got=difference)
@@ -117,7 +117,7 @@ def differ(
 
 def whole_outputs(ranks: PositionRanks, call: Callable[[], list[Tensor]], *, may_fail: bool) -> list[Tensor] | None:
     """Return the outputs of a call with all positions; None if it failed and may. A collective."""
-    with ALL_POSITIONS.begun(ranks.ctx):
+    with ALL_POSITIONS.begun(ranks.ctx), isolated_rng(ranks.ctx.device):  # both draw the same random numbers
         try:
             found = call()
         except Exception as error:
@@ -208,8 +208,8 @@ def evaluated(module: nn.Module, device: torch.device, *, trains: bool = False) 
     """Compute without gradients and without dropout, as a proof does; streams of random numbers stay as they are.
 
     Modules and names of modes that a model replaces by the length of its inputs are put back. `trains`: only layers and
-    functions of dropout change their mode, and buffers that the forward changes are put back. No mode of operators sees
-    the calls: a function of torch.jit, which loses positions, would keep them under one.
+    functions of dropout change their mode, and buffers that the forward changes are put back. No checkpoint around the
+    calls sees them, and no mode: under one a function of torch.jit, which loses positions, would keep them.
     """
     before = [(each, each.training, dict(each.named_children()), dict(vars(each))) for each in module.modules()]
     buffers = [(vars(each)["_buffers"], dict(each.named_buffers(recurse=False))) for each, *_ in before if trains]
@@ -219,7 +219,8 @@ def evaluated(module: nn.Module, device: torch.device, *, trains: bool = False) 
     try:
         for each in [each for each in module.modules() if isinstance(each, _DROPOUTS)] if trains else [module]:
             _ = each.eval()
-        with isolated_rng(device), torch.no_grad(), _WithoutDropout() if trains else contextlib.nullcontext():
+        without = _WithoutDropout() if trains else contextlib.nullcontext()
+        with isolated_rng(device), torch.no_grad(), without_saved_tensor_hooks(), without:
             yield
     finally:
         for each, training, children, own in before:

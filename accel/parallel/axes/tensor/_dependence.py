@@ -311,15 +311,15 @@ class _Search:
         return found
 
     def _named(self, way: str, candidate: tuple[Candidate, list[str]]) -> list[tuple[str, Candidate]]:
-        """The layouts with the name of the largest weight that is contracted, and the way; none where no other matrix
-        is divided."""
+        """The layouts, that of the largest weight that is contracted first, with its name and the way; none where no
+        other matrix is divided."""
         layouts, rows = candidate
         matrices = [name for name in layouts if self._parameters[name].dim() > 1]
         is_known = not way or all(isinstance(each, RowLayout) for each in layouts.values())
         if not rows or not is_known or not set(matrices) - set(rows):
             return []
         largest = max(rows, key=lambda name: self._parameters[name].numel())
-        return [(f"{largest} {way}", layouts)]
+        return [(f"{largest} {way}", {largest: layouts[largest], **layouts})]
 
     def _without_readers(self, candidate: tuple[Candidate, list[str]]) -> tuple[Candidate, list[str]]:
         """A candidate without layers that take divided features of others, as the gates of an attention that are

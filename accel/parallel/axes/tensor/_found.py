@@ -259,8 +259,14 @@ class _Unit:
         chosen: dict[str, RowLayout] = {**before.layouts}
         wrongs: set[tuple[str, RowLayout | NeededRows]] = {*before.wrong}
         taken = {name for layouts in self._inner.values() for name in layouts}
-        for layouts in sorted(fitting, key=self._elements, reverse=True):
-            if not taken.isdisjoint(layouts) or any(chosen.get(name, each) != each for name, each in layouts.items()):
+        for candidate in sorted(fitting, key=self._elements, reverse=True):
+            layouts = {name: each for name, each in candidate.items() if name not in taken}
+            has_pair = sum(len(self._shapes[name]) > 1 for name in layouts) > 1
+            if (
+                not has_pair
+                or next(iter(candidate)) in taken
+                or any(chosen.get(name, each) != each for name, each in layouts.items())
+            ):
                 continue
             for each in (cast(Layouts, self._with_equal(layouts)), layouts):
                 own = {**self._inner.get("", {}), **chosen, **each}

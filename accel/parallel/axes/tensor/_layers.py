@@ -185,8 +185,9 @@ def needed_rows(
     """
     first = [each if dim == 0 else each.movedim(dim, 0) for each, dim in zip(stored, dims, strict=True)]
     pieces = [by.pieces(rows) for rows, by in zip(first, exchanges, strict=True)]
-    others = [rank for rank in range(layer.size) if rank != layer.rank]
-    to, back = [0] * layer.size, [0] * layer.size
+    size = layer.size  # which asks the group
+    others = [rank for rank in range(size) if rank != layer.rank]
+    to, back = [0] * size, [0] * size
     sent: list[torch.Tensor] = []
     shapes: list[Sequence[int]] = []  # of the rows that come, by rank and tensor
     for other in others:

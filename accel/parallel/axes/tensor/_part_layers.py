@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
-from accel.compiling import compiled_before, uncompiled, uncompiled_in_backward
+from accel.compiling import ModelUncompiled
 from accel.errors import ConfigError, TreeError
 from accel.mixins import Mixin
 from accel.parallel._local import local_of
@@ -251,10 +251,10 @@ class GraphedCall(PartRegion):
 
 
 @untraced
-def _called_eagerly(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _called_eagerly(block: ModelUncompiled, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call the forward of a model outside of graphs, such as one that a graph of torch.compile has broken in: parts do
     not pass from one graph to the next. Modules in it that torch compiles by themselves still are."""
-    with uncompiled(of_model=True):
+    with block:
         return forward(*args, **kwargs)
 
 
@@ -283,21 +283,20 @@ class RegionEnd(Mixin):
             if has_graphs and not is_traced:
                 _ = compile_in_place(module)  # blocks that a user has compiled after `prepare`
             ranks.sees_tuples = has_graphs and not ranks.nests  # torch compiles nothing of parts along two axes
-            if not is_traced:
-                compiled_before(tensors_of((args, kwargs)))
         is_block = is_traced and not is_outermost and ranks.breaks_around
+        eager = ModelUncompiled(tensors_of((args, kwargs))) if is_outermost and not is_traced else None
         try:
             with (
                 PartsInGraph() if ranks.sees_tuples else contextlib.nullcontext(),
                 one_graph() if is_block else contextlib.nullcontext(),
             ):
-                if is_outermost and not is_traced and not ranks.breaks_around:
-                    output = _called_eagerly(super().forward, *args, **kwargs)
+                if eager is not None and not ranks.breaks_around:
+                    output = _called_eagerly(eager, super().forward, *args, **kwargs)
                 else:
                     output = super().forward(*args, **kwargs)
             output = ranks.returned(self.accel_layer.rule, output)
-            if is_outermost and not is_traced:
-                uncompiled_in_backward(tensors_of(output))
+            if eager is not None:
+                eager.end(tensors_of(output))
             return output
         finally:
             ranks.sees_tuples = sees_around

@@ -80,10 +80,9 @@ def prove(
     numbers from python's and numpy's streams as the whole module. The module and all streams are unchanged.
     """
     with cast(Any, torch.random).fork_rng(devices=[]), torch.enable_grad(), uncompiled():
-        whole = redrawn(module)
         values = drawn_inputs(call)
         try:
-            expected = _run(whole, call, values)
+            expected = _run(redrawn(module), call, values)
             is_finite = all(bool(torch.isfinite(each).all()) for each in expected.outputs)
         except Exception as error:  # whatever a forward says of values that are drawn, or an object without values
             return Verdict(f"the whole module alone, with drawn values: {short(error)}", styles)
@@ -91,6 +90,7 @@ def prove(
             return Verdict("the whole module returns no tensor to compare", styles)
         if not is_finite:
             return Verdict("the whole module's outputs are not finite", styles)
+        whole = redrawn(module)  # anew, as a forward may keep tensors for the next one
         while True:
             plan = _Plan(styles, regions or {}, shares_tokens=shares_tokens, gathers_inputs=gathers_inputs)
             verdict, wrong = _compared(whole, call, values, expected, plan, size)
@@ -167,8 +167,9 @@ def _run(
     for number, each in zip(call.inputs, tensors_in((call.args, call.kwargs)), strict=True):
         if number not in given:
             given[number] = values[number].detach().clone().requires_grad_(each.requires_grad)
-    with torch.enable_grad():
-        outputs = tensors_of(run_valued(module, call, given))
+    with torch.enable_grad():  # of copies, as a forward may change its input in place
+        taken = {number: each.clone() if each.requires_grad else each for number, each in given.items()}
+        outputs = tensors_of(run_valued(module, call, taken))
     draw = torch.Generator().manual_seed(29)
     total = torch.zeros((), dtype=torch.float64)
     for each in outputs:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import torch._dynamo  # with it, models tell torch.compile where their backwards begin and end
 from catching import assert_raises
 from hypothesis import given, settings, strategies as st
 from live_bytes import LiveBytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -18,7 +18,7 @@ from accel.comm import adopt, copied
 from accel.comm._units import users_line
 from accel.errors import PrepareError
 from accel.parallel._modules import RANKS, note_module, notes_of
-from accel.parallel._private import is_library_hook, without_subclasses, wrapper_of
+from accel.parallel._private import is_library_hook, tensors_of, without_subclasses, wrapper_of
 from accel.parallel.logits._head_calls import WHERE, HeadCall, parameters_of
 from accel.parallel.logits._head_chunks import Words, loss_of_rows
 from accel.parallel.parts import PartTensor, RowLayout, make, plain_of
@@ -286,6 +286,12 @@ class DeferredLogits(Tensor):
         return self.loss(
             target, weight=weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
         )
+
+
+def sources_of(output: object) -> Iterator[Tensor]:
+    """Yield the tensors of an output, and what logits in it are computed from if those are deferred."""
+    for each in tensors_of(output):
+        yield each.hidden if isinstance(each, DeferredLogits) else each
 
 
 def _real(each: Any) -> Any:

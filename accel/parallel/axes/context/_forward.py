@@ -68,6 +68,7 @@ from accel.parallel.axes.context._split import (
     note_cut,
     own_positions,
 )
+from accel.parallel.logits._logits import sources_of
 from accel.parallel.parts import PartTensor, keep_buffers_whole, refuse_hidden
 from accel.tree import map_tensors
 from accel.tree._walk import leaves
@@ -202,7 +203,7 @@ class Positions:
         try:
             with losses, eager:
                 output = self._call(module, forward, given, is_traced=is_traced)
-            eager.end(tensors_of(output))
+            eager.end(sources_of(output))
             return output
         except RuntimeError as error:  # of a message in the graph of a compiled block
             if (lost := peer_error(error, f"the forward of {written_class(module).__name__}")) is not None:

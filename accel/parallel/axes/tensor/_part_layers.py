@@ -34,7 +34,7 @@ from accel.parallel._private import (
 from accel.parallel.axes.tensor._layers import Layer, LocalParameters, is_computed_again, needed_rows
 from accel.parallel.axes.tensor._overlap import copied_product, summed_product
 from accel.parallel.axes.tensor._styles import RowExchange, Rule, row_exchange
-from accel.parallel.logits._logits import DeferredLogits
+from accel.parallel.logits._logits import DeferredLogits, sources_of
 from accel.parallel.parts import PartRegion, PartsInGraph, PartTensor, Ranks, RowLayout, leave, make, plain_of
 from accel.parallel.parts._layout import even, no_rule, shortest
 from accel.parallel.parts._nested import NestedPart, entered_rows, nested, rows_in
@@ -296,7 +296,7 @@ class RegionEnd(Mixin):
                     output = super().forward(*args, **kwargs)
             output = ranks.returned(self.accel_layer.rule, output)
             if eager is not None:
-                eager.end(tensors_of(output))
+                eager.end(sources_of(output))
             return output
         finally:
             ranks.sees_tuples = sees_around

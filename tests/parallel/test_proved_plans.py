@@ -133,7 +133,6 @@ WRONG: dict[str, tuple[nn.Module, Any]] = {
     "a fused projection cut as one layer": (Attention(fused="packs"), {"qkv": "colwise", "o": "rowwise"}),
     "a projection of each head cut as three": (Attention(fused="by head"), {"qkv": "packed_colwise_3", "o": "rowwise"}),
     "a fused gate cut as one layer": (Mlp("gated"), PAIR),
-    "a hidden value that is read elsewhere": (Mlp("read"), PAIR),
     "a softmax over divided features": (Mlp("softmax"), PAIR),
     "a dataclass of a softmax": (Boxed(Mlp("softmax"), "dataclass"), BOXED),
     "a nested dataclass of a softmax": (Boxed(Mlp("softmax"), "nested"), BOXED),
@@ -141,6 +140,7 @@ WRONG: dict[str, tuple[nn.Module, Any]] = {
 }
 # Plans that are right only because tensors report their full shapes, and plain ones have complete gradients.
 RIGHT: dict[str, tuple[nn.Module, Any]] = {
+    "a hidden value that is read elsewhere": (Mlp("read"), PAIR),
     "a constant that is added before the sum": (Mlp("shifted"), PAIR),
     "a norm that heads share": (Attention(normed=True), PROJECTIONS),
     "a low-rank correction that is divided too": (Mlp("adapted"), {"b": "colwise", **PAIR}),

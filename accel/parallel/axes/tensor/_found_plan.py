@@ -128,8 +128,7 @@ def _searched(
         search.add(proofs.leaves(before._replace(regions=search.regions), within))
         search.take(proofs.rest(before._replace(regions=search.regions)))
     plan = FoundPlan({**search.styles}, search.left, regions=search.regions)
-    is_large = sum(each.numel() for each in model.parameters()) > LARGEST
-    share = 1.0 if is_large else share_of(model, rules_of(model, plan.styles, size, regions=plan.regions))
+    share = 1.0 if proofs.is_large else share_of(model, rules_of(model, plan.styles, size, regions=plan.regions))
     return _Searched(proofs, before, plan, share)
 
 
@@ -155,6 +154,8 @@ class _Proofs:
     def __init__(self, model: nn.Module, recorded: ForwardTrace, size: int) -> None:
         self._modules = dict(named_modules(model))
         self._model = model
+        self._total = sum(each.numel() for each in model.parameters())
+        self.is_large = self._total > LARGEST
         self._trace = recorded
         self._size = size
         self._verdicts: dict[str, Verdict] = {}
@@ -181,8 +182,7 @@ class _Proofs:
 
     def with_tokens(self, plan: FoundPlan) -> FoundPlan:
         """A plan that is proved where ranks share the tokens: for the model, or for each block of a large one."""
-        is_large = sum(each.numel() for each in self._model.parameters()) > LARGEST
-        groups = outermost_groups(block_groups(self._model)) if is_large else ()
+        groups = outermost_groups(block_groups(self._model)) if self.is_large else ()
         units = [path for group in groups for path, _ in group.entries] or [""]
         styles: dict[str, TensorStyle] = {**plan.styles}
         gathers: dict[str, None] = {}
@@ -287,10 +287,9 @@ class _Proofs:
 
     def _is_large_table(self, weight: Tensor) -> bool:
         """Whether a table is worth dividing by rows, and each rank gets some of them."""
-        total = sum(each.numel() for each in self._model.parameters())
         cut = even(len(weight), self._size)
         has_rows = cut.local * (self._size - 1) < len(weight)
-        return has_rows and len(weight) >= _LEAST_ROWS and weight.numel() >= _LEAST_SHARE * total
+        return has_rows and len(weight) >= _LEAST_ROWS and weight.numel() >= _LEAST_SHARE * self._total
 
     def _around(self, weight: Tensor, called: Container[str]) -> str:
         """The innermost called module with all modules that hold a weight, or that read it."""
@@ -336,14 +335,15 @@ class _Proofs:
 
     def _large(self, weights: Mapping[str, Tensor]) -> list[str]:
         """Names of weights that are a large part of the model, alone or with all of their pattern of names."""
-        total = sum(each.numel() for each in self._model.parameters())
         together: Counter[str] = Counter()
         for name, weight in weights.items():
             together[pattern_of(name)] += weight.numel()
         return [
             name
             for name, weight in weights.items()
-            if weight.numel() >= _LEAST_SHARE * total or together[pattern_of(name)] >= _LEAST_TOGETHER * total
+            if weight.numel() >= _LEAST_SHARE * self._total
+            or together[pattern_of(name)] >= _LEAST_TOGETHER * self._total
+            or together[pattern_of(name)] >= _LEAST_TOGETHER * self._total
         ]
 
     def _unit_of(self, path: str, called: set[str], plan: FoundPlan) -> str:
@@ -377,10 +377,9 @@ class _Proofs:
 
     def _tables(self) -> list[nn.Embedding]:
         """Embeddings that were called, without small ones such as position embeddings."""
-        total = sum(each.numel() for each in self._model.parameters())
         called = (self._modules[path] for path in dict.fromkeys(call.path for call in self._trace.calls))
         tables = [each for each in called if isinstance(each, nn.Embedding)]
-        large = (each for each in tables if each.weight.numel() >= _LEAST_SHARE * total)
+        large = (each for each in tables if each.weight.numel() >= _LEAST_SHARE * self._total)
         return [each for each in large if len(each.weight) >= _LEAST_ROWS]
 
     def _heads(self, tables: Sequence[nn.Embedding]) -> list[str]:

@@ -77,6 +77,7 @@ PRIVATE = {
         "_push_saved_tensors_default_hooks",
         "_top_saved_tensors_default_hooks",
     ),
+    "torch.utils._python_dispatch": ("_disable_current_modes",),
     "torch._C._functorch": ("get_unwrapped", "is_functorch_wrapped_tensor"),
     "torch._functorch.vmap": ("_validate_and_get_batch_size",),  # which asks tensors for the size to map over
     "torch.autograd.Variable": ("_execution_engine",),  # which calls a function at the end of a backward
@@ -459,15 +460,19 @@ def runs_in_reentrant_checkpoint() -> bool:
 
 
 @contextlib.contextmanager
-def without_saved_tensor_hooks() -> Generator[None]:
-    """Save tensors as they are in a block, whatever is around it, such as a checkpoint that counts them."""
+def without_checkpoints() -> Generator[None]:
+    """Compute in a block as outside of checkpoints: none counts the tensors that it saves, or keeps what it computes.
+
+    Without torch's modes of dispatch: `create_selective_checkpoint_contexts` keeps outputs of operators by one.
+    """
     stack = cast(Any, torch)._C._autograd
     hooks: list[tuple[Any, Any]] = []
     while (top := stack._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)
         stack._pop_saved_tensors_default_hooks()
     try:
-        yield
+        with cast(Any, importlib.import_module("torch.utils._python_dispatch"))._disable_current_modes():
+            yield
     finally:
         for pack, unpack in reversed(hooks):
             stack._push_saved_tensors_default_hooks(pack, unpack)

@@ -20,7 +20,7 @@ from accel.comm import exchanged, summed
 from accel.devices import autocast_dtype
 from accel.errors import PrepareError
 from accel.mixins import Mixin, add_mixin
-from accel.parallel._modules import listed_modules, named_modules, note_module, notes_of
+from accel.parallel._modules import listed_modules, named_modules, note_module, notes_of, written_class
 from accel.parallel.axes.experts._expert_plan import EP, LISTED
 from accel.parallel.axes.experts._layer import Run, compared, in_parts, prove_once, redrawn
 from accel.parallel.axes.experts._routing import DispatchedTokens, bring_back, dispatch_tokens
@@ -30,10 +30,6 @@ from accel.tensors import is_view
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
-
-
-_STACK = "Give one module parameters of shape [experts, ...] and a forward(tokens, indices, weights)."
-_ALONE = "Drop tokens and mix rows in the module that calls the experts, or leave ep out of the mesh."
 
 
 class ExpertCalls:
@@ -82,7 +78,7 @@ class ExpertCalls:
             raise self.refused(f"a call of expert {expert} on {list(rows.shape)} in the second run alone")
         return self.outputs.pop(0)
 
-    def refused(self, got: str, *, fix: str = _STACK) -> PrepareError:
+    def refused(self, got: str) -> PrepareError:
         """Make the error for a block with experts that cannot be divided."""
         return PrepareError(
             "this loop over a list of experts cannot be divided among ranks",
@@ -90,7 +86,7 @@ class ExpertCalls:
             " tensor of rows, for a tensor of the same shape",
             got=got,
             where=f"Plan.experts, {self.path}",
-            fix=fix,
+            fix="Give one module parameters of shape [experts, ...] and a forward(tokens, indices, weights).",
         )
 
 
@@ -285,7 +281,13 @@ def _prove(
         return found, torch.cat(parts).view(*drawn.shape[:-1], -1)
 
     def refused(got: str) -> PrepareError:
-        return calls.refused(f"{got}, of some rows of expert {at} instead of all", fix=_ALONE)
+        return PrepareError(
+            "an expert of a list does not compute each row alone, so ranks would have other outputs than one process",
+            expected="an expert whose outputs for some rows are these rows of its outputs for all",
+            got=f"{got}, of some rows of expert {at} instead of all",
+            where=f"forward of {written_class(expert).__name__}, Plan.experts, {calls.path}",
+            fix="Drop tokens and mix rows in the module that calls the experts, or leave ep out of the mesh.",
+        )
 
     return compared([expert], [pair], lambda: run(drawn), refused)
 

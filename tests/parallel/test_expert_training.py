@@ -236,6 +236,7 @@ class Varied(Experts):
         self.way = way
         self.added = nn.Parameter(torch.zeros(EXPERTS, WIDTH))
         self.seen: list[int] = []
+        self.noise = torch.Generator()
         if way == "rows meet":
             _ = self.down.detach().zero_()
 
@@ -245,6 +246,8 @@ class Varied(Experts):
             raise LookupError("an error of the module")
         rows = tokens - tokens.mean(0) if self.way == "rows meet" else tokens
         rows = rows.log() if self.way == "logarithms" else rows
+        if self.way == "noise" and self.training:
+            rows = rows + torch.randn(rows.shape, generator=self.noise)
         indices = indices[:, :1] if self.way == "first choice" else indices
         outputs = tokens.clone() if self.way == "residual" else torch.zeros_like(tokens)
         for expert in range(EXPERTS if self.way == "number" else len(self.up)):
@@ -315,17 +318,44 @@ def test_a_proof_decides_by_tokens_or_later_and_changes_nothing(ranks):
     """Random rows have no logarithm, and no rank has tokens at first; a proof leaves what modules note as it was."""
 
     def rank(ctx: accel.DistContext) -> None:
-        for way in ("logarithms", "dropout"):
+        for way in ("logarithms", "dropout", "noise"):
             experts = varied(ctx, way)
+            before = torch.Generator()
             for count in (0, 6, 6):
-                before = torch.get_rng_state()
+                rng_state = torch.get_rng_state()
                 with torch.no_grad():
                     outputs = experts(batch(0)[:count].abs(), CHOICES[:count], torch.ones(count, 2).double())
                 assert outputs.isfinite().all()
                 assert len(experts.seen) == 1
-                assert way == "dropout" or torch.equal(before, torch.get_rng_state())
-                assert (experts in experts.accel_proved) == (way == "dropout" or count > 0)
+                assert way == "dropout" or torch.equal(rng_state, torch.get_rng_state())
+                _ = torch.randn(max(*experts.seen, 1), WIDTH, generator=before) if way == "noise" else None
+                assert torch.equal(before.get_state(), experts.noise.get_state())
+                assert (experts in experts.accel_proved) == (way != "logarithms" or count > 0)
                 experts.seen.clear()
+
+    _ = ranks.run(rank, 2, default_group=True)
+
+
+class Narrow(nn.Module):
+    """Frozen experts in 8 bits, of which a forward makes wide ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.ones(EXPERTS, WIDTH, WIDTH).to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        return (tokens[:, None, None] @ self.up.to(tokens)[indices] * weights[..., None, None]).sum((1, 2))
+
+
+def test_frozen_experts_in_8_bits_are_proved(ranks):
+    def rank(ctx: accel.DistContext) -> None:
+        plan = accel.parallel.Plan(experts={"0": "dispatch"})
+        head = nn.Linear(WIDTH, 1)  # a parameter to train
+        model = accel.prepare_model(accel.replace(ctx, mesh="dp=2,ep=2"), nn.Sequential(Narrow(), head), plan=plan)
+        experts = accel.unwrap_model(model)[0]
+        tokens = batch(0)[:6].float()
+        outputs = experts(tokens, CHOICES, torch.ones(6, 2))
+        torch.testing.assert_close(outputs, 2 * tokens.sum(1, keepdim=True).expand(-1, WIDTH))
 
     _ = ranks.run(rank, 2, default_group=True)
 

@@ -24,7 +24,7 @@ from accel.parallel._private import without_checkpoints
 from accel.parallel.axes.experts._expert_plan import EP
 from accel.parallel.axes.experts._routing import bring_back, dispatch_tokens
 from accel.parallel.parts._local_map import Independence, on_own_rows
-from accel.random import isolated_rng
+from accel.random import isolated_rng, set_stream_state, stream_state
 from accel.tensors import is_dtensor, is_view
 
 if TYPE_CHECKING:
@@ -278,14 +278,14 @@ def _outputs(modules: Sequence[nn.Module], run: Callable[[], R], *, trains: bool
 
 def _draws(modules: Sequence[nn.Module], pair: Callable[[], tuple[Tensor, Tensor]]) -> bool:
     """Whether functions draw random numbers: they move a stream, or compute something else in a second call."""
-    device = torch.device("cpu")
     states: list[Tensor] = []
     outputs: list[Tensor] = []
-    for _ in range(2):
-        states.append(torch.get_rng_state())
-        outputs.append(_outputs(modules, pair)[0])
-        device = outputs[-1].device
-        states.append(torch.get_rng_state() if device.type == "cpu" else get_random_state(device))
+    with _unchanged(modules):
+        for _ in range(2):
+            states.append(torch.get_rng_state())
+            outputs.append(pair()[0])
+            device = outputs[-1].device
+            states.append(torch.get_rng_state() if device.type == "cpu" else get_random_state(device))
     return (
         not torch.equal(states[0], states[2])
         or not torch.equal(states[1], states[3])
@@ -434,7 +434,9 @@ def _unchanged(modules: Iterable[nn.Module]) -> Generator[None]:
 
 
 def _held(value: Any) -> Callable[[], Any]:
-    """Return a function that returns a value as it is now: tensors and containers may change in place."""
+    """Return a function that returns a value as it is now: tensors, containers and generators may change in place."""
+    if (state := stream_state(value)) is not None:
+        return lambda: (value, set_stream_state(value, state))[0]
     if not isinstance(value, Tensor | list | dict | set):
         return lambda: value
     held = cast(Any, value)

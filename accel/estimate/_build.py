@@ -250,7 +250,7 @@ def as_on_gpus() -> AbstractContextManager[object]:
                 args, named = args[:4], {**named, "dropout_p": 0.0}
             if func is functional.multi_head_attention_forward:
                 args = (*args[:10], 0.0, *args[11:])  # its dropout_p
-            if getattr(func, "__name__", "").strip("_") == "grouped_mm" and args[0].dtype is not torch.bfloat16:
+            if getattr(func, "__name__", "").strip("_") == "grouped_mm":
                 return grouped(func, *args, **named)
             return func(*args, **named)
 
@@ -263,10 +263,12 @@ def as_on_gpus() -> AbstractContextManager[object]:
             ctx.save_for_backward(rows, weights, offs)
             return rows.new_empty(rows.shape[0], weights.shape[-1])
 
-    def grouped(product: Any, rows: torch.Tensor, weights: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
-        offs = args[0] if args else named.get("offs")
-        if rows.dim() != 2 or weights.dim() != 3 or offs is None:
-            return product(rows, weights, *args, **named)
+    def grouped(product: Any, *args: Any, **named: Any) -> torch.Tensor:
+        rows: Any = args[0] if args else named.get("mat_a", named.get("input"))
+        weights: Any = args[1] if len(args) > 1 else named.get("mat_b", named.get("mat2"))
+        offs = args[2] if len(args) > 2 else named.get("offs")
+        if rows.dtype is torch.bfloat16 or rows.dim() != 2 or weights.dim() != 3 or offs is None:
+            return product(*args, **named)
         return cast(Any, Grouped).apply(rows, weights, offs)
 
     return AsOnGpus()

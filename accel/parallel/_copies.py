@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from accel.errors import PrepareError
 from accel.mixins import Mixin
 from accel.parallel._modules import wrapped_name, written_class
+from accel.parallel.parts._contractions import operands_first
 from accel.parallel.parts._elementwise import writes
 
 
@@ -200,7 +201,7 @@ class WideMode(TorchFunctionMode):
         given, named = self._mapped((tuple(args[kept:]), kwargs or {}))
         if self.draws is not None and name in _OF_STREAMS and not named.get("generator"):
             named["generator"] = self.draws
-        found = _computed(func, given)(*args[:kept], *given, **named)
+        found = _compute(func, (*args[:kept], *given), named)
         return found if kept else self._mapped(found)  # new tensors are narrow
 
     def _mapped(self, tree: Any) -> Any:
@@ -223,10 +224,12 @@ class WideMode(TorchFunctionMode):
 _OF_STREAMS = ("rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "rand_like", "randn_like")
 
 
-def _computed(func: Any, args: Sequence[Any]) -> Any:
-    """The function that computes in a wide dtype what a function of torch does with these arguments."""
-    is_grouped = getattr(func, "__name__", "") == "_grouped_mm"
-    return grouped_mm if is_grouped and [each.dim() for each in args[:2]] == [2, 3] else func
+def _compute(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """Call a function of torch, or the one that does the same in a wide dtype."""
+    if getattr(func, "__name__", "") == "_grouped_mm":
+        args, named = operands_first(args, named)
+        func = grouped_mm if [each.dim() for each in args[:2]] == [2, 3] else func
+    return func(*args, **named)
 
 
 def grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor, bias: None = None, **_dtypes: Any) -> Tensor:

@@ -22,6 +22,7 @@ from accel.mixins import add_mixin
 from accel.parallel._copies import copied_model
 from accel.parallel._modules import KeepsParameters, has_parameters, named_modules, note_tensor
 from accel.parallel._private import without_subclasses, written_arguments
+from accel.parallel.parts._contractions import operands_first
 
 _LARGE = 1 << 14  # bytes
 
@@ -169,10 +170,13 @@ def run_operator(func: Any, args: Any, kwargs: Any) -> Any:
     """
     refuse_to_world(func, args, kwargs)
     name = getattr(func, "__name__", "")
-    if name.partition(".")[0] != "_grouped_mm" or not is_fake(args[0]):
+    if name.partition(".")[0] != "_grouped_mm":
         return func(*args, **kwargs)
-    narrow = [each.to(torch.bfloat16) for each in args[:2]]
-    return func(*narrow, *args[2:], **kwargs).to(args[0].dtype)
+    (rows, weights, *others), named = operands_first(args, kwargs)
+    if not is_fake(rows):
+        return func(*args, **kwargs)
+    narrow = [each.to(torch.bfloat16) for each in (rows, weights)]
+    return func(*narrow, *others, **named).to(rows.dtype)
 
 
 def reads_values(func: Any) -> bool:

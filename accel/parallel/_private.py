@@ -77,6 +77,8 @@ PRIVATE = {
         "_push_saved_tensors_default_hooks",
         "_top_saved_tensors_default_hooks",
     ),
+    "torch.utils._python_dispatch": ("_disable_current_modes", "_push_mode", "_pop_mode"),
+    "torch.utils.checkpoint": ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode"),
     "torch._C._functorch": ("get_unwrapped", "is_functorch_wrapped_tensor"),
     "torch._functorch.vmap": ("_validate_and_get_batch_size",),  # which asks tensors for the size to map over
     "torch.autograd.Variable": ("_execution_engine",),  # which calls a function at the end of a backward
@@ -459,15 +461,33 @@ def runs_in_reentrant_checkpoint() -> bool:
 
 
 @contextlib.contextmanager
-def without_saved_tensor_hooks() -> Generator[None]:
-    """Save tensors as they are in a block, whatever is around it, such as a checkpoint that counts them."""
+def without_checkpoints() -> Generator[None]:
+    """Compute as outside of checkpoints in a block: none counts what is saved in it, or keeps what is computed."""
     stack = cast(Any, torch)._C._autograd
     hooks: list[tuple[Any, Any]] = []
     while (top := stack._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)
         stack._pop_saved_tensors_default_hooks()
     try:
-        yield
+        with _without_kept_outputs():
+            yield
     finally:
         for pack, unpack in reversed(hooks):
             stack._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextlib.contextmanager
+def _without_kept_outputs() -> Generator[None]:
+    """Leave the modes of `create_selective_checkpoint_contexts`, and no others, in a block."""
+    dispatch: Any = importlib.import_module("torch.utils._python_dispatch")
+    own: Any = importlib.import_module("torch.utils.checkpoint")
+    with dispatch._disable_current_modes() as modes:
+        of_checkpoints = (own._CachingTorchDispatchMode, own._CachedTorchDispatchMode)
+        others = [each for each in reversed(modes) if not isinstance(each, of_checkpoints)]
+        for each in others:
+            dispatch._push_mode(each)
+        try:
+            yield
+        finally:
+            for _ in others:
+                dispatch._pop_mode()

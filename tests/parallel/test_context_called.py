@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -13,7 +14,7 @@ from language_models import WIDTH as ENOUGH, Attention, Mixture
 from steps import begin_batch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import accel
 from accel.errors import ConfigError, PrepareError
@@ -479,3 +480,22 @@ def test_gradients_of_a_loss_alone_are_proved(ranks: Simulator) -> None:
             _ = model(accel.parallel.split_sequence(ctx, {"x": X})["x"])
 
     _ = ranks.run(rank, 2, default_group=True)
+
+
+def _kept(_context: object, operator: object, *_args: object, **_named: object) -> CheckpointPolicy:
+    is_kept = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_a_checkpoint_that_keeps_outputs_of_operators_keeps_none_of_a_proof(ranks: Simulator) -> None:
+    def gradient(ctx: accel.DistContext, mesh: str) -> Tensor:
+        ctx = accel.replace(ctx, mesh=mesh)
+        with accel.seeding.seeded(ctx, 0):
+            model: Any = accel.prepare_model(ctx, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double())
+        keeps = partial(create_selective_checkpoint_contexts, _kept)
+        part = accel.parallel.split_sequence(ctx, {"x": X})["x"]
+        checkpoint(model, part, use_reentrant=False, context_fn=keeps).square().sum().backward()
+        return accel.unwrap_model(model)[0].weight.grad
+
+    found = ranks.run(lambda ctx: gradient(ctx, "cp=2"), 2, default_group=True)
+    torch.testing.assert_close(sum(found), gradient(accel.single(), ""))

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ from steps import ByState
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import accel
+from accel.tensors import full_tensor
 from accel.testing import simulate
 
 EXPERTS, WIDTH, HIDDEN, TOKENS = 8, 8, 4, 40
@@ -230,37 +234,174 @@ class Varied(Experts):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.way = way
+        self.added = nn.Parameter(torch.zeros(EXPERTS, WIDTH))
+        self.seen: list[int] = []
+        self.noise = torch.Generator()
+        if way == "rows meet":
+            _ = self.down.detach().zero_()
 
     def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        self.seen.append(len(tokens))
+        if self.way == "failing":
+            raise LookupError("an error of the module")
         rows = tokens - tokens.mean(0) if self.way == "rows meet" else tokens
+        rows = rows.log() if self.way == "logarithms" else rows
+        if self.way == "noise" and self.training:
+            rows = rows + torch.randn(rows.shape, generator=self.noise)
         indices = indices[:, :1] if self.way == "first choice" else indices
         outputs = tokens.clone() if self.way == "residual" else torch.zeros_like(tokens)
         for expert in range(EXPERTS if self.way == "number" else len(self.up)):
             row, choice = torch.where(indices == expert)
-            if self.way == "capacity":
+            if self.way == "capacity" or (self.way == "capacity in training" and self.training):
                 row, choice = row[: len(tokens) // 4], choice[: len(tokens) // 4]
             factor = weights[row, choice, None] ** (2 if self.way == "squared weights" else 1)
             if self.way == "experts meet":
                 factor = factor / len(self.up)
-            outputs = outputs.index_add(0, row, (rows[row] @ self.up[expert].T) @ self.down[expert].T * factor)
+            dropout = 0.2 if self.way == "dropout" else 0.0
+            hidden = nn.functional.dropout(rows[row] @ self.up[expert].T, dropout, self.training)
+            bias = self.added[expert] * (1 if self.way == "bias without weights" else factor)
+            outputs = outputs.index_add(0, row, hidden @ self.down[expert].T * factor + bias)
         return outputs
 
 
-WAYS = ("rows meet", "first choice", "residual", "number", "capacity", "squared weights", "experts meet")
+WAYS = (
+    "rows meet", "first choice", "residual", "number", "capacity", "squared weights", "experts meet",
+    "bias without weights", "capacity in training",
+)  # fmt: skip
+
+
+def varied(ctx: accel.DistContext, way: str) -> Varied:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        layer = Layer()
+        layer.experts = Varied(way)
+    plan = accel.parallel.Plan(experts={"experts": "dispatch"})
+    return accel.unwrap_model(
+        accel.prepare_model(accel.replace(ctx, mesh="dp=2,ep=2"), layer.double(), plan=plan)
+    ).experts
+
+
+CHOICES = torch.tensor([[0, 5]] * 6)
 
 
 def test_experts_that_compute_with_more_than_a_row_and_its_expert_are_refused(ranks):
     def rank(ctx: accel.DistContext) -> None:
-        ctx = accel.replace(ctx, mesh="dp=2,ep=2")
         weights = torch.rand(6, 2, generator=torch.Generator().manual_seed(1)).double()
         for way in WAYS:
-            layer = Layer()
-            layer.experts = Varied(way)
-            plan = accel.parallel.Plan(experts={"experts": "dispatch"})
-            model = accel.unwrap_model(accel.prepare_model(ctx, layer.double(), plan=plan))
             got = "IndexError" if way == "number" else "outputs that differ"
             with assert_raises(accel.errors.PrepareError, got=got, where="forward of Varied"):
-                _ = model.experts(batch(0)[:6], torch.tensor([[0, 5]] * 6), weights)
+                _ = varied(ctx, way)(batch(0)[:6], CHOICES, weights)
+
+    _ = ranks.run(rank, 2, default_group=True)
+
+
+def test_all_ranks_refuse_what_one_of_them_sees(ranks):
+    """A residual connection is the experts' own where the weights of a token sum to 1, as on rank 1."""
+
+    def rank(ctx: accel.DistContext) -> None:
+        weights = torch.full((6, 2), 0.5 - 0.2 * (ctx.rank == 0), dtype=torch.float64)
+        with assert_raises(accel.errors.PrepareError, got="outputs that differ"):
+            _ = varied(ctx, "residual")(batch(0)[:6], CHOICES, weights)
+
+    _ = ranks.run(rank, 2, default_group=True)
+
+
+def test_an_error_of_the_experts_comes_through_as_itself(ranks):
+    def rank(ctx: accel.DistContext) -> None:
+        with pytest.raises(LookupError, match="an error of the module"):
+            _ = varied(ctx, "failing")(batch(0)[:6], CHOICES, torch.ones(6, 2).double())
+
+    _ = ranks.run(rank, 2, default_group=True)
+
+
+def test_a_proof_decides_by_tokens_or_later_and_changes_nothing(ranks):
+    """Random rows have no logarithm, and no rank has tokens at first; a proof leaves what modules note as it was."""
+
+    def rank(ctx: accel.DistContext) -> None:
+        for way in ("logarithms", "dropout", "noise"):
+            experts = varied(ctx, way)
+            before = torch.Generator()
+            for count in (0, 6, 6):
+                rng_state = torch.get_rng_state()
+                with torch.no_grad():
+                    outputs = experts(batch(0)[:count].abs(), CHOICES[:count], torch.ones(count, 2).double())
+                assert outputs.isfinite().all()
+                assert len(experts.seen) == 1
+                assert way == "dropout" or torch.equal(rng_state, torch.get_rng_state())
+                _ = torch.randn(max(*experts.seen, 1), WIDTH, generator=before) if way == "noise" else None
+                assert torch.equal(before.get_state(), experts.noise.get_state())
+                assert (experts in experts.accel_proved) == (way != "logarithms" or count > 0)
+                experts.seen.clear()
+
+    _ = ranks.run(rank, 2, default_group=True)
+
+
+class Narrow(nn.Module):
+    """Frozen experts in 8 bits, of which a forward makes wide ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.ones(EXPERTS, WIDTH, WIDTH).to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        return (tokens[:, None, None] @ self.up.to(tokens)[indices] * weights[..., None, None]).sum((1, 2))
+
+
+def test_frozen_experts_in_8_bits_are_proved(ranks):
+    def rank(ctx: accel.DistContext) -> None:
+        plan = accel.parallel.Plan(experts={"0": "dispatch"})
+        head = nn.Linear(WIDTH, 1)  # a parameter to train
+        model = accel.prepare_model(accel.replace(ctx, mesh="dp=2,ep=2"), nn.Sequential(Narrow(), head), plan=plan)
+        experts = accel.unwrap_model(model)[0]
+        tokens = batch(0)[:6].float()
+        outputs = experts(tokens, CHOICES, torch.ones(6, 2))
+        torch.testing.assert_close(outputs, 2 * tokens.sum(1, keepdim=True).expand(-1, WIDTH))
+
+    _ = ranks.run(rank, 2, default_group=True)
+
+
+def _kept(_context: object, operator: object, *_args: object, **_named: object) -> CheckpointPolicy:
+    is_kept = operator is torch.ops.aten.mm.default
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_a_checkpoint_that_keeps_outputs_of_operators_keeps_none_of_a_proof(ranks):
+    def rank(ctx: accel.DistContext, policy: Any) -> Tensor:
+        experts = varied(ctx, "")
+        options = {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)} if policy else {}
+        run = functools.partial(checkpoint, experts, use_reentrant=False, **options) if policy else experts
+        run(batch(0)[:6], CHOICES, torch.ones(6, 2).double()).square().sum().backward()
+        return full_tensor(experts.up.grad)
+
+    wanted, found = (ranks.run(functools.partial(rank, policy=each), 2, default_group=True) for each in (None, _kept))
+    torch.testing.assert_close(found, wanted)
+
+
+class Sorted(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN))
+        self.down = nn.Parameter(torch.zeros(EXPERTS, HIDDEN, WIDTH))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        rows = rows.view(len(self.up), -1, WIDTH)
+        rows = rows - rows.mean(1, keepdim=True) if self.way == "rows meet" else rows
+        rows = rows + 1 if self.way == "no zeros" else rows
+        return ((rows @ self.up).tanh() @ self.down).flatten(0, 1)
+
+
+def test_sorted_experts_that_compute_with_more_than_a_row_are_refused(ranks):
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="dp=2,ep=2")
+        rows = torch.zeros(EXPERTS, 3, WIDTH).double()
+        rows[:, ctx.rank] = 1
+        plan = accel.parallel.Plan(experts={"0": "sorted"})
+        for way in ("rows meet", "no zeros", ""):
+            model = accel.prepare_model(ctx, nn.Sequential(Sorted(way)).double(), plan=plan)
+            refused = assert_raises(accel.errors.PrepareError, got="outputs that differ", where="forward of Sorted")
+            with refused if way else contextlib.nullcontext():
+                _ = model(rows.flatten(0, 1))
 
     _ = ranks.run(rank, 2, default_group=True)
 

@@ -37,8 +37,8 @@ class Experts(nn.Module):
         counts = torch.histc(chosen.flatten().float(), bins=len(self.up), min=0, max=len(self.up) - 1)
         ends = counts.cumsum(0).to(torch.int32)
         rows = tokens[order // 2]
-        gate = functional.silu(functional.grouped_mm(rows, self.gate.mT, offs=ends))
-        inner = gate * torch._grouped_mm(rows, self.up.mT, offs=ends)
+        gate = functional.silu(functional.grouped_mm(mat_b=self.gate.mT, mat_a=rows, offs=ends))
+        inner = gate * torch._grouped_mm(rows, mat2=self.up.mT, offs=ends)
         made = functional.grouped_mm(inner, self.down.mT, offs=ends) * weights.flatten()[order].unsqueeze(-1)
         return torch.zeros_like(tokens).index_add(0, order // 2, made).view(x.shape)
 

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import random
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -348,7 +350,7 @@ class Jitter(Block):
     """A block that draws noise and drops rows, as in training."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(nn.functional.dropout(hidden, 0.3) + torch.rand_like(hidden))
+        return super().forward(nn.functional.dropout(hidden, 0.3) + torch.rand_like(hidden) * random.random())
 
 
 class InPlace(Block):
@@ -386,6 +388,7 @@ def test_both_runs_draw_the_same_numbers():
         found = []
         for _ in range(2):
             torch.set_rng_state(before)
+            random.seed(0)
             found.append(float(model(torch.ones(5, WIDTH)).detach().sum()))
         after = torch.get_rng_state()
         torch.set_rng_state(before)
@@ -412,6 +415,46 @@ def test_a_loop_that_cannot_run_twice_is_refused(block, told):
             _ = model(torch.ones(5, WIDTH))
 
     _ = simulate(run, 2, default_group=True)
+
+
+class Meeting(Expert):
+    """An expert that computes with other rows than a row's own, in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        if way == "rows":
+            _ = self.down.weight.detach().zero_()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if self.way == "capacity in training" and self.training:
+            rows = torch.cat([rows[:2], 0 * rows[2:]])
+        met = {"rows": 0, "positions": -2}.get(self.way)
+        rows = nn.functional.dropout(rows, 0.1, self.training) if self.way == "dropout" else rows
+        return super().forward(rows if met is None else rows - rows.mean(met, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    ("way", "kind", "is_refused"),
+    [
+        ("rows", "hit", True),
+        ("positions", "dense", True),
+        ("capacity in training", "every", True),
+        ("dropout", "hit", False),
+    ],
+)
+def test_experts_that_compute_with_other_rows_are_refused(ranks, way, kind, is_refused):
+    def run(ctx: accel.DistContext) -> None:
+        model = net(kind)
+        model.layers[0].experts = nn.ModuleList(Meeting(way) for _ in range(EXPERTS)).double()
+        model = accel.prepare_model(accel.replace(ctx, mesh="dp=2,ep=2"), model, plan=PLAN)
+        refused = assert_raises(
+            PrepareError, got="outputs that differ, of some rows of expert", fix="leave ep out of the mesh"
+        )
+        with refused if is_refused else contextlib.nullcontext():
+            _ = model(tokens_of(ctx, 1))
+
+    _ = ranks.run(run, 2, default_group=True)
 
 
 def test_an_expert_that_is_called_from_elsewhere_is_refused():

@@ -148,12 +148,29 @@ class Sampled(nn.Module):
         return self.head(functional.gelu(self.up(mean + torch.randn_like(mean))))
 
 
+class Named(nn.Module):
+    """Passes operands of matmuls by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+        self.wide, self.narrow = nn.Parameter(torch.randn(WIDTH, 64) / 4), nn.Parameter(torch.randn(64, WORDS) / 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        hidden = functional.gelu(functional.linear(weight=self.up.weight, input=x, bias=self.up.bias))
+        added = torch.addmm(input=self.down.bias, mat1=hidden.flatten(0, 1), mat2=self.down.weight.T)
+        inner = functional.relu(torch.matmul(x + added.view_as(x), other=self.wide))
+        return torch.matmul(input=inner, other=self.narrow)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], float]] = {
     "a module among arguments": (Given, 0.9),
     "random buckets": (Hashes, 0.95),
     "a model in a wrapper": (Around, 0.9),
     "a checkpoint of a function": (Recomputes, 0.9),
     "a latent sample": (Sampled, 0.95),
+    "operands by name": (Named, 0.9),
 }
 
 

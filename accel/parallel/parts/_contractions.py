@@ -247,9 +247,24 @@ _OF_GROUPS: Mapping[tuple[int, int], tuple[str, str, str, str]] = {
 _OF_KERNELS = 8  # bfloat16 values of 16 bytes, which rows begin at in memory
 
 
+def operands_first(args: Args, kwargs: Named, *, is_added: bool = False) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of a matmul with its two operands first, which may have been given by name.
+
+    `is_added`: whether it is added to a tensor, which is before them.
+    """
+    found, given = [*args], dict(kwargs)
+    for names in (_ADDED if is_added else _OPERANDS)[len(found) :]:
+        found += [given.pop(name) for name in names if name in given]
+    return found, given
+
+
+_OPERANDS = (("input", "self", "mat_a"), ("weight", "other", "mat2", "mat_b"))  # names of the first and the second
+_ADDED = (("input",), ("mat1", "batch1"), ("mat2", "batch2"))
+
+
 def of_groups(func: Any, args: Args, kwargs: Named) -> Any:
     """grouped_mm: a matmul for each group of rows, as of experts."""
-    given = named("mat_a mat_b offs bias out_dtype", args, kwargs)
+    given = named("mat_a mat_b offs bias out_dtype", *operands_first(args, kwargs))
     one = given.pop("mat_a")
     other = given.pop("mat_b")
     if layouts_of(tensors_of(given)):

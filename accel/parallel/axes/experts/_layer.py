@@ -4,223 +4,35 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import copy
 import inspect
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+import math
+from collections.abc import Callable, Generator, Iterable, Mapping, MutableSet, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from accel.comm import exchanged, gathered, own_part
-from accel.errors import ConfigError, PrepareError
+from accel.comm import Call, adopt, agreed_values, gathered, own_part
+from accel.devices import get_random_state, wide_dtype
+from accel.errors import PeerError, PrepareError
 from accel.mixins import Mixin
 from accel.parallel._modules import written_class
+from accel.parallel._private import without_checkpoints
 from accel.parallel.axes.experts._expert_plan import EP
+from accel.parallel.axes.experts._routing import bring_back, dispatch_tokens
 from accel.parallel.parts._local_map import Independence, on_own_rows
-from accel.random import isolated_rng
+from accel.random import isolated_rng, set_stream_state, stream_state
 from accel.tensors import is_dtensor, is_view
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class Permutation:
-    """An order of rows, each source row `copies` times.
-
-    Attributes:
-        order: place of each new row among the copies.
-        copies: number of copies of each source row, side by side.
-        inverse: new row of each copy.
-    """
-
-    __slots__ = ("copies", "inverse", "order")
-
-    def __init__(self, order: Tensor, copies: int, inverse: Tensor | None = None) -> None:
-        self.order = order
-        self.copies = copies
-        if inverse is None:
-            inverse = torch.empty_like(order)
-            inverse[order] = torch.arange(len(order), device=order.device)
-        self.inverse = inverse
-
-    def inverted(self) -> Permutation:
-        """Return the order that undoes this one, of one copy."""
-        return Permutation(self.inverse, 1, self.order)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Journey:
-    """An exchange of rows."""
-
-    arrivals: Permutation  # order by expert of the rows, which came in one part a rank
-    sent: Sequence[int]  # number of rows to each rank
-    received: Sequence[int]  # number of rows from each rank
-    group: dist.ProcessGroup  # ranks of the exchange
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class DispatchedTokens:
-    """The tokens of the experts that this rank holds, and the way back.
-
-    Attributes:
-        rows: one row for each choice of one of these experts, in the experts' order, shape [rows, ...].
-        counts: number of rows of each expert of this rank, in order; some may be 0.
-        choices: order in which this rank's own choices left, for `combine_tokens`.
-        journey: exchange that brought the rows; None if they only came from this rank.
-    """
-
-    rows: Tensor
-    counts: Sequence[int]
-    choices: Permutation
-    journey: Journey | None = None
-
-    @property
-    def experts(self) -> Tensor:
-        """The expert of each row, counted among this rank's experts: integers of shape [rows]."""
-        # the host does not wait for what the device has to do before such a copy
-        counts = torch.tensor(self.counts).to(self.rows.device, non_blocking=True)
-        own = torch.arange(len(self.counts), device=self.rows.device)
-        return own.repeat_interleave(counts, output_size=self.rows.shape[0])
-
-
-def dispatch_tokens(
-    tokens: Tensor, indices: Tensor, *, experts: int, group: dist.ProcessGroup | None = None
-) -> DispatchedTokens:
-    """Bring tokens to the ranks that hold their experts. A collective of the group, as its backward.
-
-    Of E experts on R ranks, rank r holds those from r * E / R on. Every choice is kept, however many tokens an expert
-    gets; ranks may have different numbers of tokens, or none. The host waits once for the device, for the counts.
-
-    Args:
-        tokens: this rank's, shape [tokens, ...].
-        indices: experts of each token, integers of shape [tokens, k], as `route_tokens` returns them.
-        experts: number of all experts; the group's size divides it.
-        group: ranks that share the experts, as `accel.group_of(ctx, "ep")` returns them; None if all are here.
-
-    Raises:
-        ConfigError: an index of another shape, or a number of experts that the ranks cannot share.
-
-    Examples:
-        >>> tokens = torch.tensor([[1.0], [2.0], [3.0]])
-        >>> sent = accel.parallel.dispatch_tokens(tokens, torch.tensor([[1], [0], [1]]), experts=2)
-        >>> sent.rows.flatten().tolist(), sent.counts
-        ([2.0, 1.0, 3.0], (1, 2))
-    """
-    ranks = 1 if group is None else group.size()
-    _check(tokens, indices, experts, ranks)
-    chosen = indices.flatten()
-    choices = Permutation(chosen.argsort(stable=True), indices.shape[1])
-    sent = chosen.new_zeros(experts).index_add_(0, chosen, torch.ones_like(chosen))  # bincount waits for the device
-    rows = _taken(tokens, choices)
-    if group is None:
-        return DispatchedTokens(rows, _listed(sent), choices)
-    received = torch.empty_like(sent)
-    _ = cast(Any, dist).all_to_all_single(received, sent, group=group)
-    own = experts // ranks
-    per_rank = sent.view(ranks, own).sum(1)
-    counted = _listed(torch.cat([per_rank, received]))  # the one wait for the device
-    to = counted[:ranks]
-    from_each = [counted[at : at + own] for at in range(ranks, len(counted), own)]
-    back = tuple(map(sum, from_each))
-    came = exchanged(rows, to, back, group)
-    by_expert = torch.arange(own, device=chosen.device).repeat(ranks).repeat_interleave(received, output_size=sum(back))
-    arrivals = Permutation(by_expert.argsort(stable=True), 1)
-    counts = tuple(map(sum, zip(*from_each, strict=True)))
-    return DispatchedTokens(_taken(came, arrivals), counts, choices, Journey(arrivals, to, back, group))
-
-
-def combine_tokens(outputs: Tensor, dispatched: DispatchedTokens, weights: Tensor) -> Tensor:
-    """Bring outputs of experts back, and sum them by token. A collective of the dispatch's group, as its backward.
-
-    Args:
-        outputs: of the rows of `dispatched`, in their order, shape [rows, ...].
-        dispatched: result of `dispatch_tokens`.
-        weights: factor of each output, shape [tokens, k], as `route_tokens` returns them.
-
-    Returns:
-        The weighted sums in the dtype of `outputs`, shape [tokens, ...].
-
-    Raises:
-        ConfigError: another number of rows or weights than was dispatched.
-
-    Examples:
-        >>> sent = accel.parallel.dispatch_tokens(torch.tensor([[1.0], [2.0]]), torch.tensor([[1], [0]]), experts=2)
-        >>> accel.parallel.combine_tokens(sent.rows * 10, sent, torch.tensor([[0.5], [1.0]])).flatten().tolist()
-        [5.0, 20.0]
-    """
-    return bring_back(outputs, dispatched.choices, dispatched.journey, weights)
-
-
-def bring_back(outputs: Tensor, choices: Permutation, journey: Journey | None, weights: Tensor) -> Tensor:
-    """Bring outputs back and sum them, as `combine_tokens`; callers drop the dispatched rows first.
-
-    Rows on their way have one name: each copy is freed once the next is made.
-    """
-    count = len((choices if journey is None else journey.arrivals).order)
-    if outputs.shape[:1] != (count,) or weights.numel() != len(choices.order):
-        raise ConfigError(
-            "these are not outputs of the dispatched tokens",
-            expected=f"{count} rows, and {len(choices.order)} weights",
-            got=f"shapes {list(outputs.shape)} and {list(weights.shape)}",
-            where="combine_tokens",
-        )
-    if journey is not None:
-        outputs = _taken(outputs, journey.arrivals.inverted())
-        outputs = exchanged(outputs, journey.received, journey.sent, journey.group)
-    outputs = _taken(outputs, choices.inverted())
-    factors = weights.reshape(*weights.shape, *[1] * (outputs.ndim - 1))
-    by_token = outputs.reshape(*weights.shape, *outputs.shape[1:])
-    return (by_token * factors).sum(1).to(outputs.dtype)
-
-
-class _Taken(torch.autograd.Function):
-    """Rows in another order. Its gradient is a read too; the gradient of an index adds in no fixed order on GPUs."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, permutation: Permutation) -> Tensor:
-        ctx.permutation = permutation
-        return rows.index_select(0, permutation.order // permutation.copies)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - decorated
-        permutation = ctx.permutation
-        grad = grad_outputs[0].index_select(0, permutation.inverse)
-        if permutation.copies > 1:
-            sources = grad.shape[0] // permutation.copies
-            grad = grad.reshape(sources, permutation.copies, *grad.shape[1:]).sum(1)
-        return grad, None
-
-
-def _taken(rows: Tensor, permutation: Permutation) -> Tensor:
-    return cast(Any, _Taken).apply(rows, permutation)
-
-
-def _listed(counts: Tensor) -> tuple[int, ...]:
-    return tuple(cast("list[int]", cast(Any, counts).tolist()))
-
-
-def _check(tokens: Tensor, indices: Tensor, experts: int, ranks: int) -> None:
-    if indices.ndim != 2 or indices.shape[0] != tokens.shape[0] or indices.is_floating_point():
-        raise ConfigError(
-            "the experts do not fit the tokens",
-            expected=f"integers of shape [{tokens.shape[0]}, k]",
-            got=f"{indices.dtype} of shape {list(indices.shape)}",
-            where="dispatch_tokens",
-        )
-    if experts < 1 or experts % ranks:
-        raise ConfigError(
-            "the experts cannot be divided among the ranks",
-            expected=f"a multiple of {ranks}",
-            got=f"{experts} experts",
-            where="dispatch_tokens",
-            fix="Use an ep that divides the number of experts.",
-        )
-
-
+K = TypeVar("K")
+R = TypeVar("R")
 Run = Callable[[Any, Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 COUNT = "num_experts"  # attribute by which modules of transformers know the number of their experts
 
@@ -228,7 +40,7 @@ COUNT = "num_experts"  # attribute by which modules of transformers know the num
 class SharedExperts(Mixin):
     """A module with experts that ranks share. A function runs its forward, by the style of the experts."""
 
-    accel_proved: set[type]  # classes that compute rows and experts independently
+    accel_proved: MutableSet[nn.Module]  # modules that compute rows and experts independently
     accel_run: Run  # one of `RUNS`, hidden from torch.compile
     accel_style: str
     # Mesh of the ranks that hold the same tokens and dispatch a part of them each; None where no other rank holds them.
@@ -264,11 +76,11 @@ def run_dispatched(module: Any, run: Callable[..., Any], inputs: Sequence[Any], 
 
 
 def _dispatched(module: nn.Module, run: Callable[..., Any], rows: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-    if type(module) not in cast(Any, module).accel_proved:
-        _prove(module, run, rows, weights)
-        cast(Any, module).accel_proved.add(type(module))
     mesh, experts = _spread_of(module)
-    sent = dispatch_tokens(rows, indices, experts=experts, group=mesh.get_group(EP))
+    group = mesh.get_group(EP)
+    prove = partial(_prove_dispatched, module, run, rows, weights)
+    prove_once(cast(Any, module).accel_proved, [module], group, rows.device, prove)
+    sent = dispatch_tokens(rows, indices, experts=experts, group=group)
     choices, journey = sent.choices, sent.journey
     own = sent.experts[:, None]
     came = sent.rows
@@ -309,7 +121,10 @@ def _dispatched_sorted(
     module: nn.Module, run: Callable[..., Any], rows: Tensor, indices: Tensor, weights: Tensor
 ) -> Tensor:
     mesh, experts = _spread_of(module)
-    sent = dispatch_tokens(rows, indices, experts=experts, group=mesh.get_group(EP))
+    group = mesh.get_group(EP)
+    prove = partial(_prove_sorted, module, run, rows)
+    prove_once(cast(Any, module).accel_proved, [module], group, rows.device, prove)
+    sent = dispatch_tokens(rows, indices, experts=experts, group=group)
     most = max(*sent.counts, 1)
     firsts = torch.tensor([most * at - sum(sent.counts[:at]) for at in range(len(sent.counts))])
     firsts = firsts.to(rows.device, non_blocking=True)
@@ -390,80 +205,272 @@ def _local_parts(module: nn.Module, parts: Mapping[str, Tensor] | None = None) -
 
 _FACTORS = (1.0, -0.75, 0.5, -1.25)  # of the experts in a proof, so that they differ
 _LARGEST_DIFFERENCE = 0.02  # of the outputs' norm; formats of 16 bits round by less
+_ROWS = 8  # of a proof
 
 
-def _prove(module: nn.Module, run: Callable[..., Any], tokens: Tensor, weights: Tensor) -> None:
+def prove_once(
+    proved: MutableSet[K], keys: Iterable[K], group: dist.ProcessGroup, device: torch.device, prove: Callable[[], bool]
+) -> None:
+    """Prove modules in their first call, and in later ones until a rank could. A collective until then.
+
+    `prove` returns whether it could, and raises where ranks would compute something else. Its error is raised on all
+    ranks, which would wait for this one in the exchange of rows.
+    """
+    new = [each for each in keys if each not in proved]
+    if not new:
+        return
+    failures: list[Exception] = []
+
+    def work() -> bool:
+        try:
+            return prove()
+        except Exception as error:
+            failures.append(error)
+            raise
+
+    try:
+        with without_checkpoints(), isolated_rng(device):
+            if any(agreed_values(adopt(group, device), Call("proof of experts", ordered=False), work, bool)):
+                proved |= set(new)
+    except PeerError:
+        if failures:  # an error of the module, which means something to the code around it
+            raise failures[0] from None
+        raise
+
+
+def compared(
+    modules: Iterable[nn.Module],
+    pairs: Iterable[Callable[[], tuple[Tensor, Tensor]]],
+    alone: Callable[[], object],
+    refused: Callable[[str], PrepareError],
+) -> bool:
+    """Raise the error of `refused` where two outputs differ; return whether some pair had values to compare.
+
+    Outputs of zeros, or that are not finite, have none. Where a function draws random numbers in training, it is
+    compared in evaluation. An error is the module's own if `alone` raises one, too.
+    """
+    modules = list(modules)
+    trains = any(each.training for each in modules)
+    with torch.no_grad():
+        for pair in pairs:
+            try:
+                verdict = _difference(*_outputs(modules, pair))
+                if verdict and trains and _draws(modules, pair):
+                    verdict = _difference(*_outputs(modules, pair, trains=False))
+            except (torch.OutOfMemoryError, MemoryError):
+                raise
+            except Exception as error:
+                _ = _outputs(modules, lambda: alone())
+                raise refused(f"{type(error).__name__}: {error}") from error
+            if verdict:
+                raise refused("outputs that differ")
+            if verdict is not None:
+                return True
+    return False
+
+
+def _outputs(modules: Sequence[nn.Module], run: Callable[[], R], *, trains: bool = True) -> R:
+    with _unchanged(modules):
+        if not trains:
+            _ = [each.eval() for each in modules]
+        return run()
+
+
+def _draws(modules: Sequence[nn.Module], pair: Callable[[], tuple[Tensor, Tensor]]) -> bool:
+    """Whether functions draw random numbers: they move a stream, or compute something else in a second call."""
+    states: list[Tensor] = []
+    outputs: list[Tensor] = []
+    with _unchanged(modules):
+        for _ in range(2):
+            states.append(torch.get_rng_state())
+            outputs.append(pair()[0])
+            device = outputs[-1].device
+            states.append(torch.get_rng_state() if device.type == "cpu" else get_random_state(device))
+    return (
+        not torch.equal(states[0], states[2])
+        or not torch.equal(states[1], states[3])
+        or not torch.equal(*(each.nan_to_num() for each in outputs))
+    )
+
+
+def _difference(found: Tensor, expected: Tensor) -> bool | None:
+    """Whether outputs differ by more than rounding; None of those without a finite value but zeros."""
+    finite = found.isfinite() & expected.isfinite()
+    one, other = (torch.where(finite, each, 0).to(wide_dtype(each.device)) for each in (found, expected))
+    largest = torch.stack([one.abs().sum(), other.abs().sum()]).amax()
+    off, size = (float(each.square().sum().sqrt()) for each in ((one - other) / largest, one / largest))
+    return off > _LARGEST_DIFFERENCE * size if math.isfinite(size) else None
+
+
+def _prove_dispatched(module: nn.Module, run: Callable[..., Any], tokens: Tensor, weights: Tensor) -> bool:
     """Raise `PrepareError` if a module computes with other rows or experts than those of a choice, or with weights in
     another way than as factors: ranks would have other outputs than one process. No communication.
 
     A few rows, with the weights of tokens, are computed by all of four experts, and each choice by two of them, without
-    its weight.
+    its weight. Rows are drawn; if outputs of those are not finite, they are tokens.
     """
+    run_few = _with_few(module, run)
+    if run_few is None:
+        return True
+    random = torch.Generator().manual_seed(0)
+    drawn = torch.randn(_ROWS, tokens.shape[1], generator=random).to(tokens)
+    keys = torch.rand(_ROWS, len(_FACTORS), generator=random) + torch.arange(len(_FACTORS)) / 2  # most choose few
+    indices = keys.argsort(1)[:, : weights.shape[1]].to(tokens.device)
+    chosen = indices.flatten()
+    places = torch.arange(_ROWS, device=tokens.device) % max(len(tokens), 1)
+    given = [drawn, tokens.detach()[places]] if len(tokens) else [drawn]
+
+    def pair(rows: Tensor) -> tuple[Tensor, Tensor]:
+        few = _few_weights(weights.detach(), *indices.shape)
+        found = run_few(0, len(_FACTORS), rows, indices, few)
+        single = found.new_zeros(len(chosen), found.shape[-1])
+        for begin in range(0, len(_FACTORS), 2):
+            order = chosen.argsort(stable=True)
+            order = order[(chosen[order] >= begin) & (chosen[order] < begin + 2)]
+            own, ones = chosen[order, None] - begin, few.new_ones(len(order), 1)
+            single[order] = run_few(begin, begin + 2, rows[order // indices.shape[1]], own, ones)
+        return found, (single.view(*indices.shape, -1) * few[..., None]).sum(1)
+
+    def alone() -> object:
+        with _local_parts(module, _all_experts(module)):
+            return run(drawn, indices, weights.new_full(indices.shape, 1 / indices.shape[1]))
+
+    return compared([module], [partial(pair, rows) for rows in given], alone, partial(_dependent, module, _DISPATCHED))
+
+
+def _prove_sorted(module: nn.Module, run: Callable[..., Any], tokens: Tensor) -> bool:
+    """Raise `PrepareError` if a module computes with other rows or experts than a row's own, or gives something else
+    than zeros for rows of zeros. No communication.
+
+    Rows of four experts, some of them zeros, are computed together, and the others by two experts in another order.
+    """
+    run_few = _with_few(module, run)
+    if run_few is None:
+        return True
+    drawn = torch.randn(len(_FACTORS), 3, tokens.shape[1], generator=torch.Generator().manual_seed(0)).to(tokens)
+    drawn[:, 1] = 0
+
+    def pair() -> tuple[Tensor, Tensor]:
+        found = run_few(0, len(_FACTORS), drawn.flatten(0, 1)).view(*drawn.shape[:2], -1)
+        expected = torch.zeros_like(found)
+        for begin in range(0, len(_FACTORS), 2):
+            rows = drawn[begin : begin + 2, [2, 0]].flatten(0, 1)
+            expected[begin : begin + 2, [2, 0]] = run_few(begin, begin + 2, rows).view(2, 2, -1)
+        return found, expected
+
+    def alone() -> object:
+        parts = _all_experts(module)
+        with _local_parts(module, parts):
+            return run(drawn.flatten(0, 1)[: next(iter(parts.values())).shape[0]])
+
+    return compared([module], [pair], alone, partial(_dependent, module, _SORTED))
+
+
+def _with_few(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Tensor] | None:
+    """Return a function that runs a module with some of four experts; None if their parameters can't be scaled."""
     held = _parts_of(module)
     if not held or not all(each.is_floating_point() for each in held.values()):
-        return
-    few = {name: _few_experts(each.detach()) for name, each in held.items()}
-    random = torch.Generator().manual_seed(0)
-    rows = torch.randn(2 * len(_FACTORS), tokens.shape[1], generator=random).to(tokens)
-    keys = torch.rand(len(rows), len(_FACTORS), generator=random) + torch.arange(len(_FACTORS)) / 2  # most choose few
-    indices = keys.argsort(1)[:, : weights.shape[1]].to(tokens.device)
-    weights = _few_weights(weights.detach(), *indices.shape)
-    chosen = indices.flatten()
+        return None
+    random = torch.Generator().manual_seed(1)
+    few: dict[str, Tensor] = {}
 
-    def outputs(begin: int, end: int, *given: Tensor) -> Tensor:
+    def run_few(begin: int, end: int, *given: Tensor) -> Tensor:
+        for name, each in held.items() if not few else ():
+            few[name] = few_experts(each.detach(), random, trains=module.get_parameter(name).requires_grad)
         with _local_parts(module, {name: each[begin:end] for name, each in few.items()}):
             return run(*given)
 
-    with torch.no_grad(), isolated_rng(tokens.device), _unchanged(module):
-        try:
-            found = outputs(0, len(_FACTORS), rows, indices, weights)
-            single = found.new_zeros(len(chosen), found.shape[-1])
-            for begin in range(0, len(_FACTORS), 2):
-                order = chosen.argsort(stable=True)
-                order = order[(chosen[order] >= begin) & (chosen[order] < begin + 2)]
-                own, ones = chosen[order, None] - begin, weights.new_ones(len(order), 1)
-                single[order] = outputs(begin, begin + 2, rows[order // indices.shape[1]], own, ones)
-        except Exception as error:
-            raise _dependent(module, f"{type(error).__name__}: {error}") from error
-        difference = (single.view(*indices.shape, -1) * weights[..., None]).sum(1) - found
-        if bool(difference.float().square().sum() > _LARGEST_DIFFERENCE**2 * found.float().square().sum()):
-            raise _dependent(module, "outputs that differ")
+    return run_few
+
+
+def few_experts(part: Tensor, random: torch.Generator, *, trains: bool) -> Tensor:
+    """Return the values of four experts, from those of some; drawn ones for zeros that a step will change."""
+    wide = part.float() if part.dtype.itemsize == 1 else part  # torch has no arithmetic in 8 bits
+    factors = torch.tensor(_FACTORS).to(wide).view(-1, *[1] * (part.ndim - 1))
+    few = wide[torch.arange(len(_FACTORS), device=part.device) % len(part)] * factors
+    return (redrawn(few, random) if trains else few).to(part.dtype)
+
+
+def redrawn(values: Tensor, random: torch.Generator) -> Tensor:
+    """Return drawn values in the place of zeros, as a layer that is initialised to zeros computes nothing."""
+    if not values.numel() or bool(values.any()):
+        return values
+    return (torch.randn(values.shape, generator=random) / max(values.shape[-1], 1) ** 0.5).to(values)
+
+
+def _all_experts(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters with as many experts as all ranks hold, each of them this rank's first, in no memory."""
+    count = _spread_of(module)[1]
+    return {name: each.detach()[:1].expand(count, *each.shape[1:]) for name, each in _parts_of(module).items()}
 
 
 def _few_weights(weights: Tensor, rows: int, choices: int) -> Tensor:
-    """Return the weights of some tokens; those of fewer choices have the same sum."""
+    """Return the largest weights of tokens; those of fewer choices have the same sum."""
     if not len(weights):
         return weights.new_full((rows, choices), 1 / choices)
-    some = weights[torch.arange(rows, device=weights.device) % len(weights)]
+    largest = weights.abs().sum(1).argsort(descending=True)
+    some = weights[largest[torch.arange(rows, device=weights.device) % len(weights)]]
     few = some[:, :choices]
     return few if few.shape == some.shape else few * (some.sum(1) / few.sum(1))[:, None]
 
 
-def _few_experts(part: Tensor) -> Tensor:
-    factors = torch.tensor(_FACTORS).to(part).view(-1, *[1] * (part.ndim - 1))
-    return part[torch.arange(len(_FACTORS), device=part.device) % len(part)] * factors
-
-
 @contextlib.contextmanager
-def _unchanged(module: nn.Module) -> Generator[None]:
-    """Let a module compute as in evaluation, and put back its modes and buffers afterwards."""
-    modes = {each: each.training for each in module.modules()}
-    buffers = [(each, each.clone()) for each in module.buffers()]
-    _ = module.eval()
+def _unchanged(modules: Iterable[nn.Module]) -> Generator[None]:
+    """Put back modes, buffers, and public attributes with what they hold."""
+    inner = list(dict.fromkeys(each for module in modules for each in module.modules()))
+    modes = {each: each.training for each in inner}
+    buffers = [_held(each) for module in inner for each in module.buffers(recurse=False)]
+    own = [(vars(each), {name: _held(value) for name, value in vars(each).items() if name[0] != "_"}) for each in inner]
     try:
         yield
     finally:
+        for attributes, before in own:
+            for name in [name for name in attributes if name[0] != "_" and name not in before]:
+                del attributes[name]
+            attributes.update({name: put_back() for name, put_back in before.items()})
+        _ = [put_back() for put_back in buffers]
         for each, mode in modes.items():
             each.training = mode
-        for each, values in buffers:
-            _ = each.copy_(values)
 
 
-def _dependent(module: nn.Module, got: str) -> PrepareError:
+def _held(value: Any) -> Callable[[], Any]:
+    """Return a function that returns a value as it is now: tensors, containers and generators may change in place."""
+    if (state := stream_state(value)) is not None:
+        return lambda: (value, set_stream_state(value, state))[0]
+    if not isinstance(value, Tensor | list | dict | set):
+        return lambda: value
+    held = cast(Any, value)
+    copied = held.clone() if isinstance(value, Tensor) else copy.copy(held)
+    version = _version(held)
+
+    def put_back() -> Any:
+        if isinstance(value, list):
+            held[:] = copied
+        elif not isinstance(value, Tensor):
+            held.clear()
+            held.update(copied)
+        elif version != _version(held):  # a graph may have saved the tensor
+            held.copy_(copied)
+        return held
+
+    return put_back
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+_DISPATCHED = (
+    "a forward(tokens, indices, weights) that takes the number of experts from its parameters, and multiplies each "
+    "output by its weight"
+)
+_SORTED = "a forward(rows) that takes the number of experts from its parameters, and gives zeros for rows of zeros"
+
+
+def _dependent(module: nn.Module, expected: str, got: str) -> PrepareError:
     return PrepareError(
         "experts do not compute each row by its expert alone, so ranks would have other outputs than one process",
-        expected="a forward(tokens, indices, weights) that takes the number of experts from its parameters, and "
-        "multiplies each output by its weight",
+        expected=expected,
         got=f"{got}, of some experts and rows instead of all",
         where=f"forward of {written_class(module).__name__}, Plan.experts",
         fix="Drop tokens, mix rows, add tokens to outputs, and change weights in the module that calls the experts, or "

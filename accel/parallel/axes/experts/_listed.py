@@ -20,9 +20,11 @@ from accel.comm import exchanged, summed
 from accel.devices import autocast_dtype
 from accel.errors import PrepareError
 from accel.mixins import Mixin, add_mixin
-from accel.parallel._modules import listed_modules, named_modules, note_module, notes_of
+from accel.parallel._modules import listed_modules, named_modules, note_module, notes_of, written_class
 from accel.parallel.axes.experts._expert_plan import EP, LISTED
-from accel.parallel.axes.experts._layer import DispatchedTokens, Run, bring_back, dispatch_tokens, in_parts
+from accel.parallel.axes.experts._layer import Run, compared, in_parts, prove_once, redrawn
+from accel.parallel.axes.experts._routing import DispatchedTokens, bring_back, dispatch_tokens
+from accel.random import isolated_rng
 from accel.tensors import is_view
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ class ExpertCalls:
         rows: inputs by call.
         experts: experts by call.
         outputs: outputs that wait for their calls.
+        proved: experts that compute each row alone.
     """
 
     def __init__(self, path: str) -> None:
@@ -47,6 +50,7 @@ class ExpertCalls:
         self.rows: list[Tensor] = []
         self.experts: list[int] = []
         self.outputs: list[Tensor] = []
+        self.proved: set[int] = set()
 
     @contextlib.contextmanager
     def during(self, phase: Literal["collect", "replay", "run"]) -> Generator[None]:
@@ -149,7 +153,7 @@ def run_block(block: Any, run: Callable[..., Any], inputs: Sequence[Any], named:
     if not tensors:
         raise calls.refused("a module that is called without a tensor")
     calls.rows, calls.experts = [], []
-    with _unchanged(block, tensors, calls), _same_draws(tensors[0].device), calls.during("collect"):
+    with _unchanged(block, tensors, calls), isolated_rng(tensors[0].device), calls.during("collect"):
         try:
             _ = run(*inputs, **named)
         except torch.OutOfMemoryError:
@@ -179,13 +183,6 @@ def run_block(block: Any, run: Callable[..., Any], inputs: Sequence[Any], named:
         raise calls.refused(f"{len(calls.outputs)} calls in the first run alone")
     calls.rows, calls.experts = [], []
     return result
-
-
-def _same_draws(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Leave random numbers to the code after the block as if none had been drawn in it."""
-    if device.type in ("cpu", "meta"):
-        return cast(Any, torch.random).fork_rng(devices=[])
-    return cast(Any, torch.random).fork_rng(devices=[device], device_type=device.type)
 
 
 @contextlib.contextmanager
@@ -220,11 +217,20 @@ def run_listed(listed: Any, rows: Tensor, indices: Tensor, called: Tensor) -> Te
     weights, tie = _own_weights([_named(each) if at in used else [] for at, each in enumerate(experts)], group)
     alike = None if listed.accel_alike is None else listed.accel_alike.get_group()
 
+    first = own * group.rank()
+    held = sorted(used & set(range(first, first + own)))
+
+    def prove() -> bool:
+        new = [at for at in held if at not in calls.proved]
+        found = [_prove(calls, at, experts[at], weights[at - first], rows) for at in new]
+        return any(found)
+
+    prove_once(calls.proved, used, group, rows.device, prove)
+
     def run_own(sent: DispatchedTokens) -> Tensor:
         parts = cast("tuple[Tensor, ...]", cast(Any, torch).split(sent.rows, list(sent.counts)))
         outputs: list[Tensor] = []
-        first = own * group.rank()
-        for at in sorted(used & set(range(first, first + own))):
+        for at in held:
             part = parts[at - first]
             with calls.during("run"), _with_weights(weights[at - first]):
                 # a row of ones, with its output dropped: parameters take part in the backward
@@ -241,6 +247,49 @@ def run_listed(listed: Any, rows: Tensor, indices: Tensor, called: Tensor) -> Te
 
     outputs = in_parts(computed, (rows, indices, rows.new_ones(indices.shape)), alike)
     return outputs.clone() if is_view(outputs) else outputs  # an operation in place on a view would lose FSDP's hooks
+
+
+def _prove(
+    calls: ExpertCalls, at: int, expert: nn.Module, weights: Sequence[tuple[nn.Module, str, Tensor]], rows: Tensor
+) -> bool:
+    """Raise `PrepareError` if an expert computes with other rows than a row's own, which ranks run together. No
+    communication.
+
+    Rows as the loop gives them, but drawn ones, are computed together, and then two parts of them alone.
+    """
+    shape = max((each.shape for each in calls.rows), key=len, default=rows.shape)
+    random = torch.Generator().manual_seed(0)
+    drawn = torch.randn((2, *shape[1:]) if len(shape) > 2 else (6, rows.shape[-1]), generator=random).to(rows)
+
+    def run(given: Tensor) -> Tensor:
+        values = [
+            redrawn(each, random) if module.get_parameter(name).requires_grad else each
+            for module, name, each in weights
+        ]
+        own = [(module, name, value) for (module, name, _), value in zip(weights, values, strict=True)]
+        with calls.during("run"), _with_weights(own):
+            return cast(Any, expert).forward(given)
+
+    def pair() -> tuple[Tensor, Tensor]:
+        _ = random.manual_seed(1)
+        found = run(drawn)
+        flat = drawn.flatten(0, -2)
+        parts: list[Tensor] = []
+        for part in (flat[:2], flat[2:]):
+            _ = random.manual_seed(1)  # of the same weights
+            parts.append(run(part))
+        return found, torch.cat(parts).view(*drawn.shape[:-1], -1)
+
+    def refused(got: str) -> PrepareError:
+        return PrepareError(
+            "an expert of a list does not compute each row alone, so ranks would have other outputs than one process",
+            expected="an expert whose outputs for some rows are these rows of its outputs for all",
+            got=f"{got}, of some rows of expert {at} instead of all",
+            where=f"forward of {written_class(expert).__name__}, Plan.experts, {calls.path}",
+            fix="Drop tokens and mix rows in the module that calls the experts, or leave ep out of the mesh.",
+        )
+
+    return compared([expert], [pair], lambda: run(drawn), refused)
 
 
 def _used(called: Tensor, mesh: DeviceMesh) -> set[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, cast
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -134,7 +135,7 @@ def _add_forwards(ctx: DistContext, model: nn.Module, styles: Mapping[str, str])
             accel_run=staticmethod(hide(run)),
             accel_style=style,
             accel_alike=alike,
-            accel_proved=set[type](),
+            accel_proved=WeakSet[nn.Module](),
         )
     listed = [model.get_submodule(path) for path in lists]
     mesh = open_expert_mesh(ctx)

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from accel.compiling import uncompiled
 from accel.parallel.parts import RowLayout, rows_of
 from accel.parallel.parts._attention import written_out
-from accel.parallel.parts._contractions import dotted, terms_of
+from accel.parallel.parts._contractions import dotted, operands_first, terms_of
 from accel.parallel.parts._layout import RowCut, cut_of, even, fit
 
 Layouts = Mapping[str, RowLayout]
@@ -152,12 +152,10 @@ class _MatmulRecorder(TorchFunctionMode):
     def _matmul(self, func: Any, name: str, args: list[Any], named: dict[str, Any]) -> Any:
         """The result of a recorded matmul; None for another one."""
         first, second, of_input, of_weight = _MATMULS[name]
-        if len(args) <= first:
+        args, named = operands_first(args, named, is_added=name in _ADDED)
+        if not all(isinstance(each, Tensor) for each in args[first : second + 1]) or len(args) <= second:
             return None
-        weight = args[second] if len(args) > second else named.get("weight", named.get("mat2", named.get("other")))
-        if not isinstance(weight, Tensor) or not isinstance(args[first], Tensor):
-            return None
-        x = args[first]
+        x, weight = args[first], args[second]
         if name in _OPERATORS and x.dim() == 2 and self._is_weight(x) and self._is_weight(weight):
             return None  # a weight that is made of two, as a merged low-rank correction
         if name.startswith("conv"):

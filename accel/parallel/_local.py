@@ -80,3 +80,8 @@ class _OwnPartInTransform(_OwnPart):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[DTensor, bool], output: torch.Tensor) -> None:
         ctx.parameter, ctx.copies = inputs
+
+    @staticmethod
+    def vmap(_info: object, _dims: object, parameter: DTensor, copies: bool) -> tuple[torch.Tensor, None]:
+        """What `torch.vmap` maps, the parameter is the same for."""
+        return cast(Any, _OwnPartInTransform).apply(parameter, copies), None

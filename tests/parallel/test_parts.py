@@ -156,6 +156,8 @@ def _seeded(t: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     return function(t)
 
 
+_SPECIAL = "erf erfc erfcx erfinv exp2 expm1 log1p gammaln digamma psi sinc ndtr ndtri i0 i0e i1 i1e entr logit"
+SPECIAL: list[Callable[[Tensor], Tensor]] = [getattr(torch.special, each) for each in _SPECIAL.split()]
 CASES: Mapping[str, Callable[[Drawn], Any]] = {
     "view": _of(lambda g, t, new: t.view(new), Drawn.view),
     "there and back": _of(lambda g, t, new: t.view(new).view(g.shape), Drawn.view),
@@ -215,6 +217,10 @@ CASES: Mapping[str, Callable[[Drawn], Any]] = {
     "in place": _of(lambda g, t, w: t.clone().add_(t).mul_(w), Drawn.whole),
     "activations": _new(lambda g, t: functional.silu(functional.relu(t, inplace=False)) * functional.gelu(t)),
     "pow": _new(lambda g, t: t.square().add(1).rsqrt() ** 2.0),
+    "functions of other names": _new(lambda g, t: functional.threshold(functional.logsigmoid(t), -1.0, -2.0)),
+    "special": _new(lambda g, t: torch.special.xlogy(torch.special.expit(t), torch.special.log_ndtr(t).exp())),
+    "special, alone": _new(lambda g, t: tuple(each(t.sigmoid()) for each in SPECIAL)),
+    "hinge": _new(lambda g, t: functional.hinge_embedding_loss(t, t.sign(), reduction="none")),
     "softmax": _new(lambda g, t: t.softmax(g.other)),
     "cumsum": _new(lambda g, t: t.cumsum(g.other)),
     "sum": _new(lambda g, t: t.sum(g.other, keepdim=True) + t.mean((g.other,), keepdim=True)),

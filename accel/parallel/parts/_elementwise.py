@@ -266,7 +266,8 @@ _BROADCAST = _names("""
     add sub mul div float_power clamp clamp_min clamp_max clip masked_fill lerp addcmul addcdiv maximum
     minimum fmax fmin eq ne lt le gt ge less less_equal greater greater_equal not_equal logical_and logical_or
     logical_xor bitwise_and bitwise_or bitwise_xor atan2 fmod remainder true_divide floor_divide rsub multiply
-    subtract divide logaddexp logaddexp2 xlogy polar complex hypot copysign isclose heaviside
+    subtract divide logaddexp logaddexp2 xlogy special_xlogy special_xlog1py polar complex hypot copysign
+    isclose heaviside
     add_ sub_ mul_ div_ clamp_ masked_fill_ copy_ clamp_min_
     clamp_max_ addcmul_ addcdiv_ pow_ lerp_ __add__ __radd__ __iadd__ __sub__ __isub__ __mul__ __rmul__
     __imul__ __truediv__ __div__ __itruediv__ __and__ __rand__ __or__ __ror__
@@ -290,7 +291,9 @@ _SAME = _names("""
     detach type double float half bfloat16 long int bool positive conj_physical resolve_conj resolve_neg zeros_like
     ones_like empty_like full_like data requires_grad_ acosh asinh atanh sinc lgamma digamma celu fix signbit byte
     short cdouble cfloat cpu cuda abs_ log_ log1p_ square_ sin_ cos_ reciprocal_ round_ floor_ ceil_ nan_to_num_ celu_
-    logical_not_ erf_ expm1_ trunc_
+    logical_not_ erf_ expm1_ trunc_ log_sigmoid _threshold special_expit special_erf special_erfc special_erfcx
+    special_erfinv special_exp2 special_expm1 special_log1p special_gammaln special_digamma special_psi special_sinc
+    special_ndtr special_ndtri special_log_ndtr special_i0 special_i0e special_i1 special_i1e special_entr special_logit
 """)
 FACTS = _names("""
     dim ndimension is_floating_point is_contiguous is_complex is_signed is_conj is_neg element_size get_device

@@ -417,7 +417,7 @@ _ALONG = ("softmax", "log_softmax", "softmin", "_softmax")
 # not l1_loss: torch does not pass its weight to rules
 _LOSSES = (
     "mse_loss", "smooth_l1_loss", "huber_loss", "kl_div", "soft_margin_loss", "poisson_nll_loss",
-    "binary_cross_entropy", "binary_cross_entropy_with_logits",
+    "hinge_embedding_loss",    "binary_cross_entropy", "binary_cross_entropy_with_logits",
 )  # fmt: skip
 _HOWS = ("none", "mean", "sum", "batchmean")
 _OVER = (

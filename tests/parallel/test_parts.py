@@ -628,6 +628,13 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
         "greatest and least": Region(
             lambda x: (x.max(1).values * x.min(-1, keepdim=True)[0], x.max(1).indices), [(3, m)], [RowLayout(1, even)]
         ),
+        "equal extremes share a gradient": Region(
+            lambda x: (
+                (y := x.detach().round() + x - x.detach()).amax(1, keepdim=True) * y.abs().amin((0, -1)) + y.amax()
+            ),
+            [(3, m)],
+            [RowLayout(1, even)],
+        ),
         "norms of rows": Region(lambda x: x / x.norm(dim=1, keepdim=True), [(3, m)], [RowLayout(1, even)]),
         "tensordot": Region(
             lambda x, w: torch.tensordot(x, w, dims=([1, 2], [0, 1])),
@@ -1032,7 +1039,7 @@ REFUSED: Mapping[str, tuple[str, Callable[[PartTensor], Any]]] = {
     "a half of two heads": ("view", lambda t: t.view(2, 3, 2, 4).transpose(1, 2).reshape(2, 24)),
     "the memory of a kernel": ("data_ptr", lambda t: t.data_ptr()),
     "a value": ("item", lambda t: t[:1, :, :1].flatten().item()),
-    "greatest over heads": ("amax", lambda t: t.amax(1)),
+    "a product over heads": ("prod", lambda t: t.prod(1)),
     "a spread of complex numbers": ("var", lambda t: torch.complex(t, t).var(1)),
     "other rows beside": ("add", lambda t: t + torch.ones(5, 4)),
 }

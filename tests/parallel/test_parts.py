@@ -274,6 +274,49 @@ CASES: Mapping[str, Callable[[Drawn], Any]] = {
 }
 
 
+# Functions of [samples, tokens, heads, features], of which a rank has one head: torch forgets its place in memory.
+ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "of one": lambda t: t.transpose(1, 2).relu(),
+    "of a number": lambda t: functional.elu(t.transpose(1, 2)) + 1,
+    "of several": lambda t: t.transpose(1, 2) * t.transpose(1, 2).exp(),
+    "of a full one": lambda t: t.transpose(1, 2) * torch.arange(20.0).view(5, 4),
+    "there and back": lambda t: t.transpose(1, 2).exp().transpose(1, 2),
+    "among others": lambda t: t.permute(2, 0, 1, 3).exp() * 2,
+    "contiguous": lambda t: t.transpose(1, 2).contiguous(),
+    "contiguous behind": lambda t: t.transpose(1, 2).exp().contiguous(),
+    "contiguous before": lambda t: t.transpose(1, 2).contiguous().exp(),
+    "by a mask": lambda t: t.transpose(1, 2).masked_fill(torch.eye(5, 4).bool(), 2),
+    "by where": lambda t: torch.where(torch.eye(5, 4).bool(), t.transpose(1, 2), 2.0),
+    "logsigmoid": lambda t: functional.logsigmoid(t.transpose(1, 2)),
+    "dtypes": lambda t: t.transpose(1, 2).double().float(),
+    "of dropout": lambda t: functional.dropout(t.transpose(1, 2), 0.5) + 1,
+    "scores": lambda t: torch.einsum("bqhd,bkhd->bhqk", t, t) / 2,
+    "attention": lambda t: torch.einsum("bhqk,bkhd->bqhd", torch.einsum("bqhd,bkhd->bhqk", t, t), t).exp(),
+    "elements": lambda t: torch.einsum("bqhd,bqhd->bhqd", t, t),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_dropout_of_one_head_draws_in_the_memory_of_all(name: str) -> None:
+    def dropped(t: Tensor) -> Tensor:
+        return _seeded(ORDERS[name](t), lambda each: functional.dropout(each, 0.5))
+
+    whole = torch.rand(3, 5, 2, 4, generator=torch.Generator().manual_seed(1)) + 0.1
+    want, layout = dropped(whole), RowLayout(2, RowCut(1, ((2, 2),)))
+    for ranks in (alone(0, 2), alone(1, 2)):
+        got = dropped(make(own(whole, layout, ranks).clone(), layout, ranks))
+        assert isinstance(got, PartTensor)
+        torch.testing.assert_close(plain_of(got), own(want, got.division, ranks))
+
+
+def test_contiguous_rows_of_one_head_are_a_copy_as_those_of_all() -> None:
+    layout = RowLayout(2, RowCut(1, ((2, 2),)))
+    part = make(torch.ones(3, 5, 1, 4), layout, alone(0, 2))
+    _ = part.transpose(1, 2).contiguous().zero_()
+    assert plain_of(part).all()
+    assert part.contiguous() is part
+
+
 def _assign(given: Drawn, t: Tensor, at: int) -> Tensor:
     made = t.clone()
     made[(slice(None),) * given.other + (at,)] = 0.0

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from accel.comm import gathered_summed
 from accel.parallel._private import tensors_of
-from accel.parallel.parts._elementwise import elementwise
+from accel.parallel.parts._elementwise import elementwise, order_of, placed_in_memory
 from accel.parallel.parts._layout import RowCut, RowLayout, at, even, finest, no_rule
 from accel.parallel.parts._part import (
     Args,
@@ -225,8 +225,24 @@ def _contracted(product: Any, terms: Sequence[str], result: str, tensors: Sequen
         own.append(own_rows(each, term.index(letter), need, ranks) if has_rows else entered(each, ranks))
     found = product(*own)
     if letter in result:
+        if len(terms) == 2 and not is_dynamo_compiling() and found.size(result.index(letter)) == 1:
+            found = placed_in_memory(found, _order_of_result(terms, result, tensors))
         return make(found, RowLayout(result.index(letter), need), ranks)
     return ranks.ended(found)
+
+
+def _order_of_result(terms: Sequence[str], result: str, tensors: Sequence[Tensor]) -> list[int]:
+    """The dimensions of einsum's result of two full tensors from the outermost in memory."""
+    if set(result).issuperset(terms[0] + terms[1]):  # a product of elements
+        first = tensors[0]
+        known = [result.index(terms[0][dim]) for dim in order_of(first)] if first.dim() == len(result) else []
+        return known or [*range(len(result))]
+    long = [
+        {letter for letter, length in zip(term, whole_shape(each), strict=True) if length > 1}
+        for term, each in zip(terms, tensors, strict=True)
+    ]
+    kinds = {letter: 2 - (letter in long[0]) - (letter in long[0] & long[1]) for letter in result}
+    return sorted(range(len(result)), key=lambda dim: kinds[result[dim]])  # of both, of the first alone, and others
 
 
 def _divided_letters(terms: Sequence[str], tensors: Sequence[Tensor]) -> list[str]:

@@ -82,6 +82,6 @@ class _OwnPartInTransform(_OwnPart):
         ctx.parameter, ctx.copies = inputs
 
     @staticmethod
-    def vmap(_info: object, _dims: object, parameter: DTensor, copies: bool) -> tuple[torch.Tensor, None]:
-        """What `torch.vmap` maps, the parameter is the same for."""
-        return cast(Any, _OwnPartInTransform).apply(parameter, copies), None
+    def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[torch.Tensor, None]:
+        """Return the same part for all that `torch.vmap` maps."""
+        return cast(Any, _OwnPartInTransform).apply(*args), None

@@ -147,8 +147,9 @@ def _extreme(func: Any, part: PartTensor, layout: RowLayout, *, keepdim: bool) -
 
 
 def _extremes(func: Any, part: PartTensor, dims: list[int], *, keepdim: bool) -> Tensor:
-    """amax, amin over dimensions of which ranks divide one: all equal extremes share the gradient, as torch's do."""
-    ranks, own, dim = part.ranks, plain_of(part), cast(RowLayout, part.division).dim
+    """amax, amin, also along the divided dimension: all equal extremes share the gradient, as torch's do."""
+    ranks, own = part.ranks, plain_of(part)
+    dim = cast(RowLayout, part.division).dim
     found: Tensor = func(ranks.joined(func(own.detach(), dims, keepdim=True), dim), dim, keepdim=True)
     if own.requires_grad and torch.is_grad_enabled():
         is_one = own == found

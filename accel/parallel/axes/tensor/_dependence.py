@@ -286,9 +286,10 @@ class _Search:
         leaves = [get_gradient_edge(self._parameters[name]) for name in names]
         total = (tensor * weights).sum()
         scalar = total.real if total.is_complex() else total
-        edge, one = get_gradient_edge(scalar), torch.ones_like(scalar)
+        edge = get_gradient_edge(scalar)
+        seed = [torch.ones_like(scalar)]
         with NoMessages():
-            found: Any = torch.autograd.grad([edge], leaves, [one], retain_graph=True, allow_unused=True)
+            found: Any = torch.autograd.grad([edge], leaves, seed, retain_graph=True, allow_unused=True)
         return list(zip(names, map(dense, found), strict=True))
 
     def found(self) -> list[tuple[str, Candidate]]:

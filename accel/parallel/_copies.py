@@ -201,6 +201,8 @@ class WideMode(TorchFunctionMode):
         given, named = self._mapped((tuple(args[kept:]), kwargs or {}))
         if self.draws is not None and name in _OF_STREAMS and not named.get("generator"):
             named["generator"] = self.draws
+        if self.draws is not None and name == "gumbel_softmax":
+            return self._mapped(_gumbel_softmax(self.draws, *given, **named))
         found = _compute(func, (*args[:kept], *given), named)
         return found if kept else self._mapped(found)  # new tensors are narrow
 
@@ -221,7 +223,23 @@ class WideMode(TorchFunctionMode):
         return self.dtype if dtype.is_floating_point else dtype
 
 
-_OF_STREAMS = ("rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "rand_like", "randn_like")
+_OF_STREAMS = (
+    "rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "rand_like", "randn_like", "poisson",
+    "exponential_", "uniform_", "normal_", "bernoulli_", "random_", "cauchy_", "log_normal_", "geometric_",
+)  # fmt: skip
+
+
+def _gumbel_softmax(
+    draws: torch.Generator, logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 0, dim: int = -1
+) -> Tensor:
+    """`functional.gumbel_softmax`, which takes no generator."""
+    del eps  # torch makes no use of it
+    noise = torch.empty_like(logits).exponential_(generator=draws).log()
+    soft = ((logits - noise) / tau).softmax(dim)
+    if not hard:
+        return soft
+    chosen = torch.zeros_like(soft).scatter_(dim, soft.argmax(dim, keepdim=True), 1.0)
+    return chosen - soft.detach() + soft
 
 
 def _compute(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:

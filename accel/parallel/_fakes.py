@@ -11,11 +11,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from accel.comm import mark_recording
+from accel.comm import ThreadGroup, mark_recording
 from accel.errors import StageError
 from accel.fakes import fake_mode, is_fake
 from accel.mixins import add_mixin
@@ -141,11 +142,8 @@ _NO_MESSAGES = ("wait_tensor", "wrap_tensor_autograd", "check_for_nan")
 
 def refuse_to_world(function: object, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
     """Raise `StageError` if the forward of a pipelined model sends a message to all ranks: one stage runs it."""
-    name, world = message_of(function), dist.group.WORLD
-    if not name or world is None:
-        return
-    given = [each for each in map(_group_of, (*args, *kwargs.values())) if each is not None]
-    if world in given or world.group_name in given or (not given and isinstance(function, FunctionType)):
+    name = message_of(function)
+    if name and _is_to_world(function, args, kwargs):
         raise StageError(
             "a forward sends a message to all ranks, but one stage runs it",
             expected=f"{name} with the group of ranks that have the same stage",
@@ -153,6 +151,46 @@ def refuse_to_world(function: object, args: Sequence[object], kwargs: Mapping[st
             where="forward of a pipelined model",
             fix="Pass the group of the ranks along dp, from accel.group_of. Without such ranks, send nothing.",
         )
+
+
+def exchanges_rows(function: object, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    """Return whether a message moves rows among all ranks, such as an all-gather: what it gives depends on the number
+    of ranks, also of ranks with equal rows."""
+    alike = ("all_reduce", "allreduce", "barrier", "broadcast", "monitored_barrier", "reduce")
+    name = message_of(function).removeprefix("torch.distributed.")
+    return bool(name) and name not in alike and _is_to_world(function, args, kwargs)
+
+
+def _is_to_world(function: object, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    world = dist.group.WORLD
+    if world is None:
+        return False
+    given = [each for each in map(_group_of, (*args, *kwargs.values())) if each is not None]
+    return world in given or world.group_name in given or (not given and isinstance(function, FunctionType))
+
+
+class MessageError(Exception):
+    """A model sends messages to other ranks, but one rank runs it.
+
+    Attributes:
+        exchanges: whether one moves rows among all ranks.
+    """
+
+    def __init__(self, problem: str, *, exchanges: bool = False) -> None:
+        super().__init__(problem)
+        self.exchanges = exchanges
+
+
+class NoMessages(TorchFunctionMode):
+    """Raises `MessageError` for a message to other ranks, but not for one among threads. A backward that begins at an
+    edge of the graph stays in this mode: torch leaves modes for calls with tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = message_of(func)
+        if name and not any(isinstance(each, ThreadGroup) for each in (*args, *kwargs.values())):
+            raise MessageError(f"it calls {name}, so one rank cannot prove it")
+        return func(*args, **kwargs)
 
 
 def _group_of(argument: Any) -> object:

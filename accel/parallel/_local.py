@@ -80,3 +80,8 @@ class _OwnPartInTransform(_OwnPart):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[DTensor, bool], output: torch.Tensor) -> None:
         ctx.parameter, ctx.copies = inputs
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[torch.Tensor, None]:
+        """Return the same part for all that `torch.vmap` maps."""
+        return cast(Any, _OwnPartInTransform).apply(*args), None

@@ -168,7 +168,17 @@ def test_a_divided_layer_with_a_divided_input_is_right_and_the_search_does_not_t
     regions = {"": {"0.weight": RowLayout(0, RowCut(1, ((16, 2),))), "1.weight": RowLayout(0, RowCut(1, ((8, 2),)))}}
     assert prove(model, call, {}, 2, regions=regions).problem == ""
     refused = prove(model, call, {}, 2, regions=regions, gathers_inputs=False).problem
-    assert refused == "no rule for linear, a matmul of two tensors that ranks divide along different dimensions"
+    assert refused == "no rule for linear, a matmul over dimension 2 of [2, 3, 16], which ranks would have to gather"
+
+
+def test_a_matmul_of_parts_that_do_not_fit_names_their_shapes_and_dimensions() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    model[0].forward = lambda x: nn.functional.linear(x, model[0].weight).transpose(1, 2)
+    model[1].forward = lambda x: nn.functional.linear(x, model[1].weight[:, :3])
+    (call,) = [each for each in trace(model, [torch.empty(2, 3, 8)]).calls if not each.path]
+    regions = {"": {"0.weight": RowLayout(0, RowCut(1, ((16, 2),))), "1.weight": RowLayout(0, RowCut(1, ((8, 2),)))}}
+    refused = prove(model, call, {}, 2, regions=regions).problem
+    assert "along different dimensions: [2, 16, 3] along 1 and [8, 3] along 0" in refused
 
 
 class Keeping(nn.Module):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -48,9 +48,66 @@ class Waiting(Gathering):
         return self.down(torch.relu(self.up(x)))
 
 
+class _Rows(torch.autograd.Function):
+    """The rows of all ranks, as packages gather them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        found = [torch.empty_like(x) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(found, x)
+        ctx.length = len(x)
+        return torch.cat(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        return grads[0][: ctx.length]
+
+
+class _SummedGradient(torch.autograd.Function):
+    """Sums gradients over all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        total: Tensor = grads[0].clone()
+        distributed.all_reduce(total)
+        return total
+
+
+class Paired(nn.Module):
+    """Layers of a known form, and rows of all ranks by a function of a package."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor) -> Any:
+        return cast(Any, _Rows).apply(self.net(x))
+
+
+class InBackward(Gathering):
+    """Sends a message in its backward."""
+
+    def forward(self, x: Tensor) -> Any:
+        return cast(Any, _SummedGradient).apply(self.down(torch.relu(self.up(x))))
+
+
+class InTraining(Gathering):
+    """Sends a message in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(torch.relu(self.up(x)))
+        if self.training:
+            distributed.all_reduce(x.detach().clone())
+        return x
+
+
 def prepare_tensor(ctx: accel.DistContext, kind: type[nn.Module], name: str) -> None:
     ctx = accel.replace(ctx, mesh="tp=2")
-    with assert_raises(PrepareError, got=rf"its forward calls torch\.distributed\.{name}"):
+    with assert_raises(PrepareError, got=rf"(its forward|it) calls torch\.distributed\.{name}"):
         _ = accel.prepare_model(ctx, kind(), example=torch.randn(4, 8))
 
 
@@ -63,9 +120,45 @@ def run_stages(ctx: accel.DistContext, kind: type[nn.Module], name: str) -> None
         _ = accel.forward_backward(ctx, model, begin_batch(ctx), x, loss_fn=torch.sum, weight=4)
 
 
-@pytest.mark.parametrize(("kind", "name"), [(Gathering, "all_gather"), (Functional, "all_reduce")])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (Gathering, "all_gather"),
+        (Functional, "all_reduce"),
+        (Paired, "all_gather"),
+        (InBackward, "all_reduce"),
+        (InTraining, "all_reduce"),
+    ],
+)
 def test_a_plan_is_not_searched_in_them(ranks: Simulator, kind: type[nn.Module], name: str) -> None:
     _ = ranks.run(lambda ctx: prepare_tensor(ctx, kind, name), 2, default_group=True)
+
+
+def test_known_layers_are_divided_around_a_message_among_ranks_along_dp(ranks: Simulator) -> None:
+    """Ranks along tp send the same rows, each among the ranks that read others."""
+
+    class Among(Paired):
+        def __init__(self, group: Any) -> None:
+            super().__init__()
+            self.group = [group]
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.net(x)
+            found = [torch.empty_like(x) for _ in range(2)]
+            if self.group[0] is None:
+                return x @ torch.cat([x, x]).detach().t()
+            distributed.all_gather(found, x.detach(), group=self.group[0])
+            return x @ torch.cat(found).t()
+
+    def run(ctx: accel.DistContext, mesh: str) -> Tensor:
+        ctx = accel.replace(ctx, mesh=mesh)
+        torch.manual_seed(0)
+        x = torch.randn(4, 8)
+        group = accel.group_of(ctx, "dp") if mesh else None
+        return accel.prepare_model(ctx, Among(group), example=x)(x).detach()
+
+    for found in ranks.run(lambda ctx: run(ctx, "dp=2,tp=2"), 4, default_group=True):
+        torch.testing.assert_close(found, run(accel.single(), ""))
 
 
 def test_an_operator_to_all_ranks_is_no_part_of_a_stage(ranks: Simulator) -> None:
@@ -118,6 +211,7 @@ def assert_refused(rank: int, environs: list[dict[str, str]]) -> None:
         for kind, name in ((Gathering, "all_?gather"), (Functional, "all_?reduce"), (Waiting, "barrier")):
             prepare_tensor(ctx, kind, name)
             run_stages(ctx, kind, name)
+        prepare_tensor(ctx, InBackward, "all_reduce")
 
 
 @pytest.mark.slow

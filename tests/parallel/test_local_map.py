@@ -225,7 +225,39 @@ def test_a_transform_of_torch_func_with_a_part_is_an_error(ranks: Simulator, nam
     assert Transformed(torch.mul).double()(X).isfinite().all()
     for error in ranks.run(rank, 2, default_group=True):
         assert error.got.endswith("in a transform of torch.func")
-        assert "accel.parallel.local_map" in error.fix
+        assert ("accel.parallel.local_map" in error.fix) != error.got.startswith("a layer")
+
+
+AROUND: dict[str, Callable[[Any, Tensor], Any]] = {
+    "jacrev": lambda model, x: torch.func.jacrev(model)(x),
+    "jacfwd": lambda model, x: torch.func.jacfwd(model)(x),
+    "vmap": lambda model, x: torch.vmap(model)(x),
+    "functional_call": lambda model, x: torch.func.grad(
+        lambda given: torch.func.functional_call(model, dict(model.named_parameters()), (given,)).sum()
+    )(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # of torch, in jacfwd
+@pytest.mark.parametrize("name", AROUND)
+def test_lines_of_the_error_for_a_transform_around_the_model_run(ranks: Simulator, name: str) -> None:
+    x = X[0]
+    plan = Plan(tensor=STYLES)
+    expected = AROUND[name](Mlp(torch.mul).double(), x)
+    by_autograd: Any = torch.autograd.functional.jacobian(Mlp(torch.mul).double(), x)
+
+    def rank(ctx: accel.DistContext) -> None:
+        ctx = accel.replace(ctx, mesh="tp=2")
+        model = accel.prepare_model(ctx, Mlp(torch.mul).double(), plan=plan)
+        with pytest.raises(PrepareError) as caught:
+            AROUND[name](model, x)
+        assert "torch.autograd.functional.jacobian(model, x)" in caught.value.fix
+        assert "plan=accel.parallel.Plan(tensor={})" in caught.value.fix
+        torch.testing.assert_close(torch.autograd.functional.jacobian(model, x), by_autograd)
+        model = accel.prepare_model(ctx, Mlp(torch.mul).double(), plan=Plan(tensor={}))
+        torch.testing.assert_close(AROUND[name](model, x), expected)
+
+    _ = ranks.run(rank, 2, default_group=True)
 
 
 @pytest.mark.parametrize("over", ["each", "element", True, None, (), (None,), 1.0, ("1",)])

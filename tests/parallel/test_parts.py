@@ -156,6 +156,8 @@ def _seeded(t: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     return function(t)
 
 
+_SPECIAL = "erf erfc erfcx erfinv exp2 expm1 log1p gammaln digamma psi sinc ndtr ndtri i0 i0e i1 i1e entr logit"
+SPECIAL: list[Callable[[Tensor], Tensor]] = [getattr(torch.special, each) for each in _SPECIAL.split()]
 CASES: Mapping[str, Callable[[Drawn], Any]] = {
     "view": _of(lambda g, t, new: t.view(new), Drawn.view),
     "there and back": _of(lambda g, t, new: t.view(new).view(g.shape), Drawn.view),
@@ -215,6 +217,10 @@ CASES: Mapping[str, Callable[[Drawn], Any]] = {
     "in place": _of(lambda g, t, w: t.clone().add_(t).mul_(w), Drawn.whole),
     "activations": _new(lambda g, t: functional.silu(functional.relu(t, inplace=False)) * functional.gelu(t)),
     "pow": _new(lambda g, t: t.square().add(1).rsqrt() ** 2.0),
+    "functions of other names": _new(lambda g, t: functional.threshold(functional.logsigmoid(t), -1.0, -2.0)),
+    "special": _new(lambda g, t: torch.special.xlogy(torch.special.expit(t), torch.special.log_ndtr(t).exp())),
+    "special, alone": _new(lambda g, t: tuple(each(t.sigmoid()) for each in SPECIAL)),
+    "hinge": _new(lambda g, t: functional.hinge_embedding_loss(t, t.sign(), reduction="none")),
     "softmax": _new(lambda g, t: t.softmax(g.other)),
     "cumsum": _new(lambda g, t: t.cumsum(g.other)),
     "sum": _new(lambda g, t: t.sum(g.other, keepdim=True) + t.mean((g.other,), keepdim=True)),
@@ -266,6 +272,49 @@ CASES: Mapping[str, Callable[[Drawn], Any]] = {
     "dtypes": _new(lambda g, t: t.double().to(torch.float32).type_as(t)),
     "sizes": _new(lambda g, t: t.new_zeros(t.shape[g.dim], t.size(0)) + t.numel() + len(t)),
 }
+
+
+# Functions of [samples, tokens, heads, features], of which a rank has one head: torch forgets its place in memory.
+ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "of one": lambda t: t.transpose(1, 2).relu(),
+    "of a number": lambda t: functional.elu(t.transpose(1, 2)) + 1,
+    "of several": lambda t: t.transpose(1, 2) * t.transpose(1, 2).exp(),
+    "of a full one": lambda t: t.transpose(1, 2) * torch.arange(20.0).view(5, 4),
+    "there and back": lambda t: t.transpose(1, 2).exp().transpose(1, 2),
+    "among others": lambda t: t.permute(2, 0, 1, 3).exp() * 2,
+    "contiguous": lambda t: t.transpose(1, 2).contiguous(),
+    "contiguous behind": lambda t: t.transpose(1, 2).exp().contiguous(),
+    "contiguous before": lambda t: t.transpose(1, 2).contiguous().exp(),
+    "by a mask": lambda t: t.transpose(1, 2).masked_fill(torch.eye(5, 4).bool(), 2),
+    "by where": lambda t: torch.where(torch.eye(5, 4).bool(), t.transpose(1, 2), 2.0),
+    "logsigmoid": lambda t: functional.logsigmoid(t.transpose(1, 2)),
+    "dtypes": lambda t: t.transpose(1, 2).double().float(),
+    "of dropout": lambda t: functional.dropout(t.transpose(1, 2), 0.5) + 1,
+    "scores": lambda t: torch.einsum("bqhd,bkhd->bhqk", t, t) / 2,
+    "attention": lambda t: torch.einsum("bhqk,bkhd->bqhd", torch.einsum("bqhd,bkhd->bhqk", t, t), t).exp(),
+    "elements": lambda t: torch.einsum("bqhd,bqhd->bhqd", t, t),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_dropout_of_one_head_draws_in_the_memory_of_all(name: str) -> None:
+    def dropped(t: Tensor) -> Tensor:
+        return _seeded(ORDERS[name](t), lambda each: functional.dropout(each, 0.5))
+
+    whole = torch.rand(3, 5, 2, 4, generator=torch.Generator().manual_seed(1)) + 0.1
+    want, layout = dropped(whole), RowLayout(2, RowCut(1, ((2, 2),)))
+    for ranks in (alone(0, 2), alone(1, 2)):
+        got = dropped(make(own(whole, layout, ranks).clone(), layout, ranks))
+        assert isinstance(got, PartTensor)
+        torch.testing.assert_close(plain_of(got), own(want, got.division, ranks))
+
+
+def test_contiguous_rows_of_one_head_are_a_copy_as_those_of_all() -> None:
+    layout = RowLayout(2, RowCut(1, ((2, 2),)))
+    part = make(torch.ones(3, 5, 1, 4), layout, alone(0, 2))
+    _ = part.transpose(1, 2).contiguous().zero_()
+    assert plain_of(part).all()
+    assert part.contiguous() is part
 
 
 def _assign(given: Drawn, t: Tensor, at: int) -> Tensor:
@@ -621,6 +670,13 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
         ),
         "greatest and least": Region(
             lambda x: (x.max(1).values * x.min(-1, keepdim=True)[0], x.max(1).indices), [(3, m)], [RowLayout(1, even)]
+        ),
+        "equal extremes share a gradient": Region(
+            lambda x: (
+                (y := x.detach().round() + x - x.detach()).amax(1, keepdim=True) * y.abs().amin((0, -1)) + y.amax()
+            ),
+            [(3, m)],
+            [RowLayout(1, even)],
         ),
         "norms of rows": Region(lambda x: x / x.norm(dim=1, keepdim=True), [(3, m)], [RowLayout(1, even)]),
         "tensordot": Region(
@@ -1026,7 +1082,7 @@ REFUSED: Mapping[str, tuple[str, Callable[[PartTensor], Any]]] = {
     "a half of two heads": ("view", lambda t: t.view(2, 3, 2, 4).transpose(1, 2).reshape(2, 24)),
     "the memory of a kernel": ("data_ptr", lambda t: t.data_ptr()),
     "a value": ("item", lambda t: t[:1, :, :1].flatten().item()),
-    "greatest over heads": ("amax", lambda t: t.amax(1)),
+    "a product over heads": ("prod", lambda t: t.prod(1)),
     "a spread of complex numbers": ("var", lambda t: torch.complex(t, t).var(1)),
     "other rows beside": ("add", lambda t: t + torch.ones(5, 4)),
 }

@@ -164,6 +164,20 @@ class Named(nn.Module):
         return torch.matmul(input=inner, other=self.narrow)
 
 
+class Chosen(Sampled):
+    """Draws which hidden features it takes, and noise into a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mean = self.mean(self.embed(ids))
+        taken = functional.gumbel_softmax(self.gate(mean), 0.7) + functional.gumbel_softmax(mean[..., :2], hard=True)
+        hidden = functional.gelu(self.up(mean + torch.empty_like(mean).uniform_())).unflatten(-1, (2, -1))
+        return self.head((hidden * taken[..., None]).flatten(-2))
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], float]] = {
     "a module among arguments": (Given, 0.9),
     "random buckets": (Hashes, 0.95),
@@ -171,6 +185,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], float]] = {
     "a checkpoint of a function": (Recomputes, 0.9),
     "a latent sample": (Sampled, 0.95),
     "operands by name": (Named, 0.9),
+    "a choice by chance": (Chosen, 0.9),
 }
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from accel.comm import gathered_summed
 from accel.parallel._private import tensors_of
-from accel.parallel.parts._elementwise import elementwise
+from accel.parallel.parts._elementwise import elementwise, order_of, placed_in_memory
 from accel.parallel.parts._layout import RowCut, RowLayout, at, even, finest, no_rule
 from accel.parallel.parts._part import (
     Args,
@@ -35,7 +35,11 @@ from accel.parallel.parts._part import (
     whole_shape,
 )
 
-_TWO = "a matmul of two tensors that ranks divide along different dimensions"
+
+def _apart(*tensors: Tensor) -> Exception:
+    """The error of a matmul of tensors that are divided along different dimensions."""
+    words = [f"{list(whole_shape(each))} along {layout.dim}" for each in tensors if (layout := layout_of(each))]
+    return no_rule(f"a matmul of tensors that ranks divide along different dimensions: {' and '.join(words)}")
 
 
 def contracted_cut(cuts: Sequence[RowCut], ranks: Ranks) -> RowCut:
@@ -67,13 +71,13 @@ def linear(func: Any, args: Args, kwargs: Named) -> Any:
     own = layout_of(x)
     if (own and own.dim == last) or (other and other.dim == 1):
         if (own and own.dim != last) or (other and other.dim != 1):
-            raise no_rule(_TWO)
+            raise _apart(x, weight)
         need = contracted_cut([each.cut for each in (own, other) if each is not None], ranks)
         pair = own_rows(x, last, need, ranks), own_rows(weight, 1, need, ranks)
         total = ranks.ended_product(*pair) if ranks.overlaps and not is_dynamo_compiling() else ranks.ended(func(*pair))
         return total if bias is None else added(total, bias)
     if own and other:
-        raise no_rule(_TWO)
+        raise _apart(x, weight)
     if other is None:
         if layout_of(bias) is not None:
             raise no_rule("with a divided bias and another weight")
@@ -93,7 +97,7 @@ def undivided(tensor: Tensor, dim: int) -> Tensor:
         return tensor
     ranks = tensor.ranks
     if not ranks.gathers_inputs:
-        raise no_rule(_TWO)
+        raise no_rule(f"a matmul over dimension {dim} of {list(whole_shape(tensor))}, which ranks would have to gather")
     is_kept = tensor.requires_grad and torch.is_grad_enabled()
     known = ranks.known(tensor) if is_kept else None
     if known is not None:
@@ -130,14 +134,14 @@ def multiplied(x: Tensor, y: Tensor, ranks: Ranks) -> Tensor:
     over = [each.cut for each, dim in ((own, last), (other, first)) if each is not None and each.dim == dim]
     if over:
         if (own and own.dim != last) or (other and other.dim != first):
-            raise no_rule(_TWO)
+            raise _apart(x, y)
         need = contracted_cut(over, ranks)
         return ranks.ended(torch.matmul(own_rows(x, last, need, ranks), own_rows(y, first, need, ranks)))
     in_batch = [each is not None and each.dim < tensor.dim() - 2 for each, tensor in ((own, x), (other, y))]
     if any(in_batch):
         return _batched(x, y, ranks, in_batch)
     if own and other:
-        raise no_rule(_TWO)
+        raise _apart(x, y)
     found = torch.matmul(entered(x, ranks), entered(y, ranks))
     if own:
         return make(found, RowLayout(found.dim() - min(y.dim(), 2), own.cut), ranks)
@@ -148,7 +152,7 @@ def _batched(x: Tensor, y: Tensor, ranks: Ranks, in_batch: Sequence[bool]) -> Pa
     """A matmul where a dimension of the batch is divided."""
     layouts = [layout_of(x), layout_of(y)]
     if any(each is not None and not inside for each, inside in zip(layouts, in_batch, strict=True)):
-        raise no_rule(_TWO)
+        raise _apart(x, y)
     if min(x.dim(), y.dim()) <= 2:  # a matrix for the whole batch
         tensor, layout = (x, layouts[0]) if layouts[0] is not None else (y, layouts[1])
         found = torch.matmul(entered(x, ranks), entered(y, ranks))
@@ -206,7 +210,7 @@ def _contracted(product: Any, terms: Sequence[str], result: str, tensors: Sequen
     if not divided:
         return make(product(*(entered(each, ranks) for each in tensors)), None, ranks)
     if len(divided) > 1:
-        raise no_rule(f"{','.join(terms)}->{result}: {_TWO}")
+        raise _apart(*tensors)
     (letter,) = divided
     if letter in groups:
         raise no_rule("of groups that ranks divide")
@@ -221,8 +225,24 @@ def _contracted(product: Any, terms: Sequence[str], result: str, tensors: Sequen
         own.append(own_rows(each, term.index(letter), need, ranks) if has_rows else entered(each, ranks))
     found = product(*own)
     if letter in result:
+        if len(terms) == 2 and not is_dynamo_compiling() and found.size(result.index(letter)) == 1:
+            found = placed_in_memory(found, _order_of_result(terms, result, tensors))
         return make(found, RowLayout(result.index(letter), need), ranks)
     return ranks.ended(found)
+
+
+def _order_of_result(terms: Sequence[str], result: str, tensors: Sequence[Tensor]) -> list[int]:
+    """The dimensions of einsum's result of two full tensors from the outermost in memory."""
+    if set(result).issuperset(terms[0] + terms[1]):  # a product of elements
+        first = tensors[0]
+        known = [result.index(terms[0][dim]) for dim in order_of(first)] if first.dim() == len(result) else []
+        return known or [*range(len(result))]
+    long = [
+        {letter for letter, length in zip(term, whole_shape(each), strict=True) if length > 1}
+        for term, each in zip(terms, tensors, strict=True)
+    ]
+    kinds = {letter: 2 - (letter in long[0]) - (letter in long[0] & long[1]) for letter in result}
+    return sorted(range(len(result)), key=lambda dim: kinds[result[dim]])  # of both, of the first alone, and others
 
 
 def _divided_letters(terms: Sequence[str], tensors: Sequence[Tensor]) -> list[str]:

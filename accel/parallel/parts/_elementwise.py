@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from accel.parallel._private import map_kind, runs_in_backward, tensors_of
-from accel.parallel.parts._layout import no_rule
+from accel.parallel.parts._layout import RowLayout, no_rule
 from accel.parallel.parts._part import (
     Args,
     Named,
@@ -46,7 +46,8 @@ def elementwise(func: Any, args: Args, kwargs: Named) -> Any:
     """A function of elements at the same place, after broadcasting."""
     first = alike_part(args)
     if first is not None and not (kwargs and any(isinstance(each, Tensor) for each in kwargs.values())):
-        return make(func(*map(_kept_plain, args), **kwargs), first.division, first.ranks)
+        found = in_order(func, func(*map(_kept_plain, args), **kwargs), first.division, first)
+        return make(found, first.division, first.ranks)
     ranks = ranks_of(args, kwargs)
     own, alignment = aligned(tensors_of((*args, *kwargs.values())), ranks)
     given = map(_kept_plain, own)
@@ -58,7 +59,39 @@ def elementwise(func: Any, args: Args, kwargs: Named) -> Any:
 
     ordered = [put(each) for each in args]
     by_name = {key: put(value) for key, value in kwargs.items()}
-    return placed(func(*ordered, **by_name), alignment, ranks)
+    found = func(*ordered, **by_name)
+    if isinstance(found, Tensor):
+        full = next((each for each in own if each.shape == found.shape), found)
+        found = in_order(func, found, alignment.layout(found.dim()), full)
+    return placed(found, alignment, ranks)
+
+
+_CONTIGUOUS = ("masked_fill", "log_sigmoid")  # torch makes their results contiguous
+
+
+def in_order(func: Any, found: Tensor, layout: RowLayout | None, operand: Tensor) -> Tensor:
+    """Return the result of a function with its dimensions in memory as its operand has them. torch forgets the place of
+    a dimension of one row, but the full tensor has it, and dropout draws in the order of its memory."""
+    if layout is None or is_dynamo_compiling() or operand.size(layout.dim) != 1 or operand.shape != found.shape:
+        return found
+    if operand.stride(layout.dim) == found.stride(layout.dim) or not operand.is_contiguous():
+        return found
+    if name_of(func) in _CONTIGUOUS:
+        return found
+    return placed_in_memory(found, order_of(operand))
+
+
+def placed_in_memory(found: Tensor, order: list[int]) -> Tensor:
+    """Return a tensor that has its dimensions in this order in memory, with those of one row at their place."""
+    rows = found.permute(order)
+    if not rows.is_contiguous():
+        return found
+    return rows.view(rows.shape).permute([order.index(at) for at in range(found.dim())])
+
+
+def order_of(rows: Tensor) -> list[int]:
+    """Return the dimensions of dense rows from the outermost in memory; a single row is inside of others."""
+    return sorted(range(rows.dim()), key=lambda at: (-rows.stride(at), rows.shape[at] < 2))
 
 
 def of_tags(func: Any, args: Args, kwargs: Named) -> Any:
@@ -140,8 +173,20 @@ def same(func: Any, args: Args, kwargs: Named) -> Any:
         func(written_rows(part), *args[1:], **kwargs)
         return part
     found = func(*args, **kwargs)
-    is_own = found is part and not is_dynamo_compiling()  # there two names of one tensor are one
-    return found if is_own or not isinstance(found, Tensor) else make(found, part.division, part.ranks)
+    if not isinstance(found, Tensor) or (found is part and not is_dynamo_compiling()):  # there two names are one tensor
+        return found
+    return make(in_order(func, found, part.division, part), part.division, part.ranks)
+
+
+def laid_out(func: Any, args: Args, kwargs: Named) -> Any:
+    """contiguous, which copies where the full tensor is not: rows of one head may be contiguous before."""
+    found = same(func, args, kwargs)
+    if found is not args[0] or is_dynamo_compiling() or found.size(found.division.dim if found.division else 0) != 1:
+        return found
+    order = order_of(found)
+    if order == sorted(order):
+        return found
+    return make(found.clone(memory_format=torch.contiguous_format), found.division, found.ranks)
 
 
 def duplicated(func: Any, args: Args, kwargs: Named) -> Any:
@@ -232,8 +277,7 @@ def _whole_like(part: PartTensor) -> Tensor:
     shape = whole_shape(part)
     order = list(range(len(shape)))
     if not is_dynamo_compiling():
-        own = torch.empty_like(plain_of(part), device="meta")  # dense, also of what `expand` gave
-        order.sort(key=lambda at: (-own.stride(at), own.shape[at] < 2))  # then a single row, which is inside of others
+        order = order_of(torch.empty_like(plain_of(part), device="meta"))  # dense, also of what `expand` gave
     whole = torch.empty([shape[at] for at in order], dtype=part.dtype, device=part.device)
     return whole.permute([order.index(at) for at in range(len(shape))])
 
@@ -266,7 +310,8 @@ _BROADCAST = _names("""
     add sub mul div float_power clamp clamp_min clamp_max clip masked_fill lerp addcmul addcdiv maximum
     minimum fmax fmin eq ne lt le gt ge less less_equal greater greater_equal not_equal logical_and logical_or
     logical_xor bitwise_and bitwise_or bitwise_xor atan2 fmod remainder true_divide floor_divide rsub multiply
-    subtract divide logaddexp logaddexp2 xlogy polar complex hypot copysign isclose heaviside
+    subtract divide logaddexp logaddexp2 xlogy special_xlogy special_xlog1py polar complex hypot copysign
+    isclose heaviside
     add_ sub_ mul_ div_ clamp_ masked_fill_ copy_ clamp_min_
     clamp_max_ addcmul_ addcdiv_ pow_ lerp_ __add__ __radd__ __iadd__ __sub__ __isub__ __mul__ __rmul__
     __imul__ __truediv__ __div__ __itruediv__ __and__ __rand__ __or__ __ror__
@@ -286,11 +331,13 @@ _SAME = _names("""
     atan sigmoid relu relu6 gelu silu mish elu selu celu softplus hardtanh hardswish hardsigmoid leaky_relu
     logsigmoid softsign tanhshrink hardshrink softshrink square reciprocal sign sgn floor ceil round trunc frac
     logical_not bitwise_not isnan isinf isfinite nan_to_num erf erfc erfinv logit threshold conj angle __neg__
-    __pos__ __invert__ __abs__ real imag relu_ exp_ neg_ tanh_ sigmoid_ sqrt_ rsqrt_ zero_ fill_ contiguous clone
+    __pos__ __invert__ __abs__ real imag relu_ exp_ neg_ tanh_ sigmoid_ sqrt_ rsqrt_ zero_ fill_ clone
     detach type double float half bfloat16 long int bool positive conj_physical resolve_conj resolve_neg zeros_like
     ones_like empty_like full_like data requires_grad_ acosh asinh atanh sinc lgamma digamma celu fix signbit byte
     short cdouble cfloat cpu cuda abs_ log_ log1p_ square_ sin_ cos_ reciprocal_ round_ floor_ ceil_ nan_to_num_ celu_
-    logical_not_ erf_ expm1_ trunc_
+    logical_not_ erf_ expm1_ trunc_ log_sigmoid _threshold special_expit special_erf special_erfc special_erfcx
+    special_erfinv special_exp2 special_expm1 special_log1p special_gammaln special_digamma special_psi special_sinc
+    special_ndtr special_ndtri special_log_ndtr special_i0 special_i0e special_i1 special_i1e special_entr special_logit
 """)
 FACTS = _names("""
     dim ndimension is_floating_point is_contiguous is_complex is_signed is_conj is_neg element_size get_device
@@ -307,6 +354,7 @@ RULES = {
     **{name: partial(_written, function) for name, function in _OPERATORS.items()},
     **dict.fromkeys(_SAME, same),
     **dict.fromkeys(("to", "type_as"), converted),
+    "contiguous": laid_out,
     **dict.fromkeys(FACTS, facts),
     "grad": _gradient,
     "backward": _backward,

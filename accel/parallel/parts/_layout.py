@@ -51,7 +51,13 @@ _DECLARED = (
 )
 
 
-def no_rule(problem: str, *, may_be_kernel: bool = False) -> Exception:
+_AROUND = (
+    "Take gradients by torch.autograd, for example torch.autograd.functional.jacobian(model, x). "
+    "Or keep the model whole: plan=accel.parallel.Plan(tensor={})."
+)
+
+
+def no_rule(problem: str, *, may_be_kernel: bool = False, fix: str = "") -> Exception:
     """Return the error of a function that cannot compute on parts; its name is put before the problem of arguments."""
     if is_dynamo_compiling():
         return TracedNoRuleError("", "", problem)
@@ -60,15 +66,15 @@ def no_rule(problem: str, *, may_be_kernel: bool = False) -> Exception:
         expected="functions that give each rank, from its rows, its part of the result on all rows",
         got=problem,
         where="forward, in a module that ranks along tp divide",
-        fix=(_DECLARED if "local_map " in problem else _LOCAL if may_be_kernel else "") + _WHOLE,
+        fix=fix or (_DECLARED if "local_map " in problem else _LOCAL if may_be_kernel else "") + _WHOLE,
     )
 
 
-def refuse_transform(what: str) -> None:
+def refuse_transform(what: str, *, is_layer: bool = False) -> None:
     """Raise the error of a transform of torch.func, such as `vjp`, `grad` or `vmap`, if one runs the function around:
-    it would compute with a rank's rows."""
+    it would compute with a rank's rows. One that runs a layer may be around the model."""
     if not is_dynamo_compiling() and in_function_transform():
-        raise no_rule(f"{what}, in a transform of torch.func", may_be_kernel=True)
+        raise no_rule(f"{what}, in a transform of torch.func", may_be_kernel=True, fix=_AROUND if is_layer else "")
 
 
 class RowCut(NamedTuple):

@@ -92,6 +92,8 @@ def reduced(func: Any, args: Args, kwargs: Named) -> Any:
         return _spread(name, part, dims, given)
     if name in ("max", "min") and dim is not None and layout.cut.is_equal:
         return _extreme(func, part, layout, keepdim=bool(given.get("keepdim")))
+    if name in ("amax", "amin") and part.size(layout.dim) and layout.cut.is_equal:
+        return _extremes(func, part, dims, keepdim=bool(given.get("keepdim")))
     if name not in ("sum", "mean"):
         raise no_rule("over the divided dimension")
     if name == "sum":
@@ -142,6 +144,19 @@ def _extreme(func: Any, part: PartTensor, layout: RowLayout, *, keepdim: bool) -
     kinds: Any = torch.return_types
     kind = kinds.max if name_of(func) == "max" else kinds.min
     return kind(found if keepdim else [each.squeeze(dim) for each in found])
+
+
+def _extremes(func: Any, part: PartTensor, dims: list[int], *, keepdim: bool) -> Tensor:
+    """amax, amin, also along the divided dimension: all equal extremes share the gradient, as torch's do."""
+    ranks, own = part.ranks, plain_of(part)
+    dim = cast(RowLayout, part.division).dim
+    found: Tensor = func(ranks.joined(func(own.detach(), dims, keepdim=True), dim), dim, keepdim=True)
+    if own.requires_grad and torch.is_grad_enabled():
+        is_one = own == found
+        count = ranks.total(is_one.to(own.dtype).sum(dims, keepdim=True))
+        mean = ranks.total(own.masked_fill(~is_one, 0).sum(dims, keepdim=True)) / count
+        found = torch.where(found.isfinite(), mean + (found - mean).detach(), found)
+    return found if keepdim else found.squeeze(dims)
 
 
 def norm(func: Any, args: Args, kwargs: Named) -> Any:
@@ -417,7 +432,7 @@ _ALONG = ("softmax", "log_softmax", "softmin", "_softmax")
 # not l1_loss: torch does not pass its weight to rules
 _LOSSES = (
     "mse_loss", "smooth_l1_loss", "huber_loss", "kl_div", "soft_margin_loss", "poisson_nll_loss",
-    "binary_cross_entropy", "binary_cross_entropy_with_logits",
+    "hinge_embedding_loss",    "binary_cross_entropy", "binary_cross_entropy_with_logits",
 )  # fmt: skip
 _HOWS = ("none", "mean", "sum", "batchmean")
 _OVER = (

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from accel.compiling import uncompiled
+from accel.parallel._fakes import NoMessages
 from accel.parallel.parts import RowLayout, rows_of
 from accel.parallel.parts._attention import written_out
 from accel.parallel.parts._contractions import dotted, operands_first, terms_of
@@ -280,10 +281,13 @@ class _Search:
         if not tensor.requires_grad:
             return [(name, None) for name in names]
         weights = torch.randn(tensor.shape, generator=self._draw, dtype=tensor.dtype)
-        leaves = [self._parameters[name] for name in names]
+        leaves = [get_gradient_edge(self._parameters[name]) for name in names]
         total = (tensor * weights).sum()
         scalar = total.real if total.is_complex() else total
-        found = torch.autograd.grad([scalar], leaves, retain_graph=True, allow_unused=True)
+        edge = get_gradient_edge(scalar)
+        seed = [torch.ones_like(scalar)]
+        with NoMessages():
+            found: Any = torch.autograd.grad([edge], leaves, seed, retain_graph=True, allow_unused=True)
         return list(zip(names, map(dense, found), strict=True))
 
     def found(self) -> list[tuple[str, Candidate]]:

@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from accel.errors import PrepareError
 from accel.parallel._blocks import block_groups, outermost_groups
+from accel.parallel._fakes import MessageError
 from accel.parallel._modules import example_of, is_in, named_modules, without_cache
 from accel.parallel.axes.tensor._dependence import Layouts, pattern_of
 from accel.parallel.axes.tensor._found import LARGEST, PlanSearch, Styles, inside, words_of
@@ -22,7 +23,6 @@ from accel.parallel.axes.tensor._rules import rules_of, share_of
 from accel.parallel.axes.tensor._styles import Regions, is_adapted, is_linear, output_dim, problems_of
 from accel.parallel.axes.tensor._trace import (
     ForwardTrace,
-    MessageError,
     ModuleCall,
     ReplacedModulesError,
     facts_of,
@@ -47,7 +47,7 @@ class FoundPlan(NamedTuple):
 
     styles: Styles  # of its embeddings and heads, and the styles of layouts if asked for, by path
     left: Mapping[str, str]  # why candidates stay whole, by the path of their unit
-    is_seen: bool = True  # whether a forward was recorded; without, the model's known layers may be right
+    is_seen: bool = True  # whether a forward was recorded, or is refused; else the model's known layers may be right
     regions: Mapping[str, Mapping[str, RowLayout]] = {}  # layouts of parameters
     gathers: Sequence[str] = ()  # names of functions for which ranks gather the tokens that they share
 
@@ -75,7 +75,7 @@ def found_plan(
     try:
         recorded = _recorded(model, size if shares_tokens else 1, example)
     except MessageError as error:
-        return FoundPlan({}, {"": str(error)}, is_seen=False)
+        return FoundPlan({}, {"": str(error)}, is_seen=error.exchanges)
     except Exception as error:  # whatever a forward raises without values
         return FoundPlan({}, {"": f"its forward, run without values, failed: {short(error)}"}, is_seen=False)
     if recorded is None:

@@ -115,7 +115,7 @@ class LocalParameters(KeepsParameters):
         """Return the tensors that forward uses in place of the parameters."""
         rule = self.accel_layer.rule
         if rule.dims:
-            refuse_transform(f"a layer of style {rule.style}")
+            refuse_transform(f"a layer of style {rule.style}", is_layer=True)
         return {
             name: None if each is None else local_of(each, summands=rule.summands, fresh=rule.fresh)
             for name, each in stored.items()

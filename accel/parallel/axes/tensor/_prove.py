@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from accel.comm import SilentGroup, ThreadGroup, run_in_threads
@@ -22,6 +23,7 @@ from accel.fakes import is_fake
 from accel.mixins import remove_mixin
 from accel.parallel._compile import Recomputed
 from accel.parallel._copies import WideMode, copied_model
+from accel.parallel._fakes import MessageError, NoMessages
 from accel.parallel._modules import RANKS
 from accel.parallel._private import tensors_of
 from accel.parallel.axes.tensor._dependence import dense
@@ -167,7 +169,7 @@ def _run(
     for number, each in zip(call.inputs, tensors_in((call.args, call.kwargs)), strict=True):
         if number not in given:
             given[number] = values[number].detach().clone().requires_grad_(each.requires_grad)
-    with torch.enable_grad():  # of copies, as a forward may change its input in place
+    with torch.enable_grad(), NoMessages():  # of copies, as a forward may change its input in place
         taken = {number: each.clone() if each.requires_grad else each for number, each in given.items()}
         outputs = tensors_of(run_valued(module, call, taken))
     draw = torch.Generator().manual_seed(29)
@@ -177,7 +179,8 @@ def _run(
         if each.requires_grad:
             total = total + (each.double() * weights).sum()
     if total.requires_grad and not is_forward:
-        cast(Any, total).backward()
+        with NoMessages():
+            torch.autograd.backward([get_gradient_edge(total)], [torch.ones_like(total)])
     own = {name: dense(each.grad) for name, each in module.named_parameters()}
     return _ProofRun([each.detach() for each in outputs], {number: each.grad for number, each in given.items()}, own)
 
@@ -295,9 +298,11 @@ def _problem_in_training(whole: Callable[[], object], part: Callable[[], object]
 
 
 def short(error: Exception) -> str:
-    """Return the kind and the beginning of an error in one line; of a function without a rule, what it got."""
+    """Return the kind and the beginning of an error in one line; only the problem of a message, or of no rule."""
     if isinstance(error, NoRuleError):
         return f"no rule for {error.got}"
+    if isinstance(error, MessageError):
+        return str(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 

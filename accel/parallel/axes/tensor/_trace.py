@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from accel.fakes import emptied_caches, fake_mode
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._copies import copied_model
-from accel.parallel._fakes import message_of, run_operator
+from accel.parallel._fakes import MessageError, exchanges_rows, message_of, run_operator
 from accel.parallel._modules import KeepsParameters, has_parameters, named_modules, written_class
 from accel.parallel._private import forward_hooks, forward_pre_hooks, tensors_of
 from accel.parallel.axes.tensor._styles import is_adapted, is_linear
@@ -69,10 +69,6 @@ class ForwardTrace(NamedTuple):
             digest.update(repr((node.name, path, places, node.text)).encode())
         digest.update(repr([numbers.get(each, -1) for each in call.outputs]).encode())
         return digest.hexdigest()
-
-
-class MessageError(Exception):
-    """The forward sends messages to other ranks, but one rank records it."""
 
 
 class ReplacedModulesError(Exception):
@@ -257,7 +253,8 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if name := message_of(func):
-            raise MessageError(f"its forward calls {name}, so one rank cannot record it")
+            problem = f"its forward calls {name}, so one rank cannot record it"
+            raise MessageError(problem, exchanges=exchanges_rows(func, args, kwargs))
         result = run_operator(func, args, kwargs)
         if not self._layers:
             self._record(getattr(func, "__name__", str(func)), args, kwargs, result)

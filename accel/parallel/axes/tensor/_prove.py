@@ -23,13 +23,13 @@ from accel.mixins import remove_mixin
 from accel.parallel._compile import Recomputed
 from accel.parallel._copies import WideMode, copied_model
 from accel.parallel._modules import RANKS
-from accel.parallel._private import tensors_of
+from accel.parallel._private import flat_tensors, tensors_of
 from accel.parallel.axes.tensor._dependence import dense
 from accel.parallel.axes.tensor._layers import GroupLayer
 from accel.parallel.axes.tensor._rules import install, rules_of
 from accel.parallel.axes.tensor._styles import Regions, Rule
 from accel.parallel.axes.tensor._tokens import SequenceRanks
-from accel.parallel.axes.tensor._trace import ModuleCall, tensors_in, without_hooks
+from accel.parallel.axes.tensor._trace import ModuleCall, without_hooks
 from accel.parallel.parts import NoRuleError
 from accel.random import Key, host_streams, rng_scope
 from accel.topology import TensorStyle
@@ -150,7 +150,7 @@ def _values(like: Tensor, draw: torch.Generator) -> Tensor:
 def drawn_inputs(call: ModuleCall) -> Mapping[int, Tensor]:
     """Return values of a call's tensors, by their number: integers of the example, and drawn ones for others."""
     draw = torch.Generator().manual_seed(23)
-    tensors = tensors_in((call.args, call.kwargs))
+    tensors = flat_tensors((call.args, call.kwargs))
     drawn = {number: _values(each, draw) for number, each in zip(call.inputs, tensors, strict=True)}
     return drawn | {number: each.detach().to("cpu", copy=True) for number, each in call.given.items()}
 
@@ -164,7 +164,7 @@ def _run(
 ) -> _ProofRun:
     """Outputs, and gradients of a random function of them; no gradients if only the forward runs."""
     given: dict[int, Tensor] = {}
-    for number, each in zip(call.inputs, tensors_in((call.args, call.kwargs)), strict=True):
+    for number, each in zip(call.inputs, flat_tensors((call.args, call.kwargs)), strict=True):
         if number not in given:
             given[number] = values[number].detach().clone().requires_grad_(each.requires_grad)
     with torch.enable_grad():  # of copies, as a forward may change its input in place

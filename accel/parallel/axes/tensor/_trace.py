@@ -20,7 +20,7 @@ from accel.mixins import Mixin, add_mixin
 from accel.parallel._copies import copied_model
 from accel.parallel._fakes import message_of, run_operator
 from accel.parallel._modules import KeepsParameters, has_parameters, named_modules, written_class
-from accel.parallel._private import forward_hooks, forward_pre_hooks, tensors_of
+from accel.parallel._private import flat_tensors, forward_hooks, forward_pre_hooks, tensors_of
 from accel.parallel.axes.tensor._styles import is_adapted, is_linear
 
 
@@ -59,7 +59,7 @@ class ForwardTrace(NamedTuple):
     def signature(self, call: ModuleCall) -> str:
         """Return a text that is equal for calls of equal operations on equal shapes, whatever the layers' paths."""
         numbers: dict[int, int] = {}
-        learns = [each.requires_grad for each in tensors_in((call.args, call.kwargs))]
+        learns = [each.requires_grad for each in flat_tensors((call.args, call.kwargs))]
         inputs = [numbers.setdefault(each, len(numbers)) for each in call.inputs]
         digest = hashlib.sha256(repr((inputs, learns)).encode())
         for at in call.nodes:
@@ -77,11 +77,6 @@ class MessageError(Exception):
 
 class ReplacedModulesError(Exception):
     """The forward replaces modules, so that its record says nothing of the model's own."""
-
-
-def tensors_in(tree: object) -> list[Tensor]:
-    """Return the tensors of a nesting of containers that torch can flatten."""
-    return [each for each in pytree.tree_leaves(tree) if isinstance(each, Tensor)]
 
 
 def trace(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any], *, with_values: bool = False) -> ForwardTrace:
@@ -174,7 +169,7 @@ class _Unseen(Mixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return a tensor without values."""
-        return torch.empty_like(tensors_in((args, kwargs))[0]).requires_grad_()
+        return torch.empty_like(flat_tensors((args, kwargs))[0]).requires_grad_()
 
 
 def _owners(model: nn.Module) -> dict[int, list[str]]:
@@ -264,12 +259,12 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _record(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        inputs = tuple(map(self.number, tensors_in((args, kwargs))))
+        inputs = tuple(map(self.number, flat_tensors((args, kwargs))))
         changes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
-        outputs = tensors_in(args[0] if name == "__setitem__" else result)
+        outputs = flat_tensors(args[0] if name == "__setitem__" else result)
         if not outputs:
             return
-        for each in tensors_in((args, kwargs)):
+        for each in flat_tensors((args, kwargs)):
             owners = self._owners.get(id(each), ())
             if owners and self._within and self._within[-1][0] not in owners:
                 self.read.update(owners)
@@ -304,7 +299,7 @@ class _Recorder(TorchFunctionMode):
             return
         if self._layers:
             return
-        inputs = tuple(map(self.number, tensors_in((args, kwargs))))
+        inputs = tuple(map(self.number, flat_tensors((args, kwargs))))
         outputs = tuple(map(self.number, tensors_of(output)))
         if kind is not None:
             shapes = [list(each.shape) for each in (*module.parameters(), *tensors_of(output))]

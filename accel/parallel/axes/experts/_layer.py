@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from accel.comm import exchanged, gathered, own_part
 from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin
+from accel.parallel._calls import unchanged
 from accel.parallel._modules import written_class
 from accel.parallel.axes.experts._expert_plan import EP
 from accel.parallel.parts._local_map import Independence, on_own_rows
@@ -414,7 +415,8 @@ def _prove(module: nn.Module, run: Callable[..., Any], tokens: Tensor, weights: 
         with _local_parts(module, {name: each[begin:end] for name, each in few.items()}):
             return run(*given)
 
-    with torch.no_grad(), isolated_rng(tokens.device), _unchanged(module):
+    with torch.no_grad(), isolated_rng(tokens.device), unchanged(module, is_seen=False):
+        _ = module.eval()
         try:
             found = outputs(0, len(_FACTORS), rows, indices, weights)
             single = found.new_zeros(len(chosen), found.shape[-1])
@@ -442,21 +444,6 @@ def _few_weights(weights: Tensor, rows: int, choices: int) -> Tensor:
 def _few_experts(part: Tensor) -> Tensor:
     factors = torch.tensor(_FACTORS).to(part).view(-1, *[1] * (part.ndim - 1))
     return part[torch.arange(len(_FACTORS), device=part.device) % len(part)] * factors
-
-
-@contextlib.contextmanager
-def _unchanged(module: nn.Module) -> Generator[None]:
-    """Let a module compute as in evaluation, and put back its modes and buffers afterwards."""
-    modes = {each: each.training for each in module.modules()}
-    buffers = [(each, each.clone()) for each in module.buffers()]
-    _ = module.eval()
-    try:
-        yield
-    finally:
-        for each, mode in modes.items():
-            each.training = mode
-        for each, values in buffers:
-            _ = each.copy_(values)
 
 
 def _dependent(module: nn.Module, got: str) -> PrepareError:

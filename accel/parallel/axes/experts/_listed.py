@@ -23,6 +23,7 @@ from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import listed_modules, named_modules, note_module, notes_of
 from accel.parallel.axes.experts._expert_plan import EP, LISTED
 from accel.parallel.axes.experts._layer import DispatchedTokens, Run, bring_back, dispatch_tokens, in_parts
+from accel.random import isolated_rng
 from accel.tensors import is_view
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def run_block(block: Any, run: Callable[..., Any], inputs: Sequence[Any], named:
     if not tensors:
         raise calls.refused("a module that is called without a tensor")
     calls.rows, calls.experts = [], []
-    with _unchanged(block, tensors, calls), _same_draws(tensors[0].device), calls.during("collect"):
+    with _unchanged(block, tensors, calls), isolated_rng(tensors[0].device), calls.during("collect"):
         try:
             _ = run(*inputs, **named)
         except torch.OutOfMemoryError:
@@ -179,13 +180,6 @@ def run_block(block: Any, run: Callable[..., Any], inputs: Sequence[Any], named:
         raise calls.refused(f"{len(calls.outputs)} calls in the first run alone")
     calls.rows, calls.experts = [], []
     return result
-
-
-def _same_draws(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Leave random numbers to the code after the block as if none had been drawn in it."""
-    if device.type in ("cpu", "meta"):
-        return cast(Any, torch.random).fork_rng(devices=[])
-    return cast(Any, torch.random).fork_rng(devices=[device], device_type=device.type)
 
 
 @contextlib.contextmanager

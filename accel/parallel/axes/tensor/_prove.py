@@ -29,7 +29,7 @@ from accel.parallel.axes.tensor._layers import GroupLayer
 from accel.parallel.axes.tensor._rules import install, rules_of
 from accel.parallel.axes.tensor._styles import Regions, Rule
 from accel.parallel.axes.tensor._tokens import SequenceRanks
-from accel.parallel.axes.tensor._trace import ModuleCall, without_hooks
+from accel.parallel.axes.tensor._trace import ModuleCall, copy_with
 from accel.parallel.parts import NoRuleError
 from accel.random import Key, host_streams, rng_scope
 from accel.topology import TensorStyle
@@ -115,16 +115,15 @@ def tokens_refused(problem: str) -> PrepareError:
 def redrawn(module: nn.Module) -> nn.Module:
     """Return a copy in float64 with other parameters, in evaluation mode."""
     draw = torch.Generator().manual_seed(17)
-    memo: dict[int, Any] = {}
-    for each in module.parameters():
-        values = torch.randn(each.shape, generator=draw, dtype=torch.float64, device="cpu")
-        if each.ndim > 1:
-            values /= max(each.shape[-1], 1) ** 0.5
-        memo[id(each)] = nn.Parameter(values)
-    for each in module.buffers():
+
+    def values_of(each: Tensor) -> Tensor:
+        if isinstance(each, nn.Parameter):
+            values = torch.randn(each.shape, generator=draw, dtype=torch.float64, device="cpu")
+            return values / max(each.shape[-1], 1) ** 0.5 if each.ndim > 1 else values
         has_none = each.is_meta or is_fake(each)
-        memo[id(each)] = _values(each, draw) if has_none else _in_float64(each.detach().to("cpu", copy=True))
-    whole = without_hooks(copied_model(module, memo))
+        return _values(each, draw) if has_none else _in_float64(each.detach().to("cpu", copy=True))
+
+    whole = copy_with(module, values_of)
     remove_mixin(whole.modules(), Recomputed)  # a backward does not know the dtypes of the proof
     return whole
 

@@ -118,7 +118,12 @@ def _run_blank(
     """Record a copy of the model; return the numbers of its outputs. Modules of these kinds run without their
     forward."""
     fake = fake_mode()
-    empty = _without_values(model, fake)
+
+    def blank(each: Tensor) -> Tensor:
+        with fake:
+            return _blank(each)
+
+    empty = copy_with(model, blank)
     with fake:
         add_mixin([each for each in empty.modules() if isinstance(each, kinds)], _Unseen)
         add_mixin(filter(has_parameters, empty.modules()), KeepsParameters)
@@ -127,12 +132,9 @@ def _run_blank(
 
 def _run_valued(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any], recorder: _Recorder) -> tuple[int, ...]:
     """Record a copy on the CPU with the model's values, and zeros for inputs without any."""
-    memo: dict[int, Any] = {}
-    for each in (*model.parameters(), *model.buffers()):
-        value = each.detach().to("cpu", copy=True)
-        memo[id(each)] = nn.Parameter(value, value.is_floating_point()) if isinstance(each, nn.Parameter) else value
+    copied = copy_with(model, lambda each: each.detach().to("cpu", copy=True))
     with cast(Any, torch.random).fork_rng(devices=[]):
-        return _recorded(without_hooks(copied_model(model, memo)), inputs, recorder, _valued)
+        return _recorded(copied, inputs, recorder, _valued)
 
 
 def _recorded(
@@ -194,18 +196,14 @@ def _valued(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.detach().to("cpu", kind, copy=True)
 
 
-def _without_values(model: nn.Module, fake: Any) -> nn.Module:
+def copy_with(model: nn.Module, values_of: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return a copy in eval, with other values of its parameters and buffers. Tensors that are plain attributes keep
+    theirs. It has no hooks but the ones by which torch computes weights, as `weight_norm`."""
     memo: dict[int, Any] = {}
-    with fake:
-        for each in (*model.parameters(), *model.buffers()):
-            blank = _blank(each)
-            is_parameter = isinstance(each, nn.Parameter)
-            memo[id(each)] = nn.Parameter(blank, blank.is_floating_point()) if is_parameter else blank
-    return without_hooks(copied_model(model, memo))  # tensors that are plain attributes keep their values
-
-
-def without_hooks(copied: nn.Module) -> nn.Module:
-    """Put a copy in eval, without hooks but the ones by which torch computes weights, as `weight_norm`. Mutates it."""
+    for each in (*model.parameters(), *model.buffers()):
+        values = values_of(each)
+        memo[id(each)] = nn.Parameter(values, values.is_floating_point()) if isinstance(each, nn.Parameter) else values
+    copied = copied_model(model, memo)
     for module in copied.eval().modules():
         cast(Any, forward_hooks(module)).clear()
         before = cast("dict[int, Any]", forward_pre_hooks(module))

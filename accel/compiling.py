@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Generator, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -38,10 +39,14 @@ def set_compiler_state(state: CompilerState) -> None:
 class _Uncompiled:
     """A stance of torch.compile that runs functions as they are, everywhere or in one backward.
 
-    torch calls nothing at the end of a backward that fails. This stance stays then, and is the one before.
+    torch calls nothing at the end of a backward that fails. This stance stays in place then, and does what the one
+    before it did.
 
     Attributes:
-        is_asked: whether torch may have asked it for its name, as each function does that torch compiles, or never
+        before: the stance that this one replaces.
+        of_model: whether it is of the forward or backward of a model with parts of tensors, see `ModelUncompiled`.
+        backward: torch's number of the backward that it is for; None for a block of code.
+        is_asked: whether torch may have asked it for its name. It asks for each function that it compiles, or never
             compiles, such as `torch.utils.checkpoint`.
     """
 
@@ -68,15 +73,10 @@ class _Uncompiled:
         return getattr(self.before, name)
 
 
-@contextlib.contextmanager
-def uncompiled() -> Generator[None]:
+def uncompiled() -> AbstractContextManager[None]:
     """Let functions that torch compiles by themselves run as they are, except in blocks of `compiled`."""
     before = _stance()
-    if before is None:
-        yield
-        return
-    with _stance_set(_Uncompiled(before, of_model=False)):
-        yield
+    return _stance_set(None if before is None else _Uncompiled(before, of_model=False))
 
 
 class ModelUncompiled:
@@ -114,36 +114,22 @@ class ModelUncompiled:
             return  # torch forgets backends as its compiler is reset, and still compiles functions of before
         for each in outputs:
             if each.grad_fn is not None:
-                _facts_of(each.grad_fn)[_BEGINS] = True
+                cast(Any, each.grad_fn).metadata[_BEGINS] = True
                 _ = each.grad_fn.register_prehook(_begin_uncompiled_backward)
         for node in self._nodes or ():
-            if _BEGINS not in _facts_of(node):
+            if _BEGINS not in node.metadata:
                 _ = node.register_prehook(_end_uncompiled_backward)
 
 
-@contextlib.contextmanager
-def compiled() -> Generator[None]:
+def compiled() -> AbstractContextManager[None]:
     """Let torch.compile do what it does around a block of `uncompiled`, or around a backward without compilation."""
     present = _stance()
-    if not isinstance(present, _Uncompiled):
-        yield
-        return
-    with _stance_set(present.before):
-        yield
+    return _stance_set(present.before if isinstance(present, _Uncompiled) else None)
 
 
-@contextlib.contextmanager
-def compiled_as(state: CompilerState) -> Generator[None]:
+def compiled_as(state: CompilerState) -> AbstractContextManager[None]:
     """Let torch.compile do what it did at another time."""
-    if state.stance is None:
-        yield
-        return
-    with _stance_set(state.stance):
-        yield
-
-
-def _facts_of(node: Any) -> dict[str, Any]:
-    return node.metadata  # which torch's types call a method
+    return _stance_set(state.stance)
 
 
 _BEGINS = "accel: a backward runs functions as they are from here on"
@@ -189,6 +175,10 @@ def _frames() -> Any:
 
 @contextlib.contextmanager
 def _stance_set(wanted: Any) -> Generator[None]:
+    """Set a stance for a block; None leaves the present one."""
+    if wanted is None:
+        yield
+        return
     frames = _frames()
     before = frames._stance
     frames._stance = wanted

@@ -219,7 +219,7 @@ def _plain(name: str | int) -> str | int:
 
 
 def _own(devices: Sequence[torch.device]) -> list[torch.device]:
-    return [device for device in devices if device.type != "cpu"]
+    return [device for device in devices if device.type not in ("cpu", "meta")]
 
 
 def _to_bytes(state: torch.Tensor) -> bytes:

@@ -124,10 +124,9 @@ def take_format(
     return given, rest
 
 
-def is_old(key: str, changes: Sequence[FormatChange] | None = None) -> bool:
+def is_old(key: str) -> bool:
     """Return whether a key is one of an older format."""
-    changes = CHANGES if changes is None else changes
-    return any(key in dict(change.renamed) or key in dict(change.removed) for change in changes)
+    return any(key in dict(change.renamed) or key in dict(change.removed) for change in CHANGES)
 
 
 def update_values(values: Mapping[str, Any], path: str, changes: Sequence[FormatChange] = CHANGES) -> Updated:

@@ -40,7 +40,6 @@ from accel.topology import Axes, Plan
 Operation = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
 _BUCKET_BYTES = 25 << 20  # of DDP
 _INDEX_BYTES = 8
-_FP32 = 4
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):

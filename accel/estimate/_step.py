@@ -18,7 +18,6 @@ from accel.formats import Precision, PrecisionName, StrategyName, precision
 from accel.topology import Axes, Balance, CallCosts, Plan, begins_of, data_dimension, stages_of_rank
 
 Engine = Literal["fully_shard", "ddp", "none"]
-_FP32 = 4
 _COMPUTE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 _WIRE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 

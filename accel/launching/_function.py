@@ -202,11 +202,10 @@ def launch_placed(
     *,
     nproc: int,
     config: LaunchConfig | None,
-    environ: Mapping[str, str] | None = None,
     place: Callable[[LaunchConfig, bytes], AbstractContextManager[Children]],
 ) -> list[T]:
     """Run `fn(ctx, *args)` as `launch` does, on processes of `place`, which ends them with its block."""
-    config = _resolve({}, os.environ if environ is None else environ).config if config is None else config
+    config = _resolve({}, os.environ).config if config is None else config
     config = msgspec.structs.replace(config, nproc_per_node=nproc)
     _refuse_without_effect(config, "nnodes", "max_restarts")
     check_mesh(config, nproc)

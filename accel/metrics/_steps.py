@@ -292,7 +292,7 @@ class StepStatistics(msgspec.Struct, frozen=True, eq=False):
         totals = {
             name: self.totals.get(name, 0) + found.get(name, 0) for name in _TOTALS if name in {**self.totals, **found}
         }
-        time = _times_of(ctx, rows, found)
+        time = _times_of(rows, found)
         if flops_per_sample is not None and "samples_per_s" in time:
             time |= _utilisation(ctx, flops_per_sample * time["samples_per_s"], peak)
         values = found | totals
@@ -341,7 +341,7 @@ def _closed_row(statistics: StepStatistics, ctx: DistContext) -> MetricsRow:
     return MetricsRow(row.numbers | {_CLOCK + name: (value, 1.0) for name, value in clocks.items()}, row.nested)
 
 
-def _times_of(ctx: DistContext, rows: Sequence[MetricsRow], found: Mapping[str, Any]) -> dict[str, float]:
+def _times_of(rows: Sequence[MetricsRow], found: Mapping[str, Any]) -> dict[str, float]:
     """Return the readings of clocks over all ranks."""
     fields = RankTimes.__struct_fields__
     ranks = [RankTimes(**{name: row.numbers[_CLOCK + name][0] for name in fields}) for row in rows]

@@ -98,7 +98,8 @@ class Script:
         logs = [call for call in calls(module) if self.method(call) == "log"]
         self.log_steps = {text_of(step) if (step := argument(call, "step", 1)) else "" for call in logs}
         self.reaching_backward = self._reaching(("backward",))
-        self.loggers = {name for name, value in self.assigned.items() if self.is_call(value, "get_logger")}
+        made = ((name, value) for name, value in self.assigned.items() if isinstance(value, cst.Call))
+        self.loggers = {name for name, value in made if self.origin(value.func) == "get_logger"}
         self.synced = self.free("synced", "window_ends")  # whether a window ends, behind its step
 
     def free(self, *choices: str) -> str:
@@ -133,10 +134,6 @@ class Script:
         if first in self.modules and rest:
             return rest.rpartition(".")[2]
         return ""
-
-    def is_call(self, node: cst.CSTNode | None, name: str) -> bool:
-        """Whether an expression calls a function of Accelerate."""
-        return isinstance(node, cst.Call) and self.origin(node.func) == name
 
     def makes(self, node: cst.CSTNode | None) -> bool:
         """Whether an expression makes an Accelerator or its state."""

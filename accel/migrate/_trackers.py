@@ -169,7 +169,7 @@ class HandedTrackers(ScriptPass):
 
     def __init__(self, script: Script, notes: Remarks, module: cst.Module) -> None:
         super().__init__(script, notes)
-        self._needing = _needing(script, module)
+        self._needing = _needing(script)
 
     def leave_function_def(self, original: cst.FunctionDef, updated: cst.FunctionDef) -> cst.FunctionDef:
         if original.name.value not in self._needing:
@@ -259,7 +259,7 @@ class _Runs(cst.CSTTransformer):
         self.unknown = self.unknown or node.value == self._tracker
 
 
-def _needing(script: Script, module: cst.Module) -> set[str]:
+def _needing(script: Script) -> set[str]:
     """Return functions that take an Accelerator and use its trackers, or call one that does, without beginning them."""
     if not script.tracks:
         return set()

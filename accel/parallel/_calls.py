@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -255,7 +256,8 @@ _VALUES = (int, float, str, type(None), torch.Tensor)
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, *, is_seen: bool = True) -> Generator[None]:
-    """Put parameters, buffers, and attributes of modules, back behind a forward that is none of the user's.
+    """Put parameters, buffers, and attributes of modules with what they hold, back behind a forward that is none of
+    the user's.
 
     `is_seen`: whether a mode of operators sees the forward, and copies what it changes; else all tensors but parameters
     are copied before. Under a mode, functions of torch.jit keep the class of parts of tensors, which they lose.
@@ -267,8 +269,10 @@ def unchanged(model: nn.Module, *, is_seen: bool = True) -> Generator[None]:
     present = [each for each in (*model.parameters(), *model.buffers(), *tensors) if not is_absent(each)]
     streams = [(each, state) for each in values if (state := stream_state(each)) is not None]
     kept = _KeptValues(present)
-    if not is_seen:
-        kept.before += [(each, each.detach().clone()) for each in present if _can_be_written(each)]
+    writable = [] if is_seen else [each for each in present if _can_be_written(each)]
+    copies = [(each, each.detach().clone(), _version(each)) for each in writable]
+    public = [value for _, held, _ in modules for name, value in held.items() if name[0] != "_"]
+    containers: list[Any] = [(value, value.copy()) for value in public if type(value) in (list, dict, set)]
     try:
         with kept if is_seen else contextlib.nullcontext():
             yield
@@ -283,8 +287,13 @@ def unchanged(model: nn.Module, *, is_seen: bool = True) -> Generator[None]:
             for name, buffer in buffers.items():
                 if each.get_buffer(name) is not buffer:
                     setattr(each, name, buffer)
+        for container, before in containers:
+            container.clear()
+            getattr(container, "extend" if isinstance(container, list) else "update")(before)
         for generator, state in streams:
             set_stream_state(generator, state)
+        # a graph may have saved one that has not changed
+        kept.before += [(each, before) for each, before, version in copies if _version(each) != version]
         with torch.no_grad():
             for tensor, before in kept.before:
                 if is_dtensor(tensor) or tensor.untyped_storage().size():  # a unit of `fully_shard` frees some
@@ -296,6 +305,10 @@ def _can_be_written(tensor: torch.Tensor) -> bool:
     if isinstance(tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return False
     return all(stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _version(tensor: torch.Tensor) -> float:
+    return math.nan if tensor.is_inference() else tensor._version  # NaN is unlike itself
 
 
 def _hooks_of(model: nn.Module) -> frozenset[int]:

@@ -122,6 +122,11 @@ alike: Callable[[torch.Tensor, Sequence[int]], torch.Tensor] = cast(Any, torch).
 _PLAIN: tuple[type[Any], ...] = (int, float, complex, str, slice, torch.Size, torch.dtype, torch.device, type(None))
 
 
+def flat_tensors(tree: object) -> list[torch.Tensor]:
+    """Return the tensors of a nesting of containers that torch can flatten; none of other objects, as dataclasses."""
+    return [each for each in pytree.tree_leaves(tree) if isinstance(each, torch.Tensor)]
+
+
 def tensors_of(tree: object) -> list[torch.Tensor]:
     """Return the tensors in a nesting of containers, mappings and dataclasses, in order."""
     if isinstance(tree, torch.Tensor):
@@ -133,7 +138,7 @@ def tensors_of(tree: object) -> list[torch.Tensor]:
     elif dataclasses.is_dataclass(tree):
         tree = [getattr(tree, each.name, None) for each in dataclasses.fields(tree)]
     if not isinstance(tree, tuple | list):
-        return [each for each in pytree.tree_leaves(tree) if isinstance(each, torch.Tensor)]
+        return flat_tensors(tree)
     found: list[torch.Tensor] = []
     for each in cast("Sequence[object]", tree):
         if isinstance(each, torch.Tensor):  # most often

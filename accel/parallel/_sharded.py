@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -35,11 +34,6 @@ _MOST_LISTED = 8
 def is_sharded(model: nn.Module) -> bool:
     """Return whether somebody has spread the model's parameters over ranks."""
     return any(map(is_dtensor, model.parameters())) or bool(sharded_roots(model))
-
-
-def holds_dtensors(model: nn.Module) -> bool:
-    """Return whether a parameter or a buffer of a model is a DTensor."""
-    return any(map(is_dtensor, chain(model.parameters(), model.buffers())))
 
 
 def load_plain(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

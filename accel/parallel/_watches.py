@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage] - torch has no other name
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from accel.context import DistContext
 from accel.errors import ConfigError, PrepareError, StepError
@@ -26,7 +25,7 @@ from accel.parallel._modules import (
     tensor_notes,
     unwrap_model,
 )
-from accel.parallel._private import GET_DATA, SET_DATA, given_to_transform, is_compiled, mixes_dtensors
+from accel.parallel._private import GET_DATA, SET_DATA, flat_tensors, given_to_transform, is_compiled, mixes_dtensors
 from accel.parallel._spread import ModelView
 from accel.parallel.parts import PartTensor
 from accel.parallel.parts._layout import refuse_transform
@@ -87,7 +86,7 @@ class _ParameterChanges(TorchFunctionMode):
     def _refuse_computed(self, name: str, args: Any) -> None:
         """Raise `ConfigError` for a function of a parameter as ranks keep it and of a plain tensor with a gradient: its
         gradient would be a DTensor."""
-        tensors = [each for each in pytree.tree_leaves(args) if isinstance(each, torch.Tensor)]
+        tensors = flat_tensors(args)
         if not any(each.requires_grad and not is_dtensor(each) for each in tensors):
             return
         names = {id(each): path for path, each in self._model.named_parameters() if is_dtensor(each)}

@@ -170,7 +170,6 @@ def _alike(one: str, other: str) -> int:
 _LEAST_ALIKE = 40  # characters, below which the whole text is as short
 
 
-_NOTHING = object()
 _FIRST_S = 10.0  # a reader's wait for the first snapshot
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")

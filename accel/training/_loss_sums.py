@@ -13,13 +13,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from accel.context import DistContext
 from accel.errors import StepError
 from accel.parallel._micro_batches import MicroBatch, first_rows, first_tensor
 from accel.parallel._modules import is_pipelined, note_prepared, prepared_of, tensor_notes, unwrap_model
-from accel.parallel._private import mixes_dtensors
+from accel.parallel._private import flat_tensors, mixes_dtensors
 from accel.random import isolated_rng
 from accel.tensors import is_view
 from accel.training._backward import check_loss, rooted
@@ -200,9 +199,9 @@ class _Reads(TorchFunctionMode):
     ) -> Any:
         """Call the function."""
         read = _with_values(str(getattr(func, "__name__", "")), args, kwargs or {})
-        given = [each for each in pytree.tree_leaves(read) if isinstance(each, torch.Tensor)]
+        given = flat_tensors(read)
         result = func(*args, **(kwargs or {}))
-        if any(isinstance(each, torch.Tensor) for each in pytree.tree_leaves(result)):
+        if flat_tensors(result):
             # a device or a number of elements reads no values
             self.parameters |= {id(each) for each in given if isinstance(each, nn.Parameter)}
             self.shape = next((each.shape for each in given if "placeholder" in tensor_notes(each)), self.shape)

@@ -347,10 +347,14 @@ def test_each_expert_counts_its_rows():
 
 
 class Jitter(Block):
-    """A block that draws noise and drops rows, as in training."""
+    """A block that draws noise and drops rows, as in training, and the number of experts in python."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return super().forward(nn.functional.dropout(hidden, 0.3) + torch.rand_like(hidden) * random.random())
+
+    def hit(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        tokens = tokens[: random.randrange(1, len(tokens) + 1)].repeat(len(tokens), 1)[: len(tokens)]
+        return super().hit(tokens, indices, weights)
 
 
 class InPlace(Block):
@@ -384,16 +388,20 @@ def test_both_runs_draw_the_same_numbers():
     def run(ctx: accel.DistContext) -> list[float]:
         ctx = accel.replace(ctx, mesh="dp=2,ep=2")
         model = accel.prepare_model(ctx, Net(Jitter()), plan=PLAN)
-        before = torch.get_rng_state()
+        before, of_python = torch.get_rng_state(), random.getstate()
         found = []
         for _ in range(2):
             torch.set_rng_state(before)
-            random.seed(0)
+            random.setstate(of_python)
             found.append(float(model(torch.ones(5, WIDTH)).detach().sum()))
         after = torch.get_rng_state()
         torch.set_rng_state(before)
         _ = torch.nn.functional.dropout(torch.ones(5, WIDTH), 0.3), torch.rand(5, WIDTH)
         assert torch.equal(after, torch.get_rng_state())  # as of one run
+        after_python = random.getstate()
+        random.setstate(of_python)
+        _ = random.randrange(1, 6)
+        assert after_python == random.getstate()
         return found
 
     for one, other in simulate(run, 2, default_group=True):

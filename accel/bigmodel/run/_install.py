@@ -110,9 +110,6 @@ def _stored(supply: Supply) -> torch.Tensor:
     return tensor if tensor is not None and tensor.dtype == supply.dtype else supply.fetch(torch.device("cpu"))
 
 
-Close = Callable[[], None]
-
-
 def settle(task: Task, read: torch.Tensor | None, opened: ExitStack) -> None:
     """Put a resident weight on its device, in its dtype; `opened` gets the way back, unless it was read."""
     if read is not None:

@@ -36,7 +36,7 @@ def config_of(ctx: DistContext) -> DeepSpeed:
     return from_setting(ctx.settings.deepspeed, ctx.launched.get("deepspeed", "deepspeed="))
 
 
-def read_facts(ctx: DistContext, objects: Iterable[object], *, accumulation: int | None = None) -> RunFacts:
+def read_facts(ctx: DistContext, objects: Iterable[object]) -> RunFacts:
     """Return the facts of a context and of prepared objects. No communication.
 
     The first of several loaders gives the size of a micro-batch; optimizers and models follow the same rule.
@@ -50,12 +50,11 @@ def read_facts(ctx: DistContext, objects: Iterable[object], *, accumulation: int
         elif isinstance(each, Optimizer) and "optimizer" not in facts:
             values = {name: value for name, value in each.param_groups[0].items() if name != "params"}
             facts |= {"optimizer": type(each).__name__, "optimizer_values": values}
-    if accumulation is None and (ctx.accumulation > 1 or "accumulation" in ctx.launched):
-        accumulation = ctx.accumulation
+    is_set = ctx.accumulation > 1 or "accumulation" in ctx.launched
     return RunFacts(
         ranks=ctx.data_parallel[1],
         precision=ctx.precision,
-        accumulation=accumulation,
+        accumulation=ctx.accumulation if is_set else None,
         places=dict(ctx.launched),
         **facts,
     )

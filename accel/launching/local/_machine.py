@@ -237,16 +237,16 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     tpu_chips: int = 0  # number of TPU chips that are one XLA device each
 
 
-def read_machine(sys: Path = _SYS) -> Machine:
+def read_machine() -> Machine:
     """Read the resources of this machine: usable cores, GPUs of NVIDIA's driver, TPU chips."""
     try:
-        gpus = read_gpus(ctypes.CDLL("libnvidia-ml.so.1"), sys)
+        gpus = read_gpus(ctypes.CDLL("libnvidia-ml.so.1"))
     except OSError:
         # Unknown is not none: without a count, a given number of processes is taken as it is.
         gpus = None if any(map(os.path.exists, _OTHER_GPUS)) else ()
     # Not the number of CPUs: a scheduler or container leaves this process fewer.
     usable = os.sched_getaffinity(0)
-    nodes = read_memory_nodes(usable, sys)
+    nodes = read_memory_nodes(usable, _SYS)
     return Machine(cores=len(usable), gpus=gpus, memory_nodes=nodes, tpu_chips=count_chips())
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils import _pytree as pytree
 
+from accel.parallel._private import flat_tensors
 from accel.parallel.parts._layout import RowCut, RowLayout, even, no_rule
 from accel.parallel.parts._local_map import Independence, mapped
 from accel.parallel.parts._part import (
@@ -80,7 +80,7 @@ def _heads_alone(func: Any, args: Args, kwargs: Named) -> Any:
         raise no_rule("with a mask for each head that is no tensor")
     if whole_shape(query)[1] != whole_shape(key)[1] and not _share_groups(query, key, ranks):
         tensors[1:] = [_of_queries(each, whole_shape(query)[1]) for each in tensors[1:]]
-    others = [each for each in pytree.tree_leaves((mask, kwargs)) if isinstance(each, Tensor)]
+    others = flat_tensors((mask, kwargs))
     heads = (1, 1, 1, *(_dim_of_heads(each, whole_shape(query)[1]) for each in others))
     declared = Independence(heads, (2, 1), like=0)
     is_divided = any(layout_of(each) is not None for each in tensors)

@@ -19,7 +19,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils import _pytree as pytree
 
 from accel.errors import PrepareError
-from accel.parallel._private import with_subclasses
+from accel.parallel._private import flat_tensors, with_subclasses
 from accel.parallel.parts._layout import RowCut, RowLayout, at, even, no_rule
 from accel.parallel.parts._part import (
     Args,
@@ -66,7 +66,7 @@ class _LocalMap(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         function = self.function
-        if self.on_cpu is not None and all(each.device.type == "cpu" for each in _tensors_in((args, kwargs))):
+        if self.on_cpu is not None and all(each.device.type == "cpu" for each in flat_tensors((args, kwargs))):
             function = self.on_cpu
         return on_own_rows(function, self.declared, args, kwargs)
 
@@ -125,14 +125,9 @@ def _numbers(given: Any) -> tuple[Any, ...]:
     return tuple(cast("Sequence[Any]", given)) if isinstance(given, tuple | list) else (given,)
 
 
-def _tensors_in(tree: object) -> list[Tensor]:
-    """The tensors that `mapped` replaces. An object that torch cannot flatten, as a dataclass, keeps its parts."""
-    return [each for each in pytree.tree_leaves(tree) if isinstance(each, Tensor)]
-
-
 def on_own_rows(function: Callable[..., Any], declared: Independence, args: Args, kwargs: Named) -> Any:
     """Call a function; of parts, with plain tensors of this rank's rows."""
-    tensors = _tensors_in((args, kwargs))
+    tensors = flat_tensors((args, kwargs))
     are_parts = any(getattr(type(each), "takes_collectives", False) for each in tensors)
     if are_parts and has_torch_function(tensors):
         return handle_torch_function(on_own_rows, tensors, function, declared, args, kwargs)
@@ -143,7 +138,7 @@ def mapped(func: Any, args: Args, kwargs: Named) -> Any:
     """on_own_rows, of parts."""
     function, declared, given, by_name = args
     leaves, tree = pytree.tree_flatten((given, by_name))
-    tensors = _tensors_in(leaves)
+    tensors = flat_tensors(leaves)
     ranks = ranks_of(tuple(tensors))
     own, layout_for = (_over_rows if isinstance(declared.over, str) else _over_dim)(declared, tensors, ranks)
     rows = iter([plain_of(each) for each in own])

@@ -154,7 +154,7 @@ def keep_buffers_whole(model: nn.Module) -> None:
     add_mixin([each for each in model.modules() if vars(each).get("_buffers")], WholeBuffers)  # also one of None
 
 
-def refuse_hidden(output: Any, axis: str) -> None:
+def refuse_hidden(output: Any) -> None:
     """Raise `ConfigError` for an output with parts in an object that is no container, or that an iterator makes later:
     nothing would make them this rank's tensors."""
     for _, each in leaves(output):
@@ -164,7 +164,7 @@ def refuse_hidden(output: Any, axis: str) -> None:
                 "an output of the model holds tensors where nothing gives each rank its part of them",
                 expected="tensors in tuples, lists, dicts and dataclasses",
                 got=f"an object of the class {type(each).__name__}",
-                where=f"forward of a model on a mesh with {axis}",
+                where="forward of a model on a mesh with cp",
                 fix="Return a dict, or list(...) of a generator; or write @dataclasses.dataclass before the class.",
             )
 

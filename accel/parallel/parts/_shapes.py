@@ -116,14 +116,10 @@ def permute(func: Any, args: Args, kwargs: Named) -> Any:
 def transpose(func: Any, args: Args, kwargs: Named) -> Any:
     """transpose, swapaxes, swapdims."""
     part = part_of(func, args)
-    dims = (*args[1:], *kwargs.values())
-    layout = part.division
-    if layout is not None:
-        one = dims[0] % part.dim()
-        other = dims[1] % part.dim()
-        if layout.dim in (one, other):
-            layout = RowLayout(one + other - layout.dim, layout.cut)
-    return make(part.transpose(*dims), layout, part.ranks)
+    one, other = (each % part.dim() for each in (*args[1:], *kwargs.values()))
+    order = [*range(part.dim())]
+    order[one], order[other] = other, one
+    return _ordered(part, order)
 
 
 def turned(func: Any, args: Args, kwargs: Named) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from accel.context import DistContext
 from accel.errors import ConfigError, PrepareError
 from accel.parallel._blocks import ModuleGroup, block_groups, outermost_groups
-from accel.parallel._modules import forward_names, layerdrops, named_modules, source_of, written_class
+from accel.parallel._modules import forward_names, is_in, layerdrops, named_modules, source_of, written_class
 from accel.parallel._private import runs_in_reentrant_checkpoint
 from accel.parallel.axes.context._kernels import Terms
 from accel.parallel.axes.context._split import UNCUT_INPUTS, is_cut
@@ -174,8 +174,9 @@ def transformers_models(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str,
     """Yield the models of transformers among modules, with their paths; of nested ones the outermost."""
     found: list[str] = []
     for name, module in modules.items():
-        inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
-        if not inside and any(_is_pretrained(kind) for kind in type(module).__mro__):
+        if not any(is_in(name, outer) for outer in found) and any(
+            _is_pretrained(kind) for kind in type(module).__mro__
+        ):
             found.append(name)
             yield name, module
 
@@ -374,6 +375,6 @@ def refuse_reentrant(module: nn.Module) -> None:
             "a reentrant checkpoint does not keep the positions of its tensors",
             expected="a checkpoint of the other kind",
             got=f"a call of {written_class(module).__name__} in one",
-            where="forward of a model on a mesh with cp",
+            where=FORWARD,
             fix="Pass it use_reentrant=False: checkpoint(block, x, use_reentrant=False).",
         )

@@ -231,7 +231,7 @@ class Positions:
 
     def left(self, output: Any) -> Any:
         """Return own positions for the parts of an output."""
-        refuse_hidden(output, "cp")
+        refuse_hidden(output)
         numbers = count()
 
         def own(each: Tensor) -> Tensor:

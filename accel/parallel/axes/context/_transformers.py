@@ -20,7 +20,7 @@ from accel.context import DistContext
 from accel.errors import ConfigError, MissingExtraError
 from accel.parallel._modules import note_module, notes_of
 from accel.parallel.axes.context._attention import context_attention, whole_positions
-from accel.parallel.axes.context._checks import text_decoder
+from accel.parallel.axes.context._checks import FORWARD, text_decoder
 from accel.parallel.axes.context._positions import position_ranks
 from accel.parallel.axes.context._split import ALL_POSITIONS
 
@@ -62,7 +62,7 @@ class MaskSpan(NamedTuple):
                 "a selection of a mask that is not in memory",
                 expected="the last queries",
                 got=str(list(asked)),
-                where="forward of a model on a mesh with cp",
+                where=FORWARD,
                 fix=_PASS_MASK,
             )
         return self._replace(shape=(*self.shape[:2], len(queries), self.shape[3]))
@@ -195,7 +195,7 @@ def _check_order(module: nn.Module, span: MaskSpan, *, causal: bool) -> None:
         "padding of a batch",
         expected="one order",
         got=f"is_causal={causal} of {type(module).__name__}, and a mask that is {words[span.causal]}",
-        where="forward of a model on a mesh with cp",
+        where=FORWARD,
         fix=f"{_PASS_MASK} Or make the model with use_bidirectional_attention=False in the config of its text model, "
         "for a causal order, or with is_causal=False, for none.",
     )
@@ -244,6 +244,6 @@ def check_first(ctx: DistContext, position_ids: Any, padding: int | None) -> Non
             "positions that this model keeps for padding",
             expected=f"positions from {padding + 1} on, as the model numbers them itself",
             got=f"positions from {first} on",
-            where="forward of a model on a mesh with cp",
+            where=FORWARD,
             fix=f"Pass position_ids=part['position_ids'] + {padding + 1}.",
         )

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, MutableSet, Sequence
@@ -19,12 +18,13 @@ from accel.comm import Call, adopt, agreed_values, gathered, own_part
 from accel.devices import get_random_state, wide_dtype
 from accel.errors import PeerError, PrepareError
 from accel.mixins import Mixin
+from accel.parallel._calls import unchanged
 from accel.parallel._modules import written_class
 from accel.parallel._private import without_checkpoints
 from accel.parallel.axes.experts._expert_plan import EP
 from accel.parallel.axes.experts._routing import bring_back, dispatch_tokens
 from accel.parallel.parts._local_map import Independence, on_own_rows
-from accel.random import isolated_rng, set_stream_state, stream_state
+from accel.random import isolated_rng
 from accel.tensors import is_dtensor, is_view
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ def compared(
 
 
 def _outputs(modules: Sequence[nn.Module], run: Callable[[], R], *, trains: bool = True) -> R:
-    with _unchanged(modules):
+    with unchanged(nn.ModuleList(modules), is_seen=False):
         if not trains:
             _ = [each.eval() for each in modules]
         return run()
@@ -280,7 +280,7 @@ def _draws(modules: Sequence[nn.Module], pair: Callable[[], tuple[Tensor, Tensor
     """Whether functions draw random numbers: they move a stream, or compute something else in a second call."""
     states: list[Tensor] = []
     outputs: list[Tensor] = []
-    with _unchanged(modules):
+    with unchanged(nn.ModuleList(modules), is_seen=False):
         for _ in range(2):
             states.append(torch.get_rng_state())
             outputs.append(pair()[0])
@@ -412,52 +412,6 @@ def _few_weights(weights: Tensor, rows: int, choices: int) -> Tensor:
     some = weights[largest[torch.arange(rows, device=weights.device) % len(weights)]]
     few = some[:, :choices]
     return few if few.shape == some.shape else few * (some.sum(1) / few.sum(1))[:, None]
-
-
-@contextlib.contextmanager
-def _unchanged(modules: Iterable[nn.Module]) -> Generator[None]:
-    """Put back modes, buffers, and public attributes with what they hold."""
-    inner = list(dict.fromkeys(each for module in modules for each in module.modules()))
-    modes = {each: each.training for each in inner}
-    buffers = [_held(each) for module in inner for each in module.buffers(recurse=False)]
-    own = [(vars(each), {name: _held(value) for name, value in vars(each).items() if name[0] != "_"}) for each in inner]
-    try:
-        yield
-    finally:
-        for attributes, before in own:
-            for name in [name for name in attributes if name[0] != "_" and name not in before]:
-                del attributes[name]
-            attributes.update({name: put_back() for name, put_back in before.items()})
-        _ = [put_back() for put_back in buffers]
-        for each, mode in modes.items():
-            each.training = mode
-
-
-def _held(value: Any) -> Callable[[], Any]:
-    """Return a function that returns a value as it is now: tensors, containers and generators may change in place."""
-    if (state := stream_state(value)) is not None:
-        return lambda: (value, set_stream_state(value, state))[0]
-    if not isinstance(value, Tensor | list | dict | set):
-        return lambda: value
-    held = cast(Any, value)
-    copied = held.clone() if isinstance(value, Tensor) else copy.copy(held)
-    version = _version(held)
-
-    def put_back() -> Any:
-        if isinstance(value, list):
-            held[:] = copied
-        elif not isinstance(value, Tensor):
-            held.clear()
-            held.update(copied)
-        elif version != _version(held):  # a graph may have saved the tensor
-            held.copy_(copied)
-        return held
-
-    return put_back
-
-
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 _DISPATCHED = (

@@ -348,12 +348,11 @@ class _Proofs:
 
     def _unit_of(self, path: str, called: set[str], plan: FoundPlan) -> str:
         """The module to prove for a layer in it: the outermost one with layouts, or the one that calls the layer."""
-        around = [unit for unit in plan.regions if is_in(path, unit)]
-        if around:
-            return min(around, key=len)
-        unit = path.rpartition(".")[0]
-        while unit not in called:
-            unit = unit.rpartition(".")[0]
+        unit = _outermost(path, plan.regions)
+        if unit not in plan.regions:
+            unit = _owner(path)
+            while unit not in called:
+                unit = _owner(unit)
         return unit
 
     def _features(self, path: str) -> int:

@@ -25,13 +25,13 @@ from accel.parallel._compile import Recomputed
 from accel.parallel._copies import WideMode, copied_model
 from accel.parallel._fakes import MessageError, NoMessages
 from accel.parallel._modules import RANKS
-from accel.parallel._private import tensors_of
+from accel.parallel._private import flat_tensors, tensors_of
 from accel.parallel.axes.tensor._dependence import dense
 from accel.parallel.axes.tensor._layers import GroupLayer
 from accel.parallel.axes.tensor._rules import install, rules_of
 from accel.parallel.axes.tensor._styles import Regions, Rule
 from accel.parallel.axes.tensor._tokens import SequenceRanks
-from accel.parallel.axes.tensor._trace import ModuleCall, tensors_in, without_hooks
+from accel.parallel.axes.tensor._trace import ModuleCall, copy_with
 from accel.parallel.parts import NoRuleError
 from accel.random import Key, host_streams, rng_scope
 from accel.topology import TensorStyle
@@ -117,16 +117,15 @@ def tokens_refused(problem: str) -> PrepareError:
 def redrawn(module: nn.Module) -> nn.Module:
     """Return a copy in float64 with other parameters, in evaluation mode."""
     draw = torch.Generator().manual_seed(17)
-    memo: dict[int, Any] = {}
-    for each in module.parameters():
-        values = torch.randn(each.shape, generator=draw, dtype=torch.float64, device="cpu")
-        if each.ndim > 1:
-            values /= max(each.shape[-1], 1) ** 0.5
-        memo[id(each)] = nn.Parameter(values)
-    for each in module.buffers():
+
+    def values_of(each: Tensor) -> Tensor:
+        if isinstance(each, nn.Parameter):
+            values = torch.randn(each.shape, generator=draw, dtype=torch.float64, device="cpu")
+            return values / max(each.shape[-1], 1) ** 0.5 if each.ndim > 1 else values
         has_none = each.is_meta or is_fake(each)
-        memo[id(each)] = _values(each, draw) if has_none else _in_float64(each.detach().to("cpu", copy=True))
-    whole = without_hooks(copied_model(module, memo))
+        return _values(each, draw) if has_none else _in_float64(each.detach().to("cpu", copy=True))
+
+    whole = copy_with(module, values_of)
     remove_mixin(whole.modules(), Recomputed)  # a backward does not know the dtypes of the proof
     return whole
 
@@ -152,7 +151,7 @@ def _values(like: Tensor, draw: torch.Generator) -> Tensor:
 def drawn_inputs(call: ModuleCall) -> Mapping[int, Tensor]:
     """Return values of a call's tensors, by their number: integers of the example, and drawn ones for others."""
     draw = torch.Generator().manual_seed(23)
-    tensors = tensors_in((call.args, call.kwargs))
+    tensors = flat_tensors((call.args, call.kwargs))
     drawn = {number: _values(each, draw) for number, each in zip(call.inputs, tensors, strict=True)}
     return drawn | {number: each.detach().to("cpu", copy=True) for number, each in call.given.items()}
 
@@ -166,7 +165,7 @@ def _run(
 ) -> _ProofRun:
     """Outputs, and gradients of a random function of them; no gradients if only the forward runs."""
     given: dict[int, Tensor] = {}
-    for number, each in zip(call.inputs, tensors_in((call.args, call.kwargs)), strict=True):
+    for number, each in zip(call.inputs, flat_tensors((call.args, call.kwargs)), strict=True):
         if number not in given:
             given[number] = values[number].detach().clone().requires_grad_(each.requires_grad)
     with torch.enable_grad(), NoMessages():  # of copies, as a forward may change its input in place

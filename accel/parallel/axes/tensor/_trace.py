@@ -20,7 +20,7 @@ from accel.mixins import Mixin, add_mixin
 from accel.parallel._copies import copied_model
 from accel.parallel._fakes import MessageError, exchanges_rows, message_of, run_operator
 from accel.parallel._modules import KeepsParameters, has_parameters, named_modules, written_class
-from accel.parallel._private import forward_hooks, forward_pre_hooks, tensors_of
+from accel.parallel._private import flat_tensors, forward_hooks, forward_pre_hooks, tensors_of
 from accel.parallel.axes.tensor._styles import is_adapted, is_linear
 
 
@@ -59,7 +59,7 @@ class ForwardTrace(NamedTuple):
     def signature(self, call: ModuleCall) -> str:
         """Return a text that is equal for calls of equal operations on equal shapes, whatever the layers' paths."""
         numbers: dict[int, int] = {}
-        learns = [each.requires_grad for each in tensors_in((call.args, call.kwargs))]
+        learns = [each.requires_grad for each in flat_tensors((call.args, call.kwargs))]
         inputs = [numbers.setdefault(each, len(numbers)) for each in call.inputs]
         digest = hashlib.sha256(repr((inputs, learns)).encode())
         for at in call.nodes:
@@ -73,11 +73,6 @@ class ForwardTrace(NamedTuple):
 
 class ReplacedModulesError(Exception):
     """The forward replaces modules, so that its record says nothing of the model's own."""
-
-
-def tensors_in(tree: object) -> list[Tensor]:
-    """Return the tensors of a nesting of containers that torch can flatten."""
-    return [each for each in pytree.tree_leaves(tree) if isinstance(each, Tensor)]
 
 
 def trace(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any], *, with_values: bool = False) -> ForwardTrace:
@@ -119,7 +114,12 @@ def _run_blank(
     """Record a copy of the model; return the numbers of its outputs. Modules of these kinds run without their
     forward."""
     fake = fake_mode()
-    empty = _without_values(model, fake)
+
+    def blank(each: Tensor) -> Tensor:
+        with fake:
+            return _blank(each)
+
+    empty = copy_with(model, blank)
     with fake:
         add_mixin([each for each in empty.modules() if isinstance(each, kinds)], _Unseen)
         add_mixin(filter(has_parameters, empty.modules()), KeepsParameters)
@@ -128,12 +128,9 @@ def _run_blank(
 
 def _run_valued(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any], recorder: _Recorder) -> tuple[int, ...]:
     """Record a copy on the CPU with the model's values, and zeros for inputs without any."""
-    memo: dict[int, Any] = {}
-    for each in (*model.parameters(), *model.buffers()):
-        value = each.detach().to("cpu", copy=True)
-        memo[id(each)] = nn.Parameter(value, value.is_floating_point()) if isinstance(each, nn.Parameter) else value
+    copied = copy_with(model, lambda each: each.detach().to("cpu", copy=True))
     with cast(Any, torch.random).fork_rng(devices=[]):
-        return _recorded(without_hooks(copied_model(model, memo)), inputs, recorder, _valued)
+        return _recorded(copied, inputs, recorder, _valued)
 
 
 def _recorded(
@@ -170,7 +167,7 @@ class _Unseen(Mixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return a tensor without values."""
-        return torch.empty_like(tensors_in((args, kwargs))[0]).requires_grad_()
+        return torch.empty_like(flat_tensors((args, kwargs))[0]).requires_grad_()
 
 
 def _owners(model: nn.Module) -> dict[int, list[str]]:
@@ -195,18 +192,14 @@ def _valued(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.detach().to("cpu", kind, copy=True)
 
 
-def _without_values(model: nn.Module, fake: Any) -> nn.Module:
+def copy_with(model: nn.Module, values_of: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return a copy in eval, with other values of its parameters and buffers. Tensors that are plain attributes keep
+    theirs. It has no hooks but the ones by which torch computes weights, as `weight_norm`."""
     memo: dict[int, Any] = {}
-    with fake:
-        for each in (*model.parameters(), *model.buffers()):
-            blank = _blank(each)
-            is_parameter = isinstance(each, nn.Parameter)
-            memo[id(each)] = nn.Parameter(blank, blank.is_floating_point()) if is_parameter else blank
-    return without_hooks(copied_model(model, memo))  # tensors that are plain attributes keep their values
-
-
-def without_hooks(copied: nn.Module) -> nn.Module:
-    """Put a copy in eval, without hooks but the ones by which torch computes weights, as `weight_norm`. Mutates it."""
+    for each in (*model.parameters(), *model.buffers()):
+        values = values_of(each)
+        memo[id(each)] = nn.Parameter(values, values.is_floating_point()) if isinstance(each, nn.Parameter) else values
+    copied = copied_model(model, memo)
     for module in copied.eval().modules():
         cast(Any, forward_hooks(module)).clear()
         before = cast("dict[int, Any]", forward_pre_hooks(module))
@@ -261,12 +254,12 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _record(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        inputs = tuple(map(self.number, tensors_in((args, kwargs))))
+        inputs = tuple(map(self.number, flat_tensors((args, kwargs))))
         changes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
-        outputs = tensors_in(args[0] if name == "__setitem__" else result)
+        outputs = flat_tensors(args[0] if name == "__setitem__" else result)
         if not outputs:
             return
-        for each in tensors_in((args, kwargs)):
+        for each in flat_tensors((args, kwargs)):
             owners = self._owners.get(id(each), ())
             if owners and self._within and self._within[-1][0] not in owners:
                 self.read.update(owners)
@@ -301,7 +294,7 @@ class _Recorder(TorchFunctionMode):
             return
         if self._layers:
             return
-        inputs = tuple(map(self.number, tensors_in((args, kwargs))))
+        inputs = tuple(map(self.number, flat_tensors((args, kwargs))))
         outputs = tuple(map(self.number, tensors_of(output)))
         if kind is not None:
             shapes = [list(each.shape) for each in (*module.parameters(), *tensors_of(output))]

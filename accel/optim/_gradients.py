@@ -354,7 +354,7 @@ def step_of(
 
 
 class _WholeNumbers(TorchDispatchMode):
-    """Numbers that code reads of a DTensor, such as `float(p.norm())`: the whole tensor's. Torch reads a rank's part."""
+    """Numbers that code reads of a DTensor, such as `float(p.norm())`: the whole tensor's. Torch reads a part."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

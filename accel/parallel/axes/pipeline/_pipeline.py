@@ -16,6 +16,7 @@ from accel.parallel._copies import NotPickled
 from accel.parallel._leftovers import is_used, is_watched, note_used
 from accel.parallel._modules import note_prepared, note_tensor, prepared_of, stage_modules, tensor_notes
 from accel.parallel._same_batches import SameBatches
+from accel.parallel.axes.pipeline._held import Copied, check_children, check_tensors, copies_in
 from accel.parallel.axes.pipeline._layout import Layout, Norms, batch_norms, check_norms
 from accel.parallel.axes.pipeline._replayed import ReplayedModule, running
 from accel.parallel.axes.pipeline._replays import Replays, StageTrials, agreed_replay, looked
@@ -144,6 +145,7 @@ class Pipeline:
         self.replays = replays
         self._schedules: dict[object, StageSchedule] = {}
         self._norms: Norms | None = None
+        self._copies: Sequence[Copied] = ()
 
     def __deepcopy__(self, memo: object) -> Pipeline:
         return self
@@ -168,6 +170,9 @@ class Pipeline:
             watch.compare(work.batch(), trains=trains)
         if self._norms is None:
             self._norms = batch_norms(model)
+            self._copies = copies_in(stage_modules(model))
+            check_tensors(model)
+        check_children(self._copies)
         filled = sum(each.rows.size - each.rows.real for each in work.micro_batches)
         check_norms(self._norms, self.layout, StageError, f"rank {ctx.rank}", filled=filled)
         replays = self.replays

@@ -754,3 +754,21 @@ def test_a_head_may_be_compiled_after_the_stages_are_cut(ranks: Simulator) -> No
     alone = _loss_of_changed(accel.single(), lambda _: None, "prepare, change")
     found = ranks.run(lambda ctx: _loss_of_changed(ctx, compiled, "prepare, change"), 2, default_group=True)
     assert found == [pytest.approx(alone, rel=1e-12)] * 2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_rank_loads_its_part_of_a_plain_state_dict(ranks: Simulator, tied: bool) -> None:
+    whole = {name: value + 1 for name, value in Words(2, tied=tied).state_dict().items()}
+
+    def load(ctx: accel.DistContext) -> dict[str, torch.Tensor]:
+        ctx = accel.replace(ctx, mesh="pp=2")
+        model = accel.prepare_model(ctx, Words(2, tied=tied))
+        with pytest.raises(RuntimeError, match=r"Unexpected key.*other"):
+            model.load_state_dict(whole | {"other": torch.ones(1)})
+        with pytest.raises(RuntimeError, match="Missing key"):
+            model.load_state_dict({"embed.weight": whole["embed.weight"]})
+        assert not any(model.load_state_dict(whole))
+        return accel.get_state_dict(ctx, model, dst=None)
+
+    for each in ranks.run(load, 2, default_group=True):
+        torch.testing.assert_close(each, whole, rtol=0, atol=0)

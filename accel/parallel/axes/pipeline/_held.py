@@ -13,7 +13,7 @@ from accel.errors import PrepareError, StageError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._copies import shallow_copy
 from accel.parallel._fakes import stand_in
-from accel.parallel._modules import named_tensors, note_module, notes_of, tensor_notes, wrapped_name
+from accel.parallel._modules import named_modules, named_tensors, note_module, notes_of, tensor_notes, wrapped_name
 from accel.parallel._spread import ModelView
 
 
@@ -121,7 +121,7 @@ def check_children(copies: Iterable[Copied]) -> None:
     replace it, such as that of `torch.compile`."""
     for each in copies:
         for key, child in each.children.items():
-            now = each.module._modules.get(key)
+            now = vars(each.module)["_modules"].get(key)
             if now is not child and (now is None or _inside(now) is not child):
                 raise _changed(_joined(each.path, key), "None" if now is None else f"now of {type(now).__name__}")
 
@@ -133,7 +133,7 @@ def _inside(module: nn.Module) -> object:
 
 def check_tensors(model: nn.Module) -> None:
     """Raise for a parameter that was assigned across stages: one of another stage here, or one of this stage there."""
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         absent: Collection[str] = notes_of(module).get("absent", ())
         for name, each in module.named_parameters(recurse=False, remove_duplicate=False):
             if name in absent or "placeholder" in tensor_notes(each):

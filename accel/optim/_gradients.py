@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.comm import Comm, adopt, all_gather_flat, all_reduce_flat
 from accel.comm._streams import DeviceStreams
@@ -24,6 +25,7 @@ from accel.errors import AccelError, ConfigError, StepError
 from accel.optim._streamed_state import streamed_state
 from accel.optim._substitutes import step_masters, step_parts
 from accel.tensors import (
+    full_tensor,
     is_dtensor,
     is_partial,
     local_part,
@@ -351,13 +353,40 @@ def step_of(
     )
 
 
+class _WholeNumbers(TorchDispatchMode):
+    """Numbers that code reads of a DTensor, such as `float(p.norm())`: the whole tensor's. Torch reads a part."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let functions that torch compiles run compiled: torch skips them within other modes."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator."""
+        if func is _torch.ops.aten._local_scalar_dense.default:
+            return func(full_tensor(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def _whole_numbers(optimizer: Optimizer) -> contextlib.AbstractContextManager[object]:
+    known = type(optimizer).__module__.startswith(("torch.optim.", "accel."))  # they read none of a DTensor
+    return contextlib.nullcontext() if known or not _has_shards(optimizer) else _WholeNumbers()
+
+
+def _has_shards(optimizer: Optimizer) -> bool:
+    return any(map(is_dtensor, parameters_of([optimizer])))
+
+
 def take_step(optimizer: Optimizer, step: Callable[[], object]) -> None:
     """Call the function that steps an optimizer; raise `StepError` if the optimizer cannot step sharded parameters."""
     try:
-        _ = step()
+        with _whole_numbers(optimizer):
+            _ = step()
     except (RuntimeError, NotImplementedError, ValueError) as error:
         text = str(error)
-        of_shards = any(sign in text for sign in _OF_SHARDS) and any(map(is_dtensor, parameters_of([optimizer])))
+        of_shards = any(sign in text for sign in _OF_SHARDS) and _has_shards(optimizer)
         if isinstance(error, AccelError) or not of_shards:
             raise
         raise StepError(

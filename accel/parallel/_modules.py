@@ -166,6 +166,7 @@ class ModuleNotes(TypedDict, total=False):
     absent: Mapping[str, Tensor]  # placeholders of tensors that other stages hold, by name. By prepare_model, along pp
     answer: Any  # function that answers its calls. By replays, until they end
     chunks: Any  # parts of the sequence on which it runs. By chunk_sequence; read by its forwards
+    copied: Any  # the module that it is a copy of, for a stage. By prepare_model, along pp; read by each batch
     context: Any  # of the attention of a model of transformers. By prepare_model, along cp
     compute: Any  # function that a head runs instead of its forward. By a loss without logits, for one call
     elsewhere: bool  # another stage holds it. By prepare_model, along pp; read wherever modules are chosen

@@ -375,6 +375,16 @@ AXIS_PROGRAMS: tuple[Program, ...] = (
         mesh="pp=2",
     ),
     Program(
+        "parallel/axes/pipeline/_held.py",
+        "a module or a parameter was replaced after the model was cut",
+        STAGED,
+        "model = accel.prepare_model(ctx, model); model[2] = nn.Linear(8, 2); train(model)",
+        "model = accel.prepare_model(ctx, model)",
+        "model[2] = nn.Linear(8, 2); {line}; train(model)",
+        ranks=2,
+        mesh="pp=2",
+    ),
+    Program(
         "parallel/axes/pipeline/_planned.py",
         "the stages are not made of the model's modules",
         STAGED,

@@ -80,6 +80,43 @@ def test_an_optimizer_that_cannot_step_shards_names_itself_and_another(
     )
 
 
+class TrustRatio(SGD):
+    """It reads norms as numbers, as optimizers of users do, and computes in a function that torch compiles."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net.parameters(), lr=0.1)
+        self.graphs = 0
+        self.scaled = torch.compile(lambda grad, rate: grad * rate, backend=self.count)
+
+    def count(self, graph: Any, _: object) -> Any:
+        self.graphs += 1
+        return graph.forward
+
+    def step(self, closure: Any = None) -> None:
+        for each in self.param_groups[0]["params"]:
+            ratio = float(each.detach().norm()) / each.grad.pow(2).sum().item() ** 0.5
+            with torch.no_grad():
+                each.sub_(each.grad * 0.1 * ratio)
+        _ = self.scaled(torch.ones(3), 0.1)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_numbers_that_an_optimizer_reads_of_shards_are_the_whole_tensors(ranks: Simulator, how: dict[str, Any]) -> None:
+    made = list[TrustRatio]()
+
+    def make(net: nn.Module) -> Optimizer:
+        made.append(TrustRatio(net))
+        return made[-1]
+
+    alone = _train(accel.single(), make)
+    made.clear()
+    torch.compiler.reset()
+    found = ranks.run(lambda ctx: _train(accel.replace(ctx, **how), make), 2, default_group=True)
+    for each in found:
+        torch.testing.assert_close(each, alone, rtol=0, atol=1e-12)
+    assert sum(each.graphs for each in made) > 0  # torch's compiler has not skipped the function
+
+
 class Failing(SGD):
     def step(self, closure: Any = None) -> None:
         raise RuntimeError("a placement that is the user's own")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -707,3 +708,67 @@ def test_a_loss_may_be_a_view_and_have_hooks(ranks: Simulator, scale: float) -> 
     for norm in ranks.run(rank, 2, default_group=True):
         assert norm == pytest.approx(2 * alone, rel=1e-10)
     assert seen == [scale, scale]
+
+
+def _loss_of_changed(ctx: accel.DistContext, change: Callable[[Any], None], order: str) -> float:
+    ctx = accel.replace(ctx, mesh="pp=2") if ctx.world_size > 1 else ctx
+    model: Any = Words(2)
+    if order == "change, prepare":
+        change(model)
+        model = accel.prepare_model(ctx, model)  # the line of the error
+    else:
+        model = accel.prepare_model(ctx, model)
+        change(model)
+    inputs, targets = batch_of(0, 4)
+    state = accel.train_state(ctx).next()
+    loss, state = accel.forward_backward(ctx, model, state, inputs, targets=targets, loss_fn=loss_sum, weight=20)
+    accel.training.discard(state, model)
+    return float(loss)
+
+
+def _new_head(model: Any) -> None:
+    model.head = nn.Linear(8, 11, bias=False).double()
+    nn.init.constant_(model.head.weight[:5], 0.5)
+    nn.init.constant_(model.head.weight[5:], -0.5)
+
+
+def _tie(model: Any) -> None:
+    model.head.weight = model.embed.weight
+
+
+@pytest.mark.parametrize(("change", "name"), [(_new_head, "head, now of Linear"), (_tie, "head.weight")])
+def test_what_is_replaced_after_the_stages_are_cut_is_refused(
+    ranks: Simulator, change: Callable[[Any], None], name: str
+) -> None:
+    with assert_raises(StageError, got=name, fix=re.escape("model = accel.prepare_model(ctx, model)")):
+        ranks.run(lambda ctx: _loss_of_changed(ctx, change, "prepare, change"), 2, default_group=True)
+    alone = _loss_of_changed(accel.single(), change, "prepare, change")
+    found = ranks.run(lambda ctx: _loss_of_changed(ctx, change, "change, prepare"), 2, default_group=True)
+    assert found == [pytest.approx(alone, rel=1e-12)] * 2
+
+
+def test_a_head_may_be_compiled_after_the_stages_are_cut(ranks: Simulator) -> None:
+    def compiled(model: Any) -> None:
+        model.head = torch.compile(model.head, backend="eager")
+
+    alone = _loss_of_changed(accel.single(), lambda _: None, "prepare, change")
+    found = ranks.run(lambda ctx: _loss_of_changed(ctx, compiled, "prepare, change"), 2, default_group=True)
+    assert found == [pytest.approx(alone, rel=1e-12)] * 2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_rank_loads_its_part_of_a_plain_state_dict(ranks: Simulator, tied: bool) -> None:
+    whole = {name: value + 1 for name, value in Words(2, tied=tied).state_dict().items()}
+
+    def load(ctx: accel.DistContext) -> dict[str, torch.Tensor]:
+        ctx = accel.replace(ctx, mesh="pp=2")
+        model = accel.prepare_model(ctx, Words(2, tied=tied))
+        with pytest.raises(RuntimeError, match=r"Unexpected key.*other"):
+            model.load_state_dict(whole | {"other": torch.ones(1)})
+        with pytest.raises(RuntimeError, match="Missing key"):
+            model.load_state_dict({"embed.weight": whole["embed.weight"]})
+        assert not any(model.load_state_dict(whole))
+        return accel.get_state_dict(ctx, model, dst=None)
+
+    for each in ranks.run(load, 2, default_group=True):
+        torch.testing.assert_close(each, whole, rtol=0, atol=0)

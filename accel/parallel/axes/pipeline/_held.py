@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, cast
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
-from accel.errors import PrepareError
+from accel.errors import PrepareError, StageError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._copies import shallow_copy
 from accel.parallel._fakes import stand_in
-from accel.parallel._modules import named_tensors, note_module, notes_of
+from accel.parallel._modules import named_modules, named_tensors, note_module, notes_of, tensor_notes, wrapped_name
 from accel.parallel._spread import ModelView
+
+
+class Copied(NamedTuple):
+    path: str
+    module: nn.Module
+    children: dict[str, nn.Module]  # when it was copied
 
 
 class PartlyHeld(Mixin):
@@ -88,6 +94,7 @@ def view_of(
         if path and all(_joined(path, name) in kept for name, _ in named_tensors(module)):
             return module
         found = shallow_copy(module)
+        note_module(found, copied=Copied(path, module, dict(module.named_children())))
         own = vars(found)  # a compiled module would hand attributes on to the module inside
         own["_parameters"], absent = _part(own["_parameters"], path, kept, device, shards=shards)
         own["_buffers"], others = _part(own["_buffers"], path, kept, device, shards=False)
@@ -101,6 +108,46 @@ def view_of(
         return found
 
     return view("", model)
+
+
+def copies_in(stages: Iterable[nn.Module]) -> list[Copied]:
+    """List the modules of a model that its stages hold copies of."""
+    noted = (notes_of(each).get("copied") for stage in stages for each in stage.modules())
+    return [each for each in noted if each is not None]
+
+
+def check_children(copies: Iterable[Copied]) -> None:
+    """Raise for a module that was replaced in the model since stages copied the module above it; a wrapper of it may
+    replace it, such as that of `torch.compile`."""
+    for each in copies:
+        for key, child in each.children.items():
+            now = vars(each.module)["_modules"].get(key)
+            if now is not child and (now is None or _inside(now) is not child):
+                raise _changed(_joined(each.path, key), "None" if now is None else f"now of {type(now).__name__}")
+
+
+def _inside(module: nn.Module) -> object:
+    name = wrapped_name(module)
+    return None if name is None else getattr(module, name)
+
+
+def check_tensors(model: nn.Module) -> None:
+    """Raise for a parameter that was assigned across stages: one of another stage here, or one of this stage there."""
+    for path, module in named_modules(model):
+        absent: Collection[str] = notes_of(module).get("absent", ())
+        for name, each in module.named_parameters(recurse=False, remove_duplicate=False):
+            if name in absent or "placeholder" in tensor_notes(each):
+                raise _changed(_joined(path, name), "another parameter")
+
+
+def _changed(name: str, now: str) -> StageError:
+    return StageError(
+        "a module or a parameter was replaced after the model was cut into stages, which do not see it",
+        expected="the modules and parameters of prepare_model",
+        got=f"{name}, {now}",
+        where="the first batch after it",
+        fix="Replace or tie it first, then prepare: model = accel.prepare_model(ctx, model).",
+    )
 
 
 def _part(

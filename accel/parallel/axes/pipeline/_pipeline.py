@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -16,6 +17,8 @@ from accel.parallel._copies import NotPickled
 from accel.parallel._leftovers import is_used, is_watched, note_used
 from accel.parallel._modules import note_prepared, note_tensor, prepared_of, stage_modules, tensor_notes
 from accel.parallel._same_batches import SameBatches
+from accel.parallel._sharded import load_plain
+from accel.parallel.axes.pipeline._held import Copied, check_children, check_tensors, copies_in
 from accel.parallel.axes.pipeline._layout import Layout, Norms, batch_norms, check_norms
 from accel.parallel.axes.pipeline._replayed import ReplayedModule, running
 from accel.parallel.axes.pipeline._replays import Replays, StageTrials, agreed_replay, looked
@@ -144,6 +147,7 @@ class Pipeline:
         self.replays = replays
         self._schedules: dict[object, StageSchedule] = {}
         self._norms: Norms | None = None
+        self._copies: Sequence[Copied] = ()
 
     def __deepcopy__(self, memo: object) -> Pipeline:
         return self
@@ -168,6 +172,9 @@ class Pipeline:
             watch.compare(work.batch(), trains=trains)
         if self._norms is None:
             self._norms = batch_norms(model)
+            self._copies = copies_in(stage_modules(model))
+            check_tensors(model)
+        check_children(self._copies)
         filled = sum(each.rows.size - each.rows.real for each in work.micro_batches)
         check_norms(self._norms, self.layout, StageError, f"rank {ctx.rank}", filled=filled)
         replays = self.replays
@@ -225,6 +232,15 @@ class Pipelined(NotPickled):
         for each in stage_modules(cast(nn.Module, self)):
             _ = each.train(mode)
         return cast(Any, super()).train(mode)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load this rank's part of a state dict: ranks of other stages load theirs."""
+        pipeline = pipeline_of(cast(nn.Module, self))
+        assert pipeline is not None
+        own = copy.copy(state_dict) if isinstance(state_dict, dict) else dict(state_dict)  # with torch's metadata
+        for name in set(pipeline.order).difference(cast(nn.Module, self).state_dict(keep_vars=True)):
+            _ = own.pop(name, None)
+        return load_plain(cast(Any, super()).load_state_dict, own, *args, **kwargs)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, **_options: Any) -> None:
         """Set whether the next backward exchanges gradients along data parallelism."""

@@ -471,3 +471,13 @@ def without_saved_tensor_hooks() -> Generator[None]:
     finally:
         for pack, unpack in reversed(hooks):
             stack._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def lost_argument(function: Any, name: str) -> bool:
+    """Return whether a function of torch that runs was given an argument that it does not pass on to subclasses."""
+    frame = None if torch.compiler.is_dynamo_compiling() else sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        if frame.f_code is function.__code__ and frame.f_locals.get(name) is not None:
+            return True
+        frame = frame.f_back
+    return False

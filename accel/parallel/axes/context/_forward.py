@@ -408,7 +408,7 @@ class Positions:
 
     def _log(self, model: nn.Module) -> None:
         if self.ranks.has_sum:
-            text = "%s sums a loss over all positions, on each rank along cp=%d: divide it by the tokens of all ranks"
+            text = "%s sums a loss over all positions, on each rank along cp=%d: divide it in the forward by all tokens"
             _LOG.warning(text, written_class(model).__name__, self.ranks.size)
         if self.ranks.whole:
             text = "%s: each rank along cp=%d computes all positions in %s"

@@ -25,6 +25,7 @@ from accel.parallel.axes.context._attention import attention_of_all, context_att
 from accel.parallel.axes.context._selected import (
     all_whole,
     changed,
+    refuse_lost_weight,
     refused,
     selected,
     whole_of,
@@ -327,27 +328,36 @@ _LOSSES = (
 def _loss(ranks: PositionRanks, func: Any, args: _Args, kwargs: _Named) -> Any:
     """A loss of all positions: each rank computes its own. A mean or a sum of them is a collective, unless a model
     returns losses of own positions."""
+    name = name_of(func)
     given = named("input target weight", args, kwargs)
+    average = given.pop("size_average", None)  # torch's old options
+    each = given.pop("reduce", None)
     reduction = given.pop("reduction", "mean")
+    if average is not None or each is not None:
+        reduction = "none" if each is False else "sum" if average is False else "mean"
     x = given.pop("input")
     target = given.pop("target")
     if reduction not in ("none", "sum", "mean"):
-        raise refused(name_of(func), f"reduction={reduction!r}")
-    if name_of(func) in _OF_CLASSES:
+        raise refused(name, f"reduction={reduction!r}")
+    count: Tensor | None = None
+    if name in _OF_CLASSES:
         losses, count = _loss_of_classes(ranks, func, x, target, given)
     else:
+        refuse_lost_weight(func)
         target = _alike(x, target)
         with without_subclasses():
             losses = elementwise(func, (x, target), {**given, "reduction": "none"})
-        count = None
+        if name == "mse_loss" and given.get("weight") is not None and reduction == "mean":
+            count = torch.ones_like(losses) * given["weight"]
     if reduction == "none":
         return losses
     if OWN_LOSSES.holds(ranks.ctx):
         ranks.has_own_loss = True
         losses = plain_of(losses)
+        count = None if count is None else plain_of(count)
     elif reduction == "sum" and not is_dynamo_compiling():
         ranks.has_sum = True
-    return losses.sum() if reduction == "sum" else losses.sum() / (losses.numel() if count is None else count)
+    return losses.sum() if reduction == "sum" else losses.sum() / (losses.numel() if count is None else count.sum())
 
 
 def _alike(x: Tensor, other: Tensor) -> Tensor:
@@ -358,24 +368,32 @@ def _alike(x: Tensor, other: Tensor) -> Tensor:
 
 def _loss_of_classes(
     ranks: PositionRanks, func: Any, x: Tensor, target: Tensor, given: _Named
-) -> tuple[Tensor, Tensor]:
-    """The loss of each position, as a part, and the number of those that count, or their weight."""
-    if target.is_floating_point() or x.dim() < 2:
-        raise refused(name_of(func), "with a probability for each class")
-    shape = target.shape
-    x = (x.movedim(1, -1) if x.dim() > 2 else x).flatten(0, -2)
-    target = _alike(x, target.flatten())
+) -> tuple[Tensor, Tensor | None]:
+    """The loss of each position, as a part, and the number of those that count, or their weight; None for all."""
+    has_numbers = not target.is_floating_point()
+    if x.dim() < 2:
+        raise refused(name_of(func), "of one position")
+    shape = target.shape if has_numbers else (x.shape[0], *x.shape[2:])
+    x = _by_position(x)
+    target = _alike(x, target.flatten() if has_numbers else _by_position(target))
     with without_subclasses():
         layouts = layouts_of((x, target))
         if any(each.dim for each in layouts):
             raise refused(name_of(func), "of classes that ranks divide")
         rows, labels = (plain_of(own_rows(each, 0, layouts[0].cut, ranks)) for each in (x, target))
         losses = make(func(rows, labels, **given, reduction="none"), layouts[0], ranks)
-        counted = labels != given.get("ignore_index", -100)
-        weight = given.get("weight")
-        count = counted.sum() if weight is None else (weight[labels * counted] * counted).sum()
-        total = count if OWN_LOSSES.holds(ranks.ctx) else ranks.total(count)
+        total = None
+        if has_numbers:
+            counted = labels != given.get("ignore_index", -100)
+            weight = given.get("weight")
+            count = counted.sum() if weight is None else (weight[labels * counted] * counted).sum()
+            total = count if OWN_LOSSES.holds(ranks.ctx) else ranks.total(count)
     return losses.view(shape), total
+
+
+def _by_position(x: Tensor) -> Tensor:
+    """Return scores of classes, the second dimension, as a row for each position."""
+    return (x.movedim(1, -1) if x.dim() > 2 else x).flatten(0, -2)
 
 
 def _looked_up(ranks: PositionRanks, func: Any, table: Tensor, at: PartTensor) -> Any:

@@ -35,6 +35,7 @@ from accel.parallel.axes.context._attention import whole_positions
 from accel.parallel.axes.context._checks import refuse_reentrant
 from accel.parallel.axes.context._inner import (
     COMPILED_AROUND,
+    Full,
     Inputs,
     PositionRegion,
     ProofInputs,
@@ -144,6 +145,7 @@ class Positions:
         in_region: whether a `PositionRegion` runs.
         guards: hooks that refuse separate calls of parts of the model.
         full: dimensions of positions, by number, of floating-point outputs that each rank computes in full.
+        lengths: of the sequences of the present call.
         roots: modules that run the whole forward, or a stage of it.
     """
 
@@ -161,7 +163,8 @@ class Positions:
         self.is_running = False
         self.in_region = False
         self.guards: list[RemovableHandle] = []
-        self.full: dict[int, int] = {}
+        self.full: dict[int, Full] = {}
+        self.lengths: set[int] = set()
 
     def begin(self, model: nn.Module, runs: Sequence[nn.Module], within: Sequence[nn.Module]) -> None:
         """Compute with parts from now on. Mutates modules, by classes and hooks.
@@ -224,7 +227,9 @@ class Positions:
             self.prove(module, given, partial(self._problem, module, forward, given))
             if is_traced and not is_compiled(module):
                 log_uncompiled(module, self.ranks, COMPILED_AROUND)
-        inputs, keywords = self.parts_of(given, self.dim)
+        inputs, keywords = parts = self.parts_of(given, self.dim)
+        layouts = [each.division for each in listed(parts) if isinstance(each, PartTensor)]
+        self.lengths = {each.cut.total for each in layouts if each is not None}
         compile_inside(module, self.ranks, self)
         return self.left(forward(*inputs, **keywords))
 
@@ -235,8 +240,10 @@ class Positions:
 
         def own(each: Tensor) -> Tensor:
             found = self.ranks.left(each)
-            dim = self.full.get(next(numbers)) if each.is_floating_point() else None
+            dim, fixed = self.full.get(next(numbers), (None, None)) if each.is_floating_point() else (None, None)
             if dim is None or has_rows(each) or found.shape[dim] % (2 * self.ranks.size):
+                return found
+            if fixed is not None and found.shape[dim] not in self.lengths:
                 return found
             return own_positions(found, self.ranks.rank, self.ranks.size, dim)
 
@@ -276,7 +283,7 @@ class Positions:
                 expected="a forward of the prepared model, in which positions see the positions of other ranks",
                 got=type(module).__name__,
                 where="forward of a module on a mesh with cp",
-                fix="Call the prepared model.",
+                fix="Call the prepared model: let its forward choose the part, by an argument.",
             )
         if module not in self.ranks.plain:
             raise ConfigError(
@@ -450,7 +457,7 @@ class Positions:
             units = list(module.children())
             got = differ(self.ranks, module, partial(run, proof.whole), run_own, units)
             self.full = {}
-            if may_be_full(got, proof.lengths):
+            if may_be_full(got, proof.lengths, or_longer=True):
                 shorter = whole_outputs(self.ranks, partial(run, proof.half), may_fail=True)
                 self.full = full_outputs(got, shorter, proof.lengths)
 

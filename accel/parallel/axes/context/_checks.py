@@ -4,7 +4,7 @@ sent, models by a `PrepareError` that names the module."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from accel.context import DistContext
 from accel.errors import ConfigError, PrepareError
+from accel.fakes import is_fake
 from accel.parallel._blocks import ModuleGroup, block_groups, outermost_groups
 from accel.parallel._modules import forward_names, layerdrops, named_modules, source_of, written_class
 from accel.parallel._private import runs_in_reentrant_checkpoint
@@ -364,6 +365,18 @@ def check_inputs(ctx: DistContext, known: Mapping[str, Any], *, is_pair: bool) -
             got="labels alone",
             where=FORWARD,
             fix="Pass labels=part['labels'], shift_labels=part['labels'], of accel.parallel.split_sequence.",
+        )
+
+
+def refuse_fake(inputs: Iterable[Tensor]) -> None:
+    """Raise `ConfigError` for inputs without values, as of `FakeTensorMode`: the proof compares values."""
+    if any(map(is_fake, inputs)):
+        raise ConfigError(
+            "a model that ranks along cp share ran on fake tensors",
+            expected="tensors with values: the first call compares them, and ranks send them",
+            got="a forward in FakeTensorMode",
+            where=FORWARD,
+            fix="Run the model on fake tensors before accel.prepare.",
         )
 
 

@@ -32,7 +32,7 @@ from accel.parallel._private import (
     untraced,
 )
 from accel.parallel.axes.context._attention import whole_positions
-from accel.parallel.axes.context._checks import refuse_reentrant
+from accel.parallel.axes.context._checks import refuse_fake, refuse_reentrant
 from accel.parallel.axes.context._inner import (
     COMPILED_AROUND,
     Full,
@@ -217,6 +217,7 @@ class Positions:
     def _call(self, module: nn.Module, forward: _Forward, given: Inputs, *, is_traced: bool) -> Any:
         if ALL_POSITIONS.holds(self.ctx):
             return forward(*given.inputs, **given.keywords)
+        refuse_fake(listed(tuple(given)))
         if self.traits.is_cut and not self.has_own(given):
             with contextlib.nullcontext() if _has_parts(given) else UNCUT_INPUTS.begun(self.ctx):
                 return forward(*given.inputs, **given.keywords)

@@ -176,13 +176,10 @@ def transformers_models(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str,
     found: list[str] = []
     for name, module in modules.items():
         inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
-        if not inside and any(_is_pretrained(kind) for kind in type(module).__mro__):
+        kinds = [(kind.__name__, kind.__module__.partition(".")[0]) for kind in type(module).__mro__]
+        if not inside and ("PreTrainedModel", "transformers") in kinds:
             found.append(name)
             yield name, module
-
-
-def _is_pretrained(kind: type) -> bool:
-    return kind.__name__ == "PreTrainedModel" and kind.__module__.partition(".")[0] == "transformers"
 
 
 def first_blocks(model: Any) -> list[nn.Module]:

@@ -10,12 +10,13 @@ from typing import Any, cast
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from accel.parallel._private import lost_argument, map_kind, without_subclasses
+from accel.parallel._private import map_kind, without_subclasses
 from accel.parallel.axes.context._split import sorted_positions
 from accel.parallel.parts import NoRuleError, PartTensor, leave, plain_of
 from accel.parallel.parts._elementwise import writes
 from accel.parallel.parts._layout import balanced, no_rule
 from accel.parallel.parts._part import name_of, own_rows
+from accel.parallel.parts._reductions import lost_weight
 
 _Args = Sequence[Any]
 _Named = Mapping[str, Any]
@@ -78,7 +79,8 @@ class SelectedTensor(PartTensor):
         named_ones = dict(kwargs or {})
         if isinstance(named_ones.get("out"), SelectedTensor):
             raise refused(name, "with out=")
-        refuse_lost_weight(func)
+        if lost := lost_weight(func):
+            raise refused(name, lost)
         is_written = writes(name) or named_ones.get("inplace")
         if isinstance(target, SelectedTensor) and is_written:
             return target.write(func, all_whole(args[1:]), all_whole(named_ones))
@@ -139,15 +141,6 @@ def _views(found: Any, base: PartTensor, whole: Tensor) -> Any:
     chosen.value = found
     chosen.version = _version_of(base)
     return chosen
-
-
-def refuse_lost_weight(func: Any) -> None:
-    """Raise `NoRuleError` for the weight of l1_loss, which torch does not pass on to subclasses."""
-    if name_of(func) == "l1_loss" and lost_argument(func, "weight"):
-        raise refused("l1_loss", "with weight=, which torch drops here: the mean is " + WEIGHTED_MEAN)
-
-
-WEIGHTED_MEAN = "(torch.abs(x - y) * weight).sum() / weight.sum()"
 
 
 def refused(name: str, problem: str) -> NoRuleError:

@@ -14,6 +14,7 @@ import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
@@ -431,12 +432,15 @@ def given_to_transform(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_asked_by_vmap() -> bool:
     """Return whether torch.vmap asks a tensor for a size, a few calls up. It then takes the tensor's memory."""
+    return _frame_of(_SIZES_OF_VMAP, most=8) is not None
+
+
+def _frame_of(code: object, *, most: int = sys.maxsize) -> FrameType | None:
+    """Return the innermost call of a function, by its code, among the calls of this thread."""
     frame = inspect.currentframe()
-    for _ in range(8):
-        if frame is None or frame.f_code is _SIZES_OF_VMAP:
-            return frame is not None
-        frame = frame.f_back
-    return False
+    while frame is not None and frame.f_code is not code:
+        frame, most = (frame.f_back if most else None), most - 1
+    return frame
 
 
 def runs_in_backward() -> bool:
@@ -458,11 +462,7 @@ def runs_in_reentrant_checkpoint() -> bool:
     """Return whether this thread is in the first forward of a reentrant checkpoint that is to have a gradient."""
     if torch.is_grad_enabled():
         return False
-    first_run = cast(Any, CheckpointFunction).forward.__code__
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not first_run:
-        frame = frame.f_back
-    return frame is not None
+    return _frame_of(cast(Any, CheckpointFunction).forward.__code__) is not None
 
 
 @contextlib.contextmanager
@@ -496,3 +496,9 @@ def _without_kept_outputs() -> Generator[None]:
         finally:
             for _ in others:
                 dispatch._pop_mode()
+
+
+def lost_argument(function: Any, name: str) -> bool:
+    """Return whether a function of torch that runs was given an argument that it does not pass on to subclasses."""
+    frame = None if torch.compiler.is_dynamo_compiling() else _frame_of(function.__code__)
+    return frame is not None and frame.f_locals.get(name) is not None

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -343,15 +344,17 @@ class OwnLoss(LastWords):
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         logits = super().forward(ids)
-        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=self.reduction)
+        reduction = "mean" if self.reduction == "mean" else "sum"
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
+        return loss / (labels != -100).sum() if self.reduction == "divided" else loss
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("reduction", "mesh"), [("mean", "cp=2"), ("sum", "cp=2"), ("divided", "dp=2,cp=2")])
 def test_a_loss_in_the_forward_is_of_all_positions(
-    ranks: Simulator, reduction: str, caplog: pytest.LogCaptureFixture
+    ranks: Simulator, reduction: str, mesh: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     ids = torch.arange(2 * LENGTH).view(2, LENGTH) % 5
-    labels = ids.masked_fill(torch.arange(LENGTH) < 5, -100)
+    labels = ids.masked_fill(torch.arange(LENGTH) < torch.tensor([[5], [9]]), -100)
 
     def step(ctx: accel.DistContext, mesh: str) -> dict[str, Tensor]:
         ctx = accel.replace(ctx, mesh=mesh)
@@ -359,7 +362,9 @@ def test_a_loss_in_the_forward_is_of_all_positions(
             model: Any = OwnLoss(ctx, reduction).double()
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
         model, optimizer = accel.prepare(ctx, model, optimizer)
-        part = accel.parallel.split_sequence(ctx, {"ids": ids, "labels": labels})
+        share, shares = ctx.axis("dp")
+        rows = slice(share, 2, shares)
+        part = accel.parallel.split_sequence(ctx, {"ids": ids[rows], "labels": labels[rows]})
         own = (part["labels"] != -100).sum()
         state = accel.train_state(ctx).next()
         with accel.accumulate(ctx, state, model):
@@ -368,14 +373,80 @@ def test_a_loss_in_the_forward_is_of_all_positions(
                 loss = loss / accel.reduce(ctx, own)
             state = accel.backward(ctx, loss, state, weight=own)
         _ = accel.optimizer_step(ctx, optimizer, state)
-        return {"loss": loss.detach(), **accel.get_state_dict(ctx, model, dst=None)}
+        return accel.get_state_dict(ctx, model, dst=None)
 
     expected = step(accel.single(), "")
     with caplog.at_level("WARNING", "accel.parallel"):
-        for found in ranks.run(lambda ctx: step(ctx, "cp=2"), 2, default_group=True):
+        for found in ranks.run(lambda ctx: step(ctx, mesh), 4 if "dp" in mesh else 2, default_group=True):
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
     said = [each.getMessage() for each in caplog.records if "sums a loss" in each.getMessage()]
-    assert len(said) == (reduction == "sum")
+    assert len(said) == (reduction != "mean")
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "weighted mean": lambda x, y: functional.mse_loss(x, y, weight=y.exp()),
+    "weights of all positions": lambda x, y: functional.mse_loss(x, y, weight=torch.arange(x.numel()).view(x.shape)),
+    "weighted errors": lambda x, y: functional.mse_loss(x, y, weight=y.exp(), reduction="none").square().mean(),
+    "old sum": lambda x, y: nn.MSELoss(size_average=False)(x, y) / x.numel(),
+    "old classes": lambda x, y: functional.cross_entropy(x.transpose(1, 2), y.argmax(2), reduce=False).square().mean(),
+    "probabilities": lambda x, y: functional.cross_entropy(
+        x.flatten(0, 1), y.softmax(2).flatten(0, 1), weight=y.new_tensor(range(1, 6)), label_smoothing=0.1
+    ),
+    "of channels": lambda x, y: functional.cross_entropy(x.mT, y.softmax(2).mT, reduction="none").square().mean(),
+}
+
+
+class Losses(LastWords):
+    """Computes losses in the forward."""
+
+    def __init__(self, ctx: accel.DistContext, losses: Mapping[str, Callable[[Tensor, Tensor], Tensor]]) -> None:
+        super().__init__(ctx, last=False)
+        self.losses = losses
+
+    def forward(self, ids: Tensor, goal: Tensor) -> Tensor:
+        logits = super().forward(ids)
+        return torch.stack([each(logits, goal) for each in self.losses.values()])
+
+
+def of_losses(ctx: accel.DistContext, mesh: str, losses: Mapping[str, Callable[[Tensor, Tensor], Tensor]]) -> Any:
+    """Losses in a forward, and the gradients of all of them."""
+    ctx = accel.replace(ctx, mesh=mesh)
+    with accel.seeding.seeded(ctx, 0):
+        model: Any = accel.prepare_model(ctx, Losses(ctx, losses).double())
+    draws = torch.Generator().manual_seed(0)
+    ids = torch.arange(2 * LENGTH).view(2, LENGTH) % 5
+    goal = torch.randn(2, LENGTH, 5, generator=draws, dtype=torch.float64)
+    part = accel.parallel.split_sequence(ctx, {"ids": ids, "goal": goal}, shift=())
+    found = model(part["ids"], part["goal"])
+    (found.square().sum() / ctx.world_size).backward()
+    return found.detach(), [accel.reduce(ctx, each.grad) for each in model.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce args")
+def test_losses_in_the_forward_are_of_all_positions(ranks: Simulator) -> None:
+    expected = of_losses(accel.single(), "", LOSSES)
+    for found in ranks.run(lambda ctx: of_losses(ctx, "cp=2", LOSSES), 2, default_group=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-10)
+
+
+def test_a_weight_that_torch_drops_is_refused_with_the_line_to_write(ranks: Simulator) -> None:
+    line = "(torch.abs(x - y) * weight).sum() / weight.sum()"
+
+    def rank(ctx: accel.DistContext) -> Any:
+        for lost in (weighted, lambda x, y: weighted(x[:, 3], y[:, 3])):
+            with assert_raises(PrepareError, got=f"l1_loss, with weight=.* the mean is {re.escape(line)}"):
+                _ = of_losses(ctx, "cp=2", {"lost": lost})
+        return of_losses(ctx, "cp=2", {"kept": kept})
+
+    def weighted(x: Tensor, y: Tensor) -> Tensor:
+        return functional.l1_loss(x, y, weight=y.exp())
+
+    def kept(x: Tensor, y: Tensor) -> Tensor:
+        return cast(Tensor, eval(line, {"torch": torch, "x": x, "y": y, "weight": y.exp()}))
+
+    expected = of_losses(accel.single(), "", {"weighted": weighted})
+    for found in ranks.run(rank, 2, default_group=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 class LinearLoss(LastWords):

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import accel
 from accel.errors import AccelError, ConfigError, PrepareError
+from accel.fakes import fake_mode
 from accel.testing import Simulator
 from accel.tree import map_tensors
 
@@ -217,6 +218,56 @@ def test_a_part_of_the_model_that_attends_is_refused_alone(ranks: Simulator, is_
         return model(own).shape == (2, LENGTH // 2, 2)
 
     assert all(ranks.run(rank, 2, default_group=True))
+
+
+class Coder(nn.Module):
+    """Its forward chooses a part of it, by an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = Body(nn.Identity()), Body(nn.Identity())
+
+    def forward(self, x: Tensor, only: str = "") -> Tensor:
+        if only:
+            chosen: Tensor = getattr(self, only)(x)
+            return chosen
+        return self.decoder(self.encoder(x))
+
+
+def test_the_forward_chooses_a_part_by_an_argument(ranks: Simulator) -> None:
+    torch.manual_seed(0)
+    whole = Coder()
+    x = torch.randn(2, LENGTH, 4)
+
+    def rank(ctx: accel.DistContext) -> Tensor:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model: Any = accel.prepare_model(ctx, copy.deepcopy(whole))
+        part = accel.parallel.split_sequence(ctx, {"x": x})
+        with assert_raises(ConfigError, problem="called alone", fix="let its forward choose the part, by an argument"):
+            accel.unwrap_model(model).encoder(part["x"])
+        _ = model(part["x"])
+        out = accel.gather(ctx, model(part["x"], only="encoder").detach().transpose(0, 1).contiguous())
+        return out[accel.gather(ctx, part["position_ids"][0]).argsort()].transpose(0, 1)
+
+    for got in ranks.run(rank, 2, default_group=True):
+        torch.testing.assert_close(got, whole.encoder(x).detach())
+
+
+def test_a_call_on_fake_tensors_is_refused_and_may_come_before_prepare(ranks: Simulator) -> None:
+    def rank(ctx: accel.DistContext) -> list[int]:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        net = Coder()
+        with fake_mode() as mode:
+            assert net(mode.from_tensor(torch.randn(2, LENGTH, 4))).shape == (2, LENGTH, 4)
+        model = accel.prepare_model(ctx, net)
+        own = accel.parallel.split_sequence(ctx, {"x": torch.randn(2, LENGTH, 4)})["x"]
+        for _ in range(2):  # before and after the proof
+            with fake_mode() as mode, assert_raises(ConfigError, problem="fake tensors", fix="before accel.prepare"):
+                model(mode.from_tensor(own))
+            shape = list(model(own).shape)
+        return shape
+
+    assert ranks.run(rank, 2, default_group=True) == [[2, LENGTH // 2, 4]] * 2
 
 
 def test_copies_of_a_model_compute_alike(ranks: Simulator) -> None:

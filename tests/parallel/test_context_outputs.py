@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -89,6 +90,55 @@ def test_an_output_as_wide_as_the_sequence_by_chance_stays_full(ranks: Simulator
         return list(model(accel.parallel.split_sequence(ctx, {"ids": ids})["ids"]).shape)
 
     assert ranks.run(rank, 2, default_group=True) == [[3, length]] * 2
+
+
+class Padded(nn.Module):
+    """Computes a number of positions of its own, by `mix` of a tensor with a sequence's positions."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mix, self.linear = mix, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(self.linear(x))
+
+
+def spectrum(x: Tensor, weight: Tensor) -> Tensor:
+    """A causal convolution of `LENGTH` positions."""
+    count = 2 * LENGTH
+    mixed = torch.fft.rfft(x, n=count, dim=1) * torch.fft.rfft(weight, n=count)[:, None]
+    return torch.fft.irfft(mixed, dim=1)[:, :LENGTH]
+
+
+PADDED: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
+    "spectrum": (True, lambda x: torch.fft.irfft(torch.fft.rfft(x, n=2 * LENGTH, dim=1), dim=1)[:, :LENGTH]),
+    "convolution": (True, lambda x: spectrum(x, torch.arange(LENGTH).cos().to(x.dtype))),
+    "queries": (False, lambda x: (torch.arange(1, LENGTH + 1).outer(x[0, 0]).sin().to(x.dtype) @ x.mT).softmax(2) @ x),
+    "classes": (False, lambda x: x[:, -1] @ torch.ones(WIDTH, LENGTH, dtype=x.dtype)),
+    "first": (False, lambda x: x[:, 0] @ torch.ones(WIDTH, LENGTH, dtype=x.dtype)),
+}
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_an_output_of_one_length_is_cut_if_its_places_follow_the_positions(ranks: Simulator, name: str) -> None:
+    """In calls with sequences of this length; others keep all of it, as what the model makes of positions."""
+    follows, mix = PADDED[name]
+    x = torch.randn(3, 2 * LENGTH, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.manual_seed(1)
+    one = Padded(mix).double()
+    lengths = (LENGTH, LENGTH // 2, 2 * LENGTH)
+
+    def rank(ctx: accel.DistContext) -> list[Tensor]:
+        ctx = accel.replace(ctx, mesh="cp=2")
+        model = accel.prepare_model(ctx, copy.deepcopy(one))
+        return [model(accel.parallel.split_sequence(ctx, {"x": x[:, :length]})["x"]).detach() for length in lengths]
+
+    for number, got in enumerate(ranks.run(rank, 2, default_group=True)):
+        for length, each in zip(lengths, got, strict=True):
+            want = one(x[:, :length]).detach()
+            if follows and length == LENGTH:
+                want = torch.cat([want.chunk(4, 1)[at] for at in (number, 3 - number)], 1)
+            torch.testing.assert_close(each, want, rtol=0, atol=1e-10)
 
 
 class Mixer(nn.Module):

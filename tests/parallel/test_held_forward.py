@@ -148,3 +148,31 @@ def test_ranks_without_inputs_answer_windows_of_several(ranks: Simulator) -> Non
             model.weight -= 0.1 * cast(torch.Tensor, model.weight.grad)
     for weight in ranks.run(rank, 2, default_group=True):
         torch.testing.assert_close(weight, model.weight.detach(), rtol=1e-12, atol=0)
+
+
+class Meeting(nn.Module):
+    """Its forward meets the other rank, after it and before."""
+
+    def __init__(self, ctx: accel.DistContext) -> None:
+        super().__init__()
+        self.ctx, self.layer = ctx, nn.Linear(1, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            accel.wait_for_everyone(self.ctx)
+        return self.layer(inputs)
+
+
+def test_no_replica_stays_marked_behind_forwards_that_overlap(ranks: Simulator) -> None:
+    """The first rank to begin is the first to end: a thread runs each simulated rank."""
+
+    def rank(ctx: accel.DistContext) -> None:
+        model = accel.prepare_model(ctx, Meeting(ctx))
+        if ctx.rank:
+            accel.wait_for_everyone(ctx)
+        _ = model(torch.ones(1))
+        if not ctx.rank:
+            accel.wait_for_everyone(ctx)
+
+    ranks.run(rank, 2, default_group=True)
+    assert cast(Any, DistributedDataParallel)._active_ddp_module is None

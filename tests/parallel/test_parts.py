@@ -745,6 +745,7 @@ def regions(draw: random.Random, size: int) -> Mapping[str, Region]:
                 + functional.cosine_similarity(x, y, -1).sum()
                 + functional.cosine_similarity(x, y, -1, eps=100.0).sum()
                 + functional.mse_loss(x, y, reduction="sum", weight=y.exp())
+                + functional.l1_loss(x, y)
                 + functional.kl_div(x[:1], y.exp(), reduction="batchmean")
             ),
             [(3, m), (3, m)],
@@ -968,7 +969,6 @@ REFUSED_REGIONS = (
     "the greatest of all",
     "maxima of rows",
     "a loss of divided samples",
-    "a mean by weights",
     "a loss whose weight torch leaves out",
     "a loss by its number",
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
-from accel.parallel._private import map_kind, tensors_of
+from accel.parallel._private import lost_argument, map_kind, tensors_of
 from accel.parallel.parts._elementwise import elementwise
 from accel.parallel.parts._layout import RowLayout, at, cut_of, dims_of, no_rule, places_of, rows_of
 from accel.parallel.parts._part import (
@@ -391,23 +391,46 @@ def loss_of_classes(func: Any, args: Args, kwargs: Named) -> Any:
 
 def loss_of_elements(func: Any, args: Args, kwargs: Named) -> Any:
     """mse_loss and its like: of elements at the same place, then their mean or sum."""
-    names = "input target weight" if "binary" in name_of(func) else "input target"
-    given = named(names, args, {name: each for name, each in kwargs.items() if each is not None})
-    how = given.get("reduction", "mean")
-    is_plain = func is getattr(functional, name_of(func)) and {"size_average", "reduce"}.isdisjoint(given)
-    if len(args) > len(names.split()) or how not in _HOWS or not is_plain:
-        raise no_rule("with options by place, or an old one or a number for its reduction")
-    if name_of(func) == "mse_loss" and how == "mean" and "weight" in given:
-        raise no_rule("of a mean by weights")
+    name = name_of(func)
+    names = "input target weight" if "binary" in name else "input target"
+    given = named(names, args, {key: each for key, each in kwargs.items() if each is not None})
+    how = reduction_of(given)
+    if len(args) > len(names.split()) or how not in _HOWS or func is not getattr(functional, name):
+        raise no_rule("with options by place, or a number for its reduction")
+    if problem := lost_weight(func):
+        raise no_rule(problem)
     scores = given.pop("input")
     found = elementwise(func, (scores, given.pop("target")), {**given, "reduction": "none"})
     if how == "none":
         return found
+    if name == "mse_loss" and how == "mean" and "weight" in given:
+        weights = elementwise(torch.mul, (elementwise(torch.ones_like, (found,), {}), given["weight"]), {})
+        return _quotient(*(reduced(torch.sum, (each,), {}) for each in (found, weights)))
     total = reduced(torch.mean if how == "mean" else torch.sum, (found,), {})
     if how != "batchmean" or not whole_shape(scores):
         return total
-    rows = whole_shape(scores)[0]
-    return elementwise(torch.div, (total, rows), {}) if isinstance(total, PartTensor) else total / rows
+    return _quotient(total, whole_shape(scores)[0])
+
+
+def _quotient(total: Tensor, count: Tensor | int) -> Tensor:
+    return elementwise(torch.div, (total, count), {}) if isinstance(total, PartTensor) else total / count
+
+
+def reduction_of(given: dict[str, Any]) -> Any:
+    """Take the reduction out of a loss's arguments; also torch's old options, as torch reads them."""
+    average = given.pop("size_average", None)
+    each = given.pop("reduce", None)
+    how = given.pop("reduction", "mean")
+    if average is None and each is None:
+        return how
+    return "none" if each is False else "sum" if average is False else "mean"
+
+
+def lost_weight(func: Any) -> str:
+    """Return a problem for the weight of l1_loss, which torch does not pass on to subclasses; "" without one."""
+    if name_of(func) != "l1_loss" or not lost_argument(func, "weight"):
+        return ""
+    return "with weight=, which torch drops here: the mean is (torch.abs(x - y) * weight).sum() / weight.sum()"
 
 
 def cosine_similarity(func: Any, args: Args, kwargs: Named) -> Any:
@@ -429,10 +452,9 @@ def cosine_similarity(func: Any, args: Args, kwargs: Named) -> Any:
 _SPECTRA = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
 _ALONG_DIMS = {"": along(2), "2": along(2, (-2, -1)), "n": along(2, None)}  # by the end of the function's name
 _ALONG = ("softmax", "log_softmax", "softmin", "_softmax")
-# not l1_loss: torch does not pass its weight to rules
-_LOSSES = (
-    "mse_loss", "smooth_l1_loss", "huber_loss", "kl_div", "soft_margin_loss", "poisson_nll_loss",
-    "hinge_embedding_loss",    "binary_cross_entropy", "binary_cross_entropy_with_logits",
+LOSSES = (
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "soft_margin_loss", "poisson_nll_loss",
+    "hinge_embedding_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
 )  # fmt: skip
 _HOWS = ("none", "mean", "sum", "batchmean")
 _OVER = (
@@ -453,7 +475,7 @@ RULES = {
     **dict.fromkeys(("batch_norm", "instance_norm"), channel_normed),
     "_weight_norm": weight_normed,
     "cross_entropy": loss_of_classes,
-    **dict.fromkeys(_LOSSES, loss_of_elements),
+    **dict.fromkeys(LOSSES, loss_of_elements),
     "cosine_similarity": cosine_similarity,
     **dict.fromkeys(("topk", "sort", "argsort"), topped),
 }

@@ -4,7 +4,7 @@ sent, models by a `PrepareError` that names the module."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from accel.context import DistContext
 from accel.errors import ConfigError, PrepareError
+from accel.fakes import is_fake
 from accel.parallel._blocks import ModuleGroup, block_groups, outermost_groups
 from accel.parallel._modules import forward_names, is_in, layerdrops, named_modules, source_of, written_class
 from accel.parallel._private import runs_in_reentrant_checkpoint
@@ -174,15 +175,10 @@ def transformers_models(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str,
     """Yield the models of transformers among modules, with their paths; of nested ones the outermost."""
     found: list[str] = []
     for name, module in modules.items():
-        if not any(is_in(name, outer) for outer in found) and any(
-            _is_pretrained(kind) for kind in type(module).__mro__
-        ):
+        kinds = [(kind.__name__, kind.__module__.partition(".")[0]) for kind in type(module).__mro__]
+        if not any(is_in(name, outer) for outer in found) and ("PreTrainedModel", "transformers") in kinds:
             found.append(name)
             yield name, module
-
-
-def _is_pretrained(kind: type) -> bool:
-    return kind.__name__ == "PreTrainedModel" and kind.__module__.partition(".")[0] == "transformers"
 
 
 def first_blocks(model: Any) -> list[nn.Module]:
@@ -365,6 +361,18 @@ def check_inputs(ctx: DistContext, known: Mapping[str, Any], *, is_pair: bool) -
             got="labels alone",
             where=FORWARD,
             fix="Pass labels=part['labels'], shift_labels=part['labels'], of accel.parallel.split_sequence.",
+        )
+
+
+def refuse_fake(inputs: Iterable[Tensor]) -> None:
+    """Raise `ConfigError` for inputs without values, as of `FakeTensorMode`: the proof compares values."""
+    if any(map(is_fake, inputs)):
+        raise ConfigError(
+            "a model that ranks along cp share ran on fake tensors",
+            expected="tensors with values: the first call compares them, and ranks send them",
+            got="a forward in FakeTensorMode",
+            where=FORWARD,
+            fix="Run the model on fake tensors before accel.prepare.",
         )
 
 

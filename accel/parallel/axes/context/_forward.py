@@ -32,9 +32,10 @@ from accel.parallel._private import (
     untraced,
 )
 from accel.parallel.axes.context._attention import whole_positions
-from accel.parallel.axes.context._checks import refuse_reentrant
+from accel.parallel.axes.context._checks import refuse_fake, refuse_reentrant
 from accel.parallel.axes.context._inner import (
     COMPILED_AROUND,
+    Full,
     Inputs,
     PositionRegion,
     ProofInputs,
@@ -145,6 +146,7 @@ class Positions:
         in_region: whether a `PositionRegion` runs.
         guards: hooks that refuse separate calls of parts of the model.
         full: dimensions of positions, by number, of floating-point outputs that each rank computes in full.
+        lengths: of the sequences of the present call.
         roots: modules that run the whole forward, or a stage of it.
     """
 
@@ -162,7 +164,8 @@ class Positions:
         self.is_running = False
         self.in_region = False
         self.guards: list[RemovableHandle] = []
-        self.full: dict[int, int] = {}
+        self.full: dict[int, Full] = {}
+        self.lengths: set[int] = set()
 
     def begin(self, model: nn.Module, runs: Sequence[nn.Module], within: Sequence[nn.Module]) -> None:
         """Compute with parts from now on. Mutates modules, by classes and hooks.
@@ -215,6 +218,7 @@ class Positions:
     def _call(self, module: nn.Module, forward: _Forward, given: Inputs, *, is_traced: bool) -> Any:
         if ALL_POSITIONS.holds(self.ctx):
             return forward(*given.inputs, **given.keywords)
+        refuse_fake(listed(tuple(given)))
         if self.traits.is_cut and not self.has_own(given):
             with contextlib.nullcontext() if _has_parts(given) else UNCUT_INPUTS.begun(self.ctx):
                 return forward(*given.inputs, **given.keywords)
@@ -225,7 +229,9 @@ class Positions:
             self.prove(module, given, partial(self._problem, module, forward, given))
             if is_traced and not is_compiled(module):
                 log_uncompiled(module, self.ranks, COMPILED_AROUND)
-        inputs, keywords = self.parts_of(given, self.dim)
+        inputs, keywords = parts = self.parts_of(given, self.dim)
+        layouts = [each.division for each in listed(parts) if isinstance(each, PartTensor)]
+        self.lengths = {each.cut.total for each in layouts if each is not None}
         compile_inside(module, self.ranks, self)
         return self.left(forward(*inputs, **keywords))
 
@@ -236,8 +242,10 @@ class Positions:
 
         def own(each: Tensor) -> Tensor:
             found = self.ranks.left(each)
-            dim = self.full.get(next(numbers)) if each.is_floating_point() else None
+            dim, fixed = self.full.get(next(numbers), (None, None)) if each.is_floating_point() else (None, None)
             if dim is None or has_rows(each) or found.shape[dim] % (2 * self.ranks.size):
+                return found
+            if fixed is not None and found.shape[dim] not in self.lengths:
                 return found
             return own_positions(found, self.ranks.rank, self.ranks.size, dim)
 
@@ -277,7 +285,7 @@ class Positions:
                 expected="a forward of the prepared model, in which positions see the positions of other ranks",
                 got=type(module).__name__,
                 where="forward of a module on a mesh with cp",
-                fix="Call the prepared model.",
+                fix="Call the prepared model: let its forward choose the part, by an argument.",
             )
         if module not in self.ranks.plain:
             raise ConfigError(
@@ -409,7 +417,7 @@ class Positions:
 
     def _log(self, model: nn.Module) -> None:
         if self.ranks.has_sum:
-            text = "%s sums a loss over all positions, on each rank along cp=%d: divide it by the tokens of all ranks"
+            text = "%s sums a loss over all positions, on each rank along cp=%d: divide it in the forward by all tokens"
             _LOG.warning(text, written_class(model).__name__, self.ranks.size)
         if self.ranks.whole:
             text = "%s: each rank along cp=%d computes all positions in %s"
@@ -451,7 +459,7 @@ class Positions:
             units = list(module.children())
             got = differ(self.ranks, module, partial(run, proof.whole), run_own, units)
             self.full = {}
-            if may_be_full(got, proof.lengths):
+            if may_be_full(got, proof.lengths, or_longer=True):
                 shorter = whole_outputs(self.ranks, partial(run, proof.half), may_fail=True)
                 self.full = full_outputs(got, shorter, proof.lengths)
 

@@ -118,31 +118,51 @@ class ProofInputs(NamedTuple):
     lengths: frozenset[int]  # of the sequences with all positions
 
 
-def may_be_full(outputs: Sequence[Tensor], lengths: frozenset[int]) -> bool:
-    """Return whether each rank may compute an output in full, as a model makes it of single positions."""
-    return any(lengths.intersection(each.shape) for each in outputs if not has_rows(each))
+def may_be_full(outputs: Sequence[Tensor], lengths: frozenset[int], *, or_longer: bool = False) -> bool:
+    """Return whether each rank may compute an output in full, as a model makes it of single positions. `or_longer`:
+    also one that is longer than the sequences, as a model pads to a number of positions of its own."""
+    shapes = [each.shape for each in outputs if not has_rows(each)]
+    return any(lengths.intersection(each) or (or_longer and max(each) > max(lengths)) for each in shapes if each)
 
 
 _UNKNOWN = (
     "output {} of shape {}, which each rank computes in full, of a model that needs this length: if it is of positions,"
     " return output + 0 * hidden, with positions in hidden, and else another shape"
 )
+Full = tuple[int, int | None]  # dimension of the positions, and their number where it is the same for all sequences
 
 
 def full_outputs(
     outputs: Sequence[Tensor], shorter: Sequence[Tensor] | None, lengths: frozenset[int]
-) -> dict[int, int]:
-    """Return dimensions of positions, by number, of outputs that each rank computes in full: of a sequence's length,
-    and half as long in `shorter`, of half of it; `PrepareError` if the model fails for that, so that nobody knows."""
-    found: dict[int, int] = {}
+) -> dict[int, Full]:
+    """Return the dimensions of positions, by number, of outputs that each rank computes in full: of a sequence's length
+    and half as long in `shorter`, of half of it, or as long in both and other for the second half alone. `PrepareError`
+    if the model fails for that, so that nobody knows."""
+    found: dict[int, Full] = {}
     for number, each in enumerate(outputs):
         longs = [] if has_rows(each) else [at for at, size in enumerate(each.shape) if size in lengths]
         if shorter is None and [at for at in longs if at]:
             raise PrepareError("", got=_UNKNOWN.format(number, [*each.shape]))
         if shorter is not None and [one.dim() for one in shorter] == [one.dim() for one in outputs]:
-            dims = [at for at in longs if shorter[number].shape[at] == each.shape[at] // 2]
-            found |= {number: 1 if 1 in dims else dims[0]} if dims else {}
+            half = shorter[number]
+            dims: list[Full] = [(at, None) for at in longs if half.shape[at] == each.shape[at] // 2]
+            if not dims and not has_rows(each) and half.shape == each.shape:
+                dims = [(at, each.shape[at]) for at in range(each.dim()) if _follows(each, half, at, lengths)]
+            found |= {number: min(dims, key=lambda one: one[0] != 1)} if dims else {}
     return found
+
+
+def _follows(output: Tensor, shorter: Tensor, dim: int, lengths: frozenset[int]) -> bool:
+    """Return whether places along a dimension follow the positions of a sequence: those of the first half are the same
+    without the second one, and those of the second half are not."""
+    tolerance = torch.finfo(shorter.dtype).eps ** 0.4
+    change = (output.detach() - shorter).abs()
+    length = max(lengths)
+    if output.shape[dim] < length or length < 2:
+        return False
+    first, second = (float(each.max()) for each in change.narrow(dim, 0, length).chunk(2, dim))
+    largest = float(output.detach().abs().max())
+    return first <= tolerance * largest < second
 
 
 def has_rows(tensor: Tensor) -> bool:

@@ -34,10 +34,11 @@ from accel.parallel.logits._logits import DeferredLogits
 from accel.parallel.parts import PartTensor, Ranks, RowLayout, make, plain_of
 from accel.parallel.parts._attention import own_draws
 from accel.parallel.parts._contractions import terms_of
-from accel.parallel.parts._elementwise import ELEMENTWISE, elementwise, writes
+from accel.parallel.parts._elementwise import ELEMENTWISE, writes
 from accel.parallel.parts._layout import RowCut, balanced, no_rule
 from accel.parallel.parts._nested import NestedPart
 from accel.parallel.parts._part import layouts_of, name_of, named, outside, own_rows, whole_shape
+from accel.parallel.parts._reductions import LOSSES, lost_weight, reduction_of
 
 _Args = Sequence[Any]
 _Named = Mapping[str, Any]
@@ -242,7 +243,9 @@ class PositionRanks(Ranks):
             return _attended(self, *args, **kwargs)
         if name == "context_attention":
             return _context_attended(self, *args, **kwargs)
-        if name in _LOSSES:
+        if lost := lost_weight(func):
+            raise refused(name, lost)
+        if name in ("cross_entropy", "nll_loss"):
             return _loss(self, func, args, kwargs)
         note_attention(self.ctx)
         gathers = _GATHERS.get(name)
@@ -312,42 +315,21 @@ def _of_rows(args: _Args, kwargs: _Named, kept: PartTensor | None = None) -> _Ag
 _GATHERS: Mapping[str, Callable[[_Args, _Named], _Again]] = {
     **dict.fromkeys(("matmul", "__matmul__", "mm", "bmm", "mv", "linalg_matmul", "addmm", "baddbmm"), _of_product),
     "einsum": _of_terms,
-    **dict.fromkeys(ELEMENTWISE, _of_rows),
+    **dict.fromkeys((*ELEMENTWISE, *LOSSES), _of_rows),
     **dict.fromkeys(("cat", "concat", "concatenate", "stack"), _of_rows),
 }
 
 
-_OF_CLASSES = ("cross_entropy", "nll_loss")
-_LOSSES = (
-    *_OF_CLASSES, "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-)  # fmt: skip
-
-
 def _loss(ranks: PositionRanks, func: Any, args: _Args, kwargs: _Named) -> Any:
-    """A loss of all positions: each rank computes its own. A mean or a sum of them is a collective, unless a model
-    returns losses of own positions."""
+    """A loss of classes at all positions: each rank computes its own."""
     given = named("input target weight", args, kwargs)
-    reduction = given.pop("reduction", "mean")
-    x = given.pop("input")
-    target = given.pop("target")
+    reduction = reduction_of(given)
     if reduction not in ("none", "sum", "mean"):
         raise refused(name_of(func), f"reduction={reduction!r}")
-    if name_of(func) in _OF_CLASSES:
-        losses, count = _loss_of_classes(ranks, func, x, target, given)
-    else:
-        target = _alike(x, target)
-        with without_subclasses():
-            losses = elementwise(func, (x, target), {**given, "reduction": "none"})
-        count = None
+    losses, count = _loss_of_classes(ranks, func, given.pop("input"), given.pop("target"), given)
     if reduction == "none":
         return losses
-    if OWN_LOSSES.holds(ranks.ctx):
-        ranks.has_own_loss = True
-        losses = plain_of(losses)
-    elif reduction == "sum" and not is_dynamo_compiling():
-        ranks.has_sum = True
-    return losses.sum() if reduction == "sum" else losses.sum() / (losses.numel() if count is None else count)
+    return ranks.loss(plain_of(losses).sum(), None if reduction == "sum" else count)
 
 
 def _alike(x: Tensor, other: Tensor) -> Tensor:
@@ -358,24 +340,30 @@ def _alike(x: Tensor, other: Tensor) -> Tensor:
 
 def _loss_of_classes(
     ranks: PositionRanks, func: Any, x: Tensor, target: Tensor, given: _Named
-) -> tuple[Tensor, Tensor]:
-    """The loss of each position, as a part, and the number of those that count, or their weight."""
-    if target.is_floating_point() or x.dim() < 2:
-        raise refused(name_of(func), "with a probability for each class")
-    shape = target.shape
-    x = (x.movedim(1, -1) if x.dim() > 2 else x).flatten(0, -2)
-    target = _alike(x, target.flatten())
+) -> tuple[PartTensor, Tensor]:
+    """The loss of each position, as a part, and the number of the own ones that count, or their weight."""
+    has_numbers = not target.is_floating_point()
+    if x.dim() < 2:
+        raise refused(name_of(func), "of one position")
+    shape = target.shape if has_numbers else (x.shape[0], *x.shape[2:])
+    x = _by_position(x)
+    target = _alike(x, target.flatten() if has_numbers else _by_position(target))
     with without_subclasses():
         layouts = layouts_of((x, target))
         if any(each.dim for each in layouts):
             raise refused(name_of(func), "of classes that ranks divide")
         rows, labels = (plain_of(own_rows(each, 0, layouts[0].cut, ranks)) for each in (x, target))
-        losses = make(func(rows, labels, **given, reduction="none"), layouts[0], ranks)
-        counted = labels != given.get("ignore_index", -100)
-        weight = given.get("weight")
+        own = func(rows, labels, **given, reduction="none")
+        counted = labels != given.get("ignore_index", -100) if has_numbers else torch.ones_like(own)
+        weight = given.get("weight") if has_numbers else None
         count = counted.sum() if weight is None else (weight[labels * counted] * counted).sum()
-        total = count if OWN_LOSSES.holds(ranks.ctx) else ranks.total(count)
-    return losses.view(shape), total
+        losses = make(own, layouts[0], ranks)
+    return cast(PartTensor, losses.view(shape)), count
+
+
+def _by_position(x: Tensor) -> Tensor:
+    """Return scores of classes, the second dimension, as a row for each position."""
+    return (x.movedim(1, -1) if x.dim() > 2 else x).flatten(0, -2)
 
 
 def _looked_up(ranks: PositionRanks, func: Any, table: Tensor, at: PartTensor) -> Any:

@@ -16,6 +16,7 @@ from accel.parallel.parts import NoRuleError, PartTensor, leave, plain_of
 from accel.parallel.parts._elementwise import writes
 from accel.parallel.parts._layout import balanced, no_rule
 from accel.parallel.parts._part import name_of, own_rows
+from accel.parallel.parts._reductions import lost_weight
 
 _Args = Sequence[Any]
 _Named = Mapping[str, Any]
@@ -78,6 +79,8 @@ class SelectedTensor(PartTensor):
         named_ones = dict(kwargs or {})
         if isinstance(named_ones.get("out"), SelectedTensor):
             raise refused(name, "with out=")
+        if lost := lost_weight(func):
+            raise refused(name, lost)
         is_written = writes(name) or named_ones.get("inplace")
         if isinstance(target, SelectedTensor) and is_written:
             return target.write(func, all_whole(args[1:]), all_whole(named_ones))

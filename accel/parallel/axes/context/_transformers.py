@@ -151,7 +151,10 @@ def _attention(
     elif attention_mask is not None:  # the order, documents and windows are in the mask
         span = MaskSpan(causal=False)
     if isinstance(attention_mask, Tensor):
-        bias = attention_mask if bias is None else _with_mask(bias, attention_mask)
+        if bias is not None and attention_mask.dtype == torch.bool:
+            bias = bias.masked_fill(~attention_mask, -torch.inf)
+        else:
+            bias = attention_mask if bias is None else bias + attention_mask
     ctx = notes_of(module).get("context")
     if ctx is None:
         raise ConfigError(
@@ -211,11 +214,6 @@ def _check_scores(keywords: Mapping[str, Any], where: str) -> None:
             where=where,
             fix="Leave cp out of the mesh.",
         )
-
-
-def _with_mask(bias: Tensor, mask: Tensor) -> Tensor:
-    """Return a bias with a mask of either kind."""
-    return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
 
 
 _BY_TOKENS = "create_position_ids_from_input_ids"

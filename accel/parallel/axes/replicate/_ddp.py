@@ -8,7 +8,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Generator
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -39,19 +39,26 @@ _ddp = cast(Any, DistributedDataParallel)
 
 
 class _Running:
-    """Marks the replica that runs its forward: torch.compile cuts graphs at the ends of its buckets."""
+    """Marks the replica that runs its forward: torch.compile cuts graphs at the ends of its buckets. Forwards of
+    simulated ranks take turns, so they do not end in the order in which they began."""
 
-    __slots__ = ("_before", "_replica")
+    _running: ClassVar[list[DistributedDataParallel]] = []
+    _around: ClassVar[Any] = None  # what torch has marked around the first
+
+    __slots__ = ("_replica",)
 
     def __init__(self, replica: DistributedDataParallel) -> None:
         self._replica = replica
 
     def __enter__(self) -> None:
-        self._before = _ddp._active_ddp_module
+        if not self._running:
+            _Running._around = _ddp._active_ddp_module
+        self._running.append(self._replica)
         _ddp._active_ddp_module = self._replica
 
     def __exit__(self, *_: object) -> None:
-        _ddp._active_ddp_module = self._before
+        self._running.remove(self._replica)
+        _ddp._active_ddp_module = self._running[-1] if self._running else _Running._around
 
 
 class _ExchangerLink:

@@ -43,7 +43,6 @@ class _Running:
     simulated ranks take turns, so they do not end in the order in which they began."""
 
     _running: ClassVar[list[DistributedDataParallel]] = []
-    _around: ClassVar[Any] = None  # what torch has marked around the first
 
     __slots__ = ("_replica",)
 
@@ -51,14 +50,12 @@ class _Running:
         self._replica = replica
 
     def __enter__(self) -> None:
-        if not self._running:
-            _Running._around = _ddp._active_ddp_module
         self._running.append(self._replica)
         _ddp._active_ddp_module = self._replica
 
     def __exit__(self, *_: object) -> None:
         self._running.remove(self._replica)
-        _ddp._active_ddp_module = self._running[-1] if self._running else _Running._around
+        _ddp._active_ddp_module = self._running[-1] if self._running else None
 
 
 class _ExchangerLink:

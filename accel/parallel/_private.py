@@ -469,26 +469,15 @@ def runs_in_reentrant_checkpoint() -> bool:
 def without_checkpoints() -> Generator[None]:
     """Compute as outside of checkpoints in a block: none counts what is saved in it, or keeps what is computed."""
     stack = cast(Any, torch)._C._autograd
+    dispatch: Any = importlib.import_module("torch.utils._python_dispatch")
+    own: Any = importlib.import_module("torch.utils.checkpoint")
     hooks: list[tuple[Any, Any]] = []
     while (top := stack._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)
         stack._pop_saved_tensors_default_hooks()
-    try:
-        with _without_kept_outputs():
-            yield
-    finally:
-        for pack, unpack in reversed(hooks):
-            stack._push_saved_tensors_default_hooks(pack, unpack)
-
-
-@contextlib.contextmanager
-def _without_kept_outputs() -> Generator[None]:
-    """Leave the modes of `create_selective_checkpoint_contexts`, and no others, in a block."""
-    dispatch: Any = importlib.import_module("torch.utils._python_dispatch")
-    own: Any = importlib.import_module("torch.utils.checkpoint")
     with dispatch._disable_current_modes() as modes:
-        of_checkpoints = (own._CachingTorchDispatchMode, own._CachedTorchDispatchMode)
-        others = [each for each in reversed(modes) if not isinstance(each, of_checkpoints)]
+        keeping = (own._CachingTorchDispatchMode, own._CachedTorchDispatchMode)
+        others = [each for each in reversed(modes) if not isinstance(each, keeping)]
         for each in others:
             dispatch._push_mode(each)
         try:
@@ -496,6 +485,8 @@ def _without_kept_outputs() -> Generator[None]:
         finally:
             for _ in others:
                 dispatch._pop_mode()
+            for pack, unpack in reversed(hooks):
+                stack._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def lost_argument(function: Any, name: str) -> bool:

@@ -400,7 +400,7 @@ def test_both_runs_draw_the_same_numbers():
         assert torch.equal(after, torch.get_rng_state())  # as of one run
         after_python = random.getstate()
         random.setstate(of_python)
-        _ = random.randrange(1, 6)
+        _ = random.random(), random.randrange(1, 6)
         assert after_python == random.getstate()
         return found
 

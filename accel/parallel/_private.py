@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
+from torch.utils import _python_dispatch as dispatch, _pytree as pytree, checkpoint as checkpoints
 from torch.utils.checkpoint import CheckpointFunction
 
 from accel.compiling import uncompiled
@@ -82,6 +82,8 @@ PRIVATE = {
     "torch.autograd.Variable": ("_execution_engine",),  # which calls a function at the end of a backward
     "torch.autograd": ("_get_sequence_nr", "_unsafe_preserve_version_counter"),
     "torch.autograd.graph.Node": ("_sequence_nr",),
+    "torch.utils._python_dispatch": ("_get_current_dispatch_mode_stack", "_pop_mode", "_push_mode"),
+    "torch.utils.checkpoint": ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode"),  # of selective checkpoints
     "torch.nn.TransformerEncoderLayer": ("_ff_block",),  # compared, like nn.TransformerDecoderLayer's
     "torch.distributed.tensor.DTensor": ("_spec", "_local_tensor"),  # and the arguments of its constructor
     "torch.distributed.device_mesh.DeviceMesh": ("_get_root_mesh",),
@@ -459,15 +461,28 @@ def runs_in_reentrant_checkpoint() -> bool:
 
 
 @contextlib.contextmanager
-def without_saved_tensor_hooks() -> Generator[None]:
-    """Save tensors as they are in a block, whatever is around it, such as a checkpoint that counts them."""
+def outside_of_checkpoints() -> Generator[None]:
+    """Compute in a block as outside of the checkpoints around it, which count the tensors and results that they keep: a
+    forward that is computed again does not compute the block again."""
     stack = cast(Any, torch)._C._autograd
+    modes, selective = cast(Any, dispatch), cast(Any, checkpoints)
+    kinds = (selective._CachingTorchDispatchMode, selective._CachedTorchDispatchMode)
     hooks: list[tuple[Any, Any]] = []
     while (top := stack._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)
         stack._pop_saved_tensors_default_hooks()
+    taken: list[Any] = []
+    while any(isinstance(each, kinds) for each in modes._get_current_dispatch_mode_stack()):
+        taken.append(modes._pop_mode())
+    others = [each for each in reversed(taken) if not isinstance(each, kinds)]
+    for each in others:
+        modes._push_mode(each)
     try:
         yield
     finally:
+        for _ in others:
+            modes._pop_mode()
+        for each in reversed(taken):
+            modes._push_mode(each)
         for pack, unpack in reversed(hooks):
             stack._push_saved_tensors_default_hooks(pack, unpack)

@@ -17,7 +17,7 @@ from accel.devices import wide_dtype
 from accel.errors import PrepareError, StageError
 from accel.parallel._copies import WideMode, gradients_of
 from accel.parallel._modules import forget, note_module, sharded_roots
-from accel.parallel._private import is_of_inputs, without_saved_tensor_hooks
+from accel.parallel._private import is_of_inputs, outside_of_checkpoints
 from accel.parallel.axes.context._inner import listed, noted
 from accel.parallel.axes.context._positions import DifferentRankError, PositionRanks
 from accel.parallel.axes.context._selected import SelectedTensor, whole_of
@@ -220,7 +220,7 @@ def evaluated(module: nn.Module, device: torch.device, *, trains: bool = False) 
         for each in [each for each in module.modules() if isinstance(each, _DROPOUTS)] if trains else [module]:
             _ = each.eval()
         without = _WithoutDropout() if trains else contextlib.nullcontext()
-        with isolated_rng(device), torch.no_grad(), without_saved_tensor_hooks(), without:
+        with outside_of_checkpoints(), isolated_rng(device), torch.no_grad(), without:
             yield
     finally:
         for each, training, children, own in before:

@@ -18,6 +18,7 @@ from accel.comm import exchanged, gathered, own_part
 from accel.errors import ConfigError, PrepareError
 from accel.mixins import Mixin
 from accel.parallel._modules import written_class
+from accel.parallel._private import outside_of_checkpoints
 from accel.parallel.axes.experts._expert_plan import EP
 from accel.parallel.parts._local_map import Independence, on_own_rows
 from accel.random import isolated_rng
@@ -265,7 +266,8 @@ def run_dispatched(module: Any, run: Callable[..., Any], inputs: Sequence[Any], 
 
 def _dispatched(module: nn.Module, run: Callable[..., Any], rows: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
     if type(module) not in cast(Any, module).accel_proved:
-        _prove(module, run, rows, weights)
+        with outside_of_checkpoints():
+            _prove(module, run, rows, weights)
         cast(Any, module).accel_proved.add(type(module))
     mesh, experts = _spread_of(module)
     sent = dispatch_tokens(rows, indices, experts=experts, group=mesh.get_group(EP))

@@ -465,7 +465,8 @@ def outside_of_checkpoints() -> Generator[None]:
     """Compute in a block as outside of the checkpoints around it, which count the tensors and results that they keep: a
     forward that is computed again does not compute the block again."""
     stack = cast(Any, torch)._C._autograd
-    modes, selective = cast(Any, dispatch), cast(Any, checkpoints)
+    modes = cast(Any, dispatch)
+    selective = cast(Any, checkpoints)
     kinds = (selective._CachingTorchDispatchMode, selective._CachedTorchDispatchMode)
     hooks: list[tuple[Any, Any]] = []
     while (top := stack._top_saved_tensors_default_hooks(True)) is not None:

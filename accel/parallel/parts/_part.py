@@ -78,7 +78,8 @@ class Ranks:
         shares_tokens: whether each rank holds its tokens between divided layers.
         keeps_rows: whether this rank's rows of outputs leave a model, and not all.
         gathers_inputs: whether a layer with outputs that ranks divide gathers an input that they divide too.
-        given: layouts of the parts among the leaves of the arguments of a compiled call, by their number; None inside.
+        given: of the parts among the leaves of the arguments of a compiled call, their numbers, layouts, and whether they
+            are of these ranks; None inside.
     """
 
     nests = False
@@ -95,7 +96,7 @@ class Ranks:
         self.size = group.size()
         self.in_rule = False
         self._entered: Entered = {}
-        self.given: tuple[tuple[int, RowLayout | None], ...] | None = None
+        self.given: tuple[tuple[int, RowLayout | None, bool], ...] | None = None
 
     def enter(self, tensor: Tensor) -> Tensor:
         """Return a plain tensor for use inside: its backward sums gradients over ranks, once for all who take it."""
@@ -174,8 +175,9 @@ class Ranks:
         """Return the output of a module in a model that computes with parts, inside of the model."""
         return output
 
-    def in_graph(self, rows: Tensor, layout: RowLayout | None) -> PartTensor:
-        """Return this rank's rows of a tensor as a part, at a border of a graph of torch.compile."""
+    def in_graph(self, rows: Tensor, layout: RowLayout | None, *, is_own: bool) -> PartTensor:
+        """Return this rank's rows of a tensor as a part, at a border of a graph of torch.compile. `is_own`: whether it
+        was a part of these ranks, not of `tokens`."""
         return make(rows, layout, self)
 
     def without_rule(self, func: Any, args: Args, kwargs: Named, problem: str) -> Any:

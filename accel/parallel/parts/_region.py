@@ -58,11 +58,16 @@ class _Rows(NamedTuple):
 
     rows: Tensor  # this rank's, plain
     layout: RowLayout | None
+    is_own: bool  # whether the region's ranks divide it, and not its ranks of tokens
 
     @classmethod
     def all_in(cls, tree: Any) -> Any:
         """Return a tree with these in the place of parts."""
-        return pytree.tree_map_only(PartTensor, lambda part: cls(_own_tensor(part), part.division), tree)
+
+        def taken(part: PartTensor) -> _Rows:
+            return cls(_own_tensor(part), part.division, part.ranks is part.ranks.of_region)
+
+        return pytree.tree_map_only(PartTensor, taken, tree)
 
 
 class PartRegion(Mixin):
@@ -115,8 +120,8 @@ class PartRegion(Mixin):
         if layouts is None:
             return ranks.from_module(super().forward(*args, **kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        for at, layout in layouts:
-            leaves[at] = ranks.in_graph(leaves[at], layout)
+        for at, layout, is_own in layouts:
+            leaves[at] = ranks.in_graph(leaves[at], layout, is_own=is_own)
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         try:
             return _Rows.all_in(super().forward(*args, **kwargs))
@@ -127,14 +132,16 @@ class PartRegion(Mixin):
         """Arguments with this rank's rows in the place of parts; notes the layouts by the number of the leaf."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         parts = [(at, each) for at, each in enumerate(leaves) if isinstance(each, PartTensor)]
-        self.accel_ranks.given = tuple((at, each.division) for at, each in parts)
+        self.accel_ranks.given = tuple((at, each.division, each.ranks is each.ranks.of_region) for at, each in parts)
         for at, each in parts:
             leaves[at] = _own_tensor(each)
         return pytree.tree_unflatten(leaves, spec)
 
     def _parts_in(self, tree: Any) -> Any:
         def part(each: Any) -> Any:
-            return self.accel_ranks.in_graph(each.rows, each.layout) if isinstance(each, _Rows) else each
+            if not isinstance(each, _Rows):
+                return each
+            return self.accel_ranks.in_graph(each.rows, each.layout, is_own=each.is_own)
 
         return pytree.tree_map(part, tree, is_leaf=lambda each: isinstance(each, _Rows))
 

@@ -146,9 +146,9 @@ class SequenceRanks(LayerRanks):
         """Return the output of a module of the model, inside of it."""
         return no_views(output) if self.nests else output
 
-    def in_graph(self, rows: Tensor, layout: RowLayout | None) -> PartTensor:
-        """Return this rank's rows of a tensor as a part: of tokens, if ranks divide it."""
-        return make(rows, layout, self if layout is None else self.tokens)
+    def in_graph(self, rows: Tensor, layout: RowLayout | None, *, is_own: bool) -> PartTensor:
+        """Return this rank's rows of a tensor as a part, of features or of tokens."""
+        return make(rows, layout, self if is_own else self.tokens)
 
     def returned(self, rule: Rule, output: Any) -> Any:
         """Return what a module of a rule gives back: this rank's tokens inside of the model, and whole tensors at its

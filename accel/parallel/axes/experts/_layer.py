@@ -295,7 +295,8 @@ def _draws(modules: Sequence[nn.Module], pair: Callable[[], tuple[Tensor, Tensor
 
 def _difference(found: Tensor, expected: Tensor) -> bool | None:
     """Whether outputs differ by more than rounding; None of those without a finite value but zeros."""
-    found, expected = found.detach(), expected.detach()
+    found = found.detach()
+    expected = expected.detach()
     finite = found.isfinite() & expected.isfinite()
     one, other = (torch.where(finite, each, 0).to(wide_dtype(each.device)) for each in (found, expected))
     largest = torch.stack([one.abs().sum(), other.abs().sum()]).amax()

@@ -173,7 +173,8 @@ class Pipeline:
             watch.compare(work.batch(), trains=trains)
         if self._norms is None:
             self._norms = batch_norms(model)
-            self._copies, self._tables = copies_in(stage_modules(model)), tables_in(model)
+            self._copies = copies_in(stage_modules(model))
+            self._tables = tables_in(model)
         check_children(self._copies)
         check_tensors(self._tables)
         filled = sum(each.rows.size - each.rows.real for each in work.micro_batches)

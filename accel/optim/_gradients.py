@@ -353,6 +353,10 @@ def step_of(
     )
 
 
+_aten = _torch.ops.aten
+_READS = (_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonzero.default)  # two in inference mode
+
+
 class _WholeNumbers(TorchDispatchMode):
     """Numbers that code reads of a DTensor, such as `float(p.norm())`: the whole tensor's. Torch reads a part."""
 
@@ -365,13 +369,14 @@ class _WholeNumbers(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator."""
-        if func is _torch.ops.aten._local_scalar_dense.default:
+        if func in _READS:
             return func(full_tensor(args[0]))
         return func(*args, **(kwargs or {}))
 
 
 def _whole_numbers(optimizer: Optimizer) -> contextlib.AbstractContextManager[object]:
-    known = type(optimizer).__module__.startswith(("torch.optim.", "accel."))  # they read none of a DTensor
+    # They read none of a DTensor. Adafactor, which reads some, names its module "torch.optim", without a point.
+    known = type(optimizer).__module__.startswith(("torch.optim.", "accel."))
     return contextlib.nullcontext() if known or not _has_shards(optimizer) else _WholeNumbers()
 
 

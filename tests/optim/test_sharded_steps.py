@@ -95,6 +95,9 @@ class TrustRatio(SGD):
     def step(self, closure: Any = None) -> None:
         for each in self.param_groups[0]["params"]:
             ratio = float(each.detach().norm()) / each.grad.pow(2).sum().item() ** 0.5
+            with torch.inference_mode():
+                largest = each.grad.abs().max()
+                ratio *= largest.item() if largest > 1e-3 else 1.0
             with torch.no_grad():
                 each.sub_(each.grad * 0.1 * ratio)
         _ = self.scaled(torch.ones(3), 0.1)
@@ -115,6 +118,20 @@ def test_numbers_that_an_optimizer_reads_of_shards_are_the_whole_tensors(ranks: 
     for each in found:
         torch.testing.assert_close(each, alone, rtol=0, atol=1e-12)
     assert sum(each.graphs for each in made) > 0  # torch's compiler has not skipped the function
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("how", HOW)
+def test_adafactor_of_torch_steps_shards_of_vectors(ranks: Simulator, how: dict[str, Any], foreach: bool) -> None:
+    """It reads norms of parameters and of updates; it is refused for matrices only."""
+
+    def make(net: nn.Module) -> Optimizer:
+        vectors = [each for each in net.parameters() if each.ndim == 1]
+        return torch.optim.Adafactor(vectors, lr=0.1, foreach=foreach)
+
+    alone = _train(accel.single(), make)
+    for each in ranks.run(lambda ctx: _train(accel.replace(ctx, **how), make), 2, default_group=True):
+        torch.testing.assert_close(each, alone, rtol=0, atol=1e-12)
 
 
 class Failing(SGD):

@@ -275,6 +275,8 @@ class Varied(Experts):
                 factor = factor / len(self.up)
             dropout = 0.2 if self.way == "dropout" else 0.0
             hidden = nn.functional.dropout(rows[row] @ self.up[expert].T, dropout, self.training)
+            if self.way == "hooks" and self.training:
+                _ = hidden.register_hook(torch.clone)
             bias = self.added[expert] * (1 if self.way == "bias without weights" else factor)
             outputs = outputs.index_add(0, row, hidden @ self.down[expert].T * factor + bias)
         return outputs
@@ -350,6 +352,22 @@ def test_a_proof_decides_by_tokens_or_later_and_changes_nothing(ranks):
                 experts.seen.clear()
 
     _ = ranks.run(rank, 2, default_group=True)
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_experts_that_set_hooks_in_training_are_proved(ranks, is_checkpointed):
+    """Hooks need a gradient, which the rows and parameters of the first call have in a proof too."""
+
+    def rank(ctx: accel.DistContext, way: str) -> Tensor:
+        experts = varied(ctx, way)
+        run = functools.partial(checkpoint, experts, use_reentrant=False) if is_checkpointed else experts
+        run(batch(0)[:6], CHOICES, torch.ones(6, 2).double()).square().sum().backward()
+        assert experts in experts.accel_proved
+        assert all(each.grad is None or each.grad.isfinite().all() for each in experts.parameters())
+        return full_tensor(experts.up.grad)
+
+    wanted, found = (ranks.run(functools.partial(rank, way=each), 2, default_group=True) for each in ("", "hooks"))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 class Narrow(nn.Module):

@@ -439,6 +439,8 @@ class Meeting(Expert):
             rows = torch.cat([rows[:2], 0 * rows[2:]])
         met = {"rows": 0, "positions": -2}.get(self.way)
         rows = nn.functional.dropout(rows, 0.1, self.training) if self.way == "dropout" else rows
+        if self.way == "hooks" and self.training:
+            _ = self.up(rows).register_hook(torch.clone)
         return super().forward(rows if met is None else rows - rows.mean(met, keepdim=True))
 
 
@@ -449,6 +451,7 @@ class Meeting(Expert):
         ("positions", "dense", True),
         ("capacity in training", "every", True),
         ("dropout", "hit", False),
+        ("hooks", "hit", False),
     ],
 )
 def test_experts_that_compute_with_other_rows_are_refused(ranks, way, kind, is_refused):

@@ -713,17 +713,23 @@ def test_a_loss_may_be_a_view_and_have_hooks(ranks: Simulator, scale: float) -> 
 def _loss_of_changed(ctx: accel.DistContext, change: Callable[[Any], None], order: str) -> float:
     ctx = accel.replace(ctx, mesh="pp=2") if ctx.world_size > 1 else ctx
     model: Any = Words(2)
+    inputs, targets = batch_of(0, 4)
+
+    def batch() -> float:
+        state = accel.train_state(ctx).next()
+        loss, state = accel.forward_backward(ctx, model, state, inputs, targets=targets, loss_fn=loss_sum, weight=20)
+        accel.training.discard(state, model)
+        return float(loss)
+
     if order == "change, prepare":
         change(model)
         model = accel.prepare_model(ctx, model)  # the line of the error
     else:
         model = accel.prepare_model(ctx, model)
+        if order == "prepare, batch, change":
+            _ = batch()
         change(model)
-    inputs, targets = batch_of(0, 4)
-    state = accel.train_state(ctx).next()
-    loss, state = accel.forward_backward(ctx, model, state, inputs, targets=targets, loss_fn=loss_sum, weight=20)
-    accel.training.discard(state, model)
-    return float(loss)
+    return batch()
 
 
 def _new_head(model: Any) -> None:
@@ -740,8 +746,9 @@ def _tie(model: Any) -> None:
 def test_what_is_replaced_after_the_stages_are_cut_is_refused(
     ranks: Simulator, change: Callable[[Any], None], name: str
 ) -> None:
-    with assert_raises(StageError, got=name, fix=re.escape("model = accel.prepare_model(ctx, model)")):
-        ranks.run(lambda ctx: _loss_of_changed(ctx, change, "prepare, change"), 2, default_group=True)
+    for order in ("prepare, change", "prepare, batch, change"):
+        with assert_raises(StageError, got=name, fix=re.escape("model = accel.prepare_model(ctx, model)")):
+            ranks.run(partial(_loss_of_changed, change=change, order=order), 2, default_group=True)
     alone = _loss_of_changed(accel.single(), change, "prepare, change")
     found = ranks.run(lambda ctx: _loss_of_changed(ctx, change, "change, prepare"), 2, default_group=True)
     assert found == [pytest.approx(alone, rel=1e-12)] * 2

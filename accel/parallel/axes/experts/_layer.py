@@ -247,25 +247,25 @@ def compared(
     """Raise the error of `refused` where two outputs differ; return whether some pair had values to compare.
 
     Outputs of zeros, or that are not finite, have none. Where a function draws random numbers in training, it is
-    compared in evaluation. An error is the module's own if `alone` raises one, too.
+    compared in evaluation. An error is the module's own if `alone` raises one, too. Functions run with gradients where
+    the call does: modules may set hooks on what they compute.
     """
     modules = list(modules)
     trains = any(each.training for each in modules)
-    with torch.no_grad():
-        for pair in pairs:
-            try:
-                verdict = _difference(*_outputs(modules, pair))
-                if verdict and trains and _draws(modules, pair):
-                    verdict = _difference(*_outputs(modules, pair, trains=False))
-            except (torch.OutOfMemoryError, MemoryError):
-                raise
-            except Exception as error:
-                _ = _outputs(modules, lambda: alone())
-                raise refused(f"{type(error).__name__}: {error}") from error
-            if verdict:
-                raise refused("outputs that differ")
-            if verdict is not None:
-                return True
+    for pair in pairs:
+        try:
+            verdict = _difference(*_outputs(modules, pair))
+            if verdict and trains and _draws(modules, pair):
+                verdict = _difference(*_outputs(modules, pair, trains=False))
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            _ = _outputs(modules, lambda: alone())
+            raise refused(f"{type(error).__name__}: {error}") from error
+        if verdict:
+            raise refused("outputs that differ")
+        if verdict is not None:
+            return True
     return False
 
 
@@ -283,7 +283,7 @@ def _draws(modules: Sequence[nn.Module], pair: Callable[[], tuple[Tensor, Tensor
     with unchanged(nn.ModuleList(modules), is_seen=False):
         for _ in range(2):
             states.append(torch.get_rng_state())
-            outputs.append(pair()[0])
+            outputs.append(pair()[0].detach())
             device = outputs[-1].device
             states.append(torch.get_rng_state() if device.type == "cpu" else get_random_state(device))
     return (
@@ -295,6 +295,8 @@ def _draws(modules: Sequence[nn.Module], pair: Callable[[], tuple[Tensor, Tensor
 
 def _difference(found: Tensor, expected: Tensor) -> bool | None:
     """Whether outputs differ by more than rounding; None of those without a finite value but zeros."""
+    found = found.detach()
+    expected = expected.detach()
     finite = found.isfinite() & expected.isfinite()
     one, other = (torch.where(finite, each, 0).to(wide_dtype(each.device)) for each in (found, expected))
     largest = torch.stack([one.abs().sum(), other.abs().sum()]).amax()
@@ -309,7 +311,7 @@ def _prove_dispatched(module: nn.Module, run: Callable[..., Any], tokens: Tensor
     A few rows, with the weights of tokens, are computed by all of four experts, and each choice by two of them, without
     its weight. Rows are drawn; if outputs of those are not finite, they are tokens.
     """
-    run_few = _with_few(module, run)
+    run_few = _with_few(module, run, tokens)
     if run_few is None:
         return True
     random = torch.Generator().manual_seed(0)
@@ -328,12 +330,13 @@ def _prove_dispatched(module: nn.Module, run: Callable[..., Any], tokens: Tensor
             order = chosen.argsort(stable=True)
             order = order[(chosen[order] >= begin) & (chosen[order] < begin + 2)]
             own, ones = chosen[order, None] - begin, few.new_ones(len(order), 1)
-            single[order] = run_few(begin, begin + 2, rows[order // indices.shape[1]], own, ones)
+            single[order] = run_few(begin, begin + 2, rows[order // indices.shape[1]], own, ones).detach()
         return found, (single.view(*indices.shape, -1) * few[..., None]).sum(1)
 
     def alone() -> object:
         with _local_parts(module, _all_experts(module)):
-            return run(drawn, indices, weights.new_full(indices.shape, 1 / indices.shape[1]))
+            given = live(drawn, tokens).clone()
+            return run(given, indices, weights.new_full(indices.shape, 1 / indices.shape[1]))
 
     return compared([module], [partial(pair, rows) for rows in given], alone, partial(_dependent, module, _DISPATCHED))
 
@@ -344,7 +347,7 @@ def _prove_sorted(module: nn.Module, run: Callable[..., Any], tokens: Tensor) ->
 
     Rows of four experts, some of them zeros, are computed together, and the others by two experts in another order.
     """
-    run_few = _with_few(module, run)
+    run_few = _with_few(module, run, tokens)
     if run_few is None:
         return True
     drawn = torch.randn(len(_FACTORS), 3, tokens.shape[1], generator=torch.Generator().manual_seed(0)).to(tokens)
@@ -355,18 +358,18 @@ def _prove_sorted(module: nn.Module, run: Callable[..., Any], tokens: Tensor) ->
         expected = torch.zeros_like(found)
         for begin in range(0, len(_FACTORS), 2):
             rows = drawn[begin : begin + 2, [2, 0]].flatten(0, 1)
-            expected[begin : begin + 2, [2, 0]] = run_few(begin, begin + 2, rows).view(2, 2, -1)
+            expected[begin : begin + 2, [2, 0]] = run_few(begin, begin + 2, rows).detach().view(2, 2, -1)
         return found, expected
 
     def alone() -> object:
         parts = _all_experts(module)
         with _local_parts(module, parts):
-            return run(drawn.flatten(0, 1)[: next(iter(parts.values())).shape[0]])
+            return run(live(drawn.flatten(0, 1)[: next(iter(parts.values())).shape[0]], tokens).clone())
 
     return compared([module], [pair], alone, partial(_dependent, module, _SORTED))
 
 
-def _with_few(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Tensor] | None:
+def _with_few(module: nn.Module, run: Callable[..., Any], tokens: Tensor) -> Callable[..., Tensor] | None:
     """Return a function that runs a module with some of four experts; None if their parameters can't be scaled."""
     held = _parts_of(module)
     if not held or not all(each.is_floating_point() for each in held.values()):
@@ -374,11 +377,12 @@ def _with_few(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Tenso
     random = torch.Generator().manual_seed(1)
     few: dict[str, Tensor] = {}
 
-    def run_few(begin: int, end: int, *given: Tensor) -> Tensor:
+    def run_few(begin: int, end: int, rows: Tensor, *given: Tensor) -> Tensor:
         for name, each in held.items() if not few else ():
             few[name] = few_experts(each.detach(), random, trains=module.get_parameter(name).requires_grad)
-        with _local_parts(module, {name: each[begin:end] for name, each in few.items()}):
-            return run(*given)
+        parts = {name: live(each[begin:end], held[name]) for name, each in few.items()}
+        with _local_parts(module, parts):
+            return run(live(rows, tokens).clone(), *given)
 
     return run_few
 
@@ -398,10 +402,18 @@ def redrawn(values: Tensor, random: torch.Generator) -> Tensor:
     return (torch.randn(values.shape, generator=random) / max(values.shape[-1], 1) ** 0.5).to(values)
 
 
+def live(values: Tensor, like: Tensor) -> Tensor:
+    """Return values as a view with a gradient if another tensor has one in this block; of values without one, else."""
+    needed = torch.is_grad_enabled() and like.requires_grad
+    return values.detach().requires_grad_(needed).view_as(values)  # autocast keeps copies of what is no view
+
+
 def _all_experts(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters with as many experts as all ranks hold, each of them this rank's first, in no memory."""
     count = _spread_of(module)[1]
-    return {name: each.detach()[:1].expand(count, *each.shape[1:]) for name, each in _parts_of(module).items()}
+    return {
+        name: live(each.detach()[:1].expand(count, *each.shape[1:]), each) for name, each in _parts_of(module).items()
+    }
 
 
 def _few_weights(weights: Tensor, rows: int, choices: int) -> Tensor:

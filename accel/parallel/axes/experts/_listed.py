@@ -22,7 +22,7 @@ from accel.errors import PrepareError
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import listed_modules, named_modules, note_module, notes_of, written_class
 from accel.parallel.axes.experts._expert_plan import EP, LISTED
-from accel.parallel.axes.experts._layer import Run, compared, in_parts, prove_once, redrawn
+from accel.parallel.axes.experts._layer import Run, compared, in_parts, live, prove_once, redrawn
 from accel.parallel.axes.experts._routing import DispatchedTokens, bring_back, dispatch_tokens
 from accel.random import isolated_rng
 from accel.tensors import is_view
@@ -263,12 +263,12 @@ def _prove(
 
     def run(given: Tensor) -> Tensor:
         values = [
-            redrawn(each, random) if module.get_parameter(name).requires_grad else each
+            live(redrawn(each.detach(), random) if module.get_parameter(name).requires_grad else each, each)
             for module, name, each in weights
         ]
         own = [(module, name, value) for (module, name, _), value in zip(weights, values, strict=True)]
         with calls.during("run"), _with_weights(own):
-            return cast(Any, expert).forward(given)
+            return cast(Any, expert).forward(live(given, rows).clone())
 
     def pair() -> tuple[Tensor, Tensor]:
         _ = random.manual_seed(1)

@@ -131,12 +131,25 @@ def _inside(module: nn.Module) -> object:
     return None if name is None else getattr(module, name)
 
 
-def check_tensors(model: nn.Module) -> None:
+class Table(NamedTuple):
+    path: str
+    parameters: Mapping[str, torch.Tensor | None]  # of a module
+    absent: Collection[str]  # names of other stages
+
+
+def tables_in(model: nn.Module) -> list[Table]:
+    """List the tables of parameters of a model's modules."""
+    return [
+        Table(path, vars(module)["_parameters"], notes_of(module).get("absent", ()))
+        for path, module in named_modules(model)
+    ]
+
+
+def check_tensors(tables: Iterable[Table]) -> None:
     """Raise for a parameter that was assigned across stages: one of another stage here, or one of this stage there."""
-    for path, module in named_modules(model):
-        absent: Collection[str] = notes_of(module).get("absent", ())
-        for name, each in module.named_parameters(recurse=False, remove_duplicate=False):
-            if name in absent or "placeholder" in tensor_notes(each):
+    for path, parameters, absent in tables:
+        for name, each in parameters.items():
+            if each is not None and (name in absent or "placeholder" in tensor_notes(each)):
                 raise _changed(_joined(path, name), "another parameter")
 
 

@@ -18,7 +18,7 @@ from accel.parallel._leftovers import is_used, is_watched, note_used
 from accel.parallel._modules import note_prepared, note_tensor, prepared_of, stage_modules, tensor_notes
 from accel.parallel._same_batches import SameBatches
 from accel.parallel._sharded import load_plain
-from accel.parallel.axes.pipeline._held import Copied, check_children, check_tensors, copies_in
+from accel.parallel.axes.pipeline._held import Copied, Table, check_children, check_tensors, copies_in, tables_in
 from accel.parallel.axes.pipeline._layout import Layout, Norms, batch_norms, check_norms
 from accel.parallel.axes.pipeline._replayed import ReplayedModule, running
 from accel.parallel.axes.pipeline._replays import Replays, StageTrials, agreed_replay, looked
@@ -148,6 +148,7 @@ class Pipeline:
         self._schedules: dict[object, StageSchedule] = {}
         self._norms: Norms | None = None
         self._copies: Sequence[Copied] = ()
+        self._tables: Sequence[Table] = ()
 
     def __deepcopy__(self, memo: object) -> Pipeline:
         return self
@@ -173,8 +174,9 @@ class Pipeline:
         if self._norms is None:
             self._norms = batch_norms(model)
             self._copies = copies_in(stage_modules(model))
-            check_tensors(model)
+            self._tables = tables_in(model)
         check_children(self._copies)
+        check_tensors(self._tables)
         filled = sum(each.rows.size - each.rows.real for each in work.micro_batches)
         check_norms(self._norms, self.layout, StageError, f"rank {ctx.rank}", filled=filled)
         replays = self.replays

@@ -134,6 +134,27 @@ def test_a_plan_is_not_searched_in_them(ranks: Simulator, kind: type[nn.Module],
     _ = ranks.run(lambda ctx: prepare_tensor(ctx, kind, name), 2, default_group=True)
 
 
+def test_known_layers_are_divided_around_a_mean_of_all_ranks(ranks: Simulator) -> None:
+    """Which is the same for any number of ranks with the same rows."""
+
+    class Centered(Paired):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.net(x)
+            mean = x.detach().mean(0)
+            if distributed.is_initialized():
+                total = _functional_collectives.all_reduce_coalesced([mean], "sum", distributed.group.WORLD)
+                mean = total[0] / distributed.get_world_size()
+            return x - mean
+
+    def run(ctx: accel.DistContext) -> Tensor:
+        torch.manual_seed(0)
+        x = torch.randn(4, 8)
+        return accel.prepare_model(ctx, Centered(), example=x)(x).detach()
+
+    for found in ranks.run(lambda ctx: run(accel.replace(ctx, mesh="tp=2")), 2, default_group=True):
+        torch.testing.assert_close(found, run(accel.single()))
+
+
 def test_known_layers_are_divided_around_a_message_among_ranks_along_dp(ranks: Simulator) -> None:
     """Ranks along tp send the same rows, each among the ranks that read others."""
 

@@ -88,6 +88,22 @@ class Paired(nn.Module):
         return cast(Any, _Rows).apply(self.net(x))
 
 
+class Counted(Paired):
+    """Counts rows of all ranks before."""
+
+    def forward(self, x: Tensor) -> Any:
+        count = x.new_ones(())
+        distributed.all_reduce(count)
+        return super().forward(x) / count
+
+
+class Chosen(Paired):
+    """Chooses rows by their values before."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x[(x.sum(1) < 1e9).nonzero()[:, 0]])
+
+
 class InBackward(Gathering):
     """Sends a message in its backward."""
 
@@ -126,6 +142,8 @@ def run_stages(ctx: accel.DistContext, kind: type[nn.Module], name: str) -> None
         (Gathering, "all_gather"),
         (Functional, "all_reduce"),
         (Paired, "all_gather"),
+        (Counted, "all_gather"),
+        (Chosen, "all_gather"),
         (InBackward, "all_reduce"),
         (InTraining, "all_reduce"),
     ],

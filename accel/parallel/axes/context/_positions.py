@@ -326,7 +326,8 @@ def _loss(ranks: PositionRanks, func: Any, args: _Args, kwargs: _Named) -> Any:
     weight."""
     given = named("input target weight", args, kwargs)
     reduction = reduction_of(given)
-    x, target = given.pop("input"), given.pop("target")
+    x: Tensor = given.pop("input")
+    target: Tensor = given.pop("target")
     has_numbers = not target.is_floating_point()
     if reduction not in ("none", "sum", "mean") or x.dim() < 2:
         raise refused(name_of(func), "of one position" if x.dim() < 2 else f"reduction={reduction!r}")

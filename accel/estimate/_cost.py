@@ -21,12 +21,13 @@ from accel.estimate._step import (
     copies_of,
     divides_heads,
     divides_logits,
+    enters_attention,
     expert_shards,
     feature_bytes,
     formats,
     held_by,
     keeps_blocks,
-    latent_gradients,
+    latent_messages,
     own_heads,
     part_shape,
     rank_stages,
@@ -192,11 +193,14 @@ def _along_tp_with_experts(
     again = 1 if step.recompute else 0
     attention = layers if divides_heads(model) else 0
     mlps = dense + (layers - dense if model.shared_inner else 0)  # the last sum of a block is not computed again
-    calls = (2 + again) * attention + 2 * mlps
-    total = whole * (attention * ((1 + again) * size + stream) + mlps * (size + stream))
+    entered = attention if enters_attention(model) else 0
+    calls = (1 + again) * attention + entered + 2 * mlps
+    total = whole * (attention * (1 + again) * size + entered * stream + mlps * (size + stream))
     yield _message("tp", axes.tp, "all-reduce", calls * step.micro_batches, total)
-    if divides_heads(model):
-        yield _message("tp", axes.tp, "all-reduce", *(layers * each for each in latent_gradients(model, step, copies)))
+    if attention:
+        for operation, count, size_of_call in latent_messages(model, axes, step, stream):
+            times = attention * step.micro_batches
+            yield _message("tp", axes.tp, operation, times * count, times * size_of_call)
     if axes.ep == 1:
         return
     # a shared MLP keeps its tensors after the experts' outputs, which are gathered again for it

@@ -214,10 +214,13 @@ def _of_latents(model: Transformer, latent: Latent, heads: int, axes: Axes, plan
     """Bytes of a token: latents in fp32, normalised and scaled; queries, keys, values, outputs and sums of heads."""
     given = model.head_width + latent.values  # of a query and of an output
     # keys are joined with their positions in a tensor of their own; values are cut from one product, kept whole
-    seen = model.head_width + model.head_width - latent.rotated + latent.values
+    seen = model.head_width - latent.rotated + latent.values
+    joined = model.heads * model.head_width  # by all ranks along tp
     if axes.cp > 1:
+        joined = 0
         seen = given * (axes.cp if plan.context == "gather" else 1)
-    return (latent.queries + latent.keys) * (_FP32 + 2 * size) + heads * ((given + seen) * size + _FP32)
+    latents = (latent.queries + latent.keys) * (_FP32 + 2 * size)
+    return latents + joined * size + heads * ((given + seen) * size + _FP32)
 
 
 def _mlp(model: Transformer, axes: Axes, tokens: int, size: int, *, dense: bool = False) -> int:

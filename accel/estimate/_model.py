@@ -372,8 +372,9 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
             "kv_b_proj": (both, latent.keys),
             "o_proj": (self.width, self.heads * latent.values),
         }
+        whole = set(products) if not latent.divided else {"kv_a_proj_with_mqa"} if self.corrected else set[str]()
         found = [
-            Parameter(name=f"self_attn.{name}.weight", shape=shape, whole=not latent.divided)
+            Parameter(name=f"self_attn.{name}.weight", shape=shape, whole=name in whole)
             for name, shape in products.items()
         ]
         norms = {"q_a_layernorm": latent.queries, "kv_a_layernorm": latent.keys}

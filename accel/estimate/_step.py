@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import msgspec
@@ -259,7 +259,10 @@ def divides_logits(plan: Plan) -> bool:
     return any(name.split(".")[-1] == "lm_head" and style == "colwise" for name, style in plan.tensor.items())
 
 
-_COLWISE = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "lm_head", "embed_tokens")
+_COLWISE = (
+    "q_proj", "k_proj", "v_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "gate_proj", "up_proj", "lm_head",
+    "embed_tokens",
+)  # fmt: skip
 _ROWWISE = ("o_proj.weight", "down_proj.weight")
 
 
@@ -401,16 +404,32 @@ def own_heads(model: Transformer, axes: Axes) -> tuple[int, int]:
     return model.heads // axes.tp, max(1, model.kv_heads // axes.tp)
 
 
-def latent_gradients(model: Transformer, step: EstimatedStep, copies: EqualRanks) -> tuple[int, int]:
-    """Return the number of a block's parameters that make latents, and bytes of their shards; tp sums the gradients."""
+def divides_latents(model: Transformer) -> bool:
+    """Return whether the tensor-parallel plan of a model divides the layer that makes the latents of keys: that of V2
+    does; that of V3, whose router has corrections, declares nothing of attention."""
+    return model.latent is not None and model.latent.divided and not model.corrected
+
+
+def enters_attention(model: Transformer) -> bool:
+    """Return whether layers that ranks divide take the tokens that attention gets: ranks sum gradients of these."""
+    return model.latent is None or not model.latent.queries or divides_latents(model)
+
+
+def latent_messages(
+    model: Transformer, axes: Axes, step: EstimatedStep, stream: int
+) -> Iterator[tuple[Literal["all-reduce", "all-gather"], int, int]]:
+    """Yield operations of attention through latents along tp, how many a block has, and their bytes together: sums of
+    the gradients of latents and of keys; and latents and keys of all heads, which each rank joins with positions."""
     latent = model.latent
     if latent is None:
-        return 0, 0
-    keys = latent.keys + latent.rotated
-    shapes = [(keys, model.width), (latent.keys,)]
-    if latent.queries:
-        shapes += [(latent.queries, model.width), (latent.queries,)]
-    return len(shapes), sum(shard_count(shape, copies.shards) for shape in shapes) * step.stored_bytes
+        return
+    again, size = int(step.recompute), step.compute_bytes
+    tokens = step.rows * step.tokens // axes.cp
+    summed = (latent.queries + latent.keys) * stream + model.heads * model.head_width * size
+    yield "all-reduce", 2 + bool(latent.queries), tokens * summed
+    made = latent.keys + latent.rotated if divides_latents(model) else 0
+    gathered = (made + model.heads * (model.head_width - latent.rotated)) * size
+    yield "all-gather", (1 + bool(made)) * (1 + again), tokens * gathered * (1 + again)
 
 
 def shard_count(shape: Sequence[int], ranks: int) -> int:

@@ -228,6 +228,22 @@ def test_ranks_whose_experts_nobody_chooses_and_frozen_routers(alone):
     assert one[1] != pytest.approx(alone[1], abs=1e-3)
 
 
+def test_a_proof_of_experts_is_not_among_what_a_selective_checkpoint_keeps(ranks):
+    def run(ctx: accel.DistContext, mesh: str) -> dict[str, Tensor]:
+        if mesh:
+            ctx = accel.replace(ctx, mesh=mesh)
+        model = mixture(3)
+        accel.checkpoint_activations(model, Layer, keep="products")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model, optimizer = accel.prepare(ctx, model, optimizer, plan=accel.parallel.Plan(experts=NAMED))
+        _ = steps(ctx, model, optimizer)
+        return {name: whole(each) for name, each in accel.unwrap_model(model).named_parameters()}
+
+    want = run(accel.single(), "")
+    for got in ranks.run(lambda ctx: run(ctx, "dp=2,ep=2"), 2, default_group=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+
+
 class Varied(Experts):
     """Experts that compute with what other ranks may have, in one of several ways."""
 

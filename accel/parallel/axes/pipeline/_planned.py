@@ -121,7 +121,7 @@ def planned(
         expected=f"at least {count}",
         got=", ".join(tried[-1]) or "none",
         where="prepare_model, plan=, stages",
-        fix="Use fewer ranks along pp or fewer stages_per_rank.",
+        fix="Use fewer ranks along pp or fewer stages_per_rank, or put what the forward computes into more modules.",
     )
 
 

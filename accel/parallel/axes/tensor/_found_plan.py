@@ -91,12 +91,13 @@ def found_plan(
         plan = plan._replace(styles={**proofs.words(plan.regions), **plan.styles})
     if not shares_tokens or not (plan.regions or plan.styles):
         return plan
-    try:
-        return proofs.with_tokens(plan)
-    except PrepareError:
-        if (plan.styles, plan.regions) == (before.styles, before.regions):
-            raise
-        return proofs.with_tokens(before)
+    # layouts of a module around others may divide features of what ranks share by tokens
+    around = {unit for unit in before.regions for each in before.regions if each != unit and is_in(each, unit)}
+    inner = before._replace(regions={unit: own for unit, own in before.regions.items() if unit not in around})
+    for each in (plan, before):
+        with suppress(PrepareError):
+            return proofs.with_tokens(each)
+    return proofs.with_tokens(inner)
 
 
 class _Searched(NamedTuple):

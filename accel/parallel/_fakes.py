@@ -156,7 +156,10 @@ def refuse_to_world(function: object, args: Sequence[object], kwargs: Mapping[st
 def exchanges_rows(function: object, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     """Return whether a message moves rows among all ranks, such as an all-gather: what it gives depends on the number
     of ranks, also of ranks with equal rows."""
-    alike = ("all_reduce", "allreduce", "barrier", "broadcast", "monitored_barrier", "reduce")
+    alike = (
+        "all_reduce", "allreduce", "all_reduce_coalesced", "allreduce_coalesced", "barrier", "broadcast",
+        "monitored_barrier", "reduce",
+    )  # fmt: skip
     name = message_of(function).removeprefix("torch.distributed.")
     return bool(name) and name not in alike and _is_to_world(function, args, kwargs)
 

@@ -115,6 +115,7 @@ PADDED: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
     "convolution": (True, lambda x: spectrum(x, torch.arange(LENGTH).cos().to(x.dtype))),
     "queries": (False, lambda x: (torch.arange(1, LENGTH + 1).outer(x[0, 0]).sin().to(x.dtype) @ x.mT).softmax(2) @ x),
     "classes": (False, lambda x: x[:, -1] @ torch.ones(WIDTH, LENGTH, dtype=x.dtype)),
+    "counts": (False, lambda x: (torch.arange(LENGTH) == LENGTH // 2) * x.mean((1, 2))[:, None]),
     "first": (False, lambda x: x[:, 0] @ torch.ones(WIDTH, LENGTH, dtype=x.dtype)),
 }
 

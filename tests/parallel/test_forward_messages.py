@@ -88,6 +88,22 @@ class Paired(nn.Module):
         return cast(Any, _Rows).apply(self.net(x))
 
 
+class Counted(Paired):
+    """Counts rows of all ranks before."""
+
+    def forward(self, x: Tensor) -> Any:
+        count = x.new_ones(())
+        distributed.all_reduce(count)
+        return super().forward(x) / count
+
+
+class Chosen(Paired):
+    """Chooses rows by their values before."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x[(x.sum(1) < 1e9).nonzero()[:, 0]])
+
+
 class InBackward(Gathering):
     """Sends a message in its backward."""
 
@@ -126,12 +142,35 @@ def run_stages(ctx: accel.DistContext, kind: type[nn.Module], name: str) -> None
         (Gathering, "all_gather"),
         (Functional, "all_reduce"),
         (Paired, "all_gather"),
+        (Counted, "all_gather"),
+        (Chosen, "all_gather"),
         (InBackward, "all_reduce"),
         (InTraining, "all_reduce"),
     ],
 )
 def test_a_plan_is_not_searched_in_them(ranks: Simulator, kind: type[nn.Module], name: str) -> None:
     _ = ranks.run(lambda ctx: prepare_tensor(ctx, kind, name), 2, default_group=True)
+
+
+def test_known_layers_are_divided_around_a_mean_of_all_ranks(ranks: Simulator) -> None:
+    """Which is the same for any number of ranks with the same rows."""
+
+    class Centered(Paired):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.net(x)
+            mean = x.detach().mean(0)
+            if distributed.is_initialized():
+                total = _functional_collectives.all_reduce_coalesced([mean], "sum", distributed.group.WORLD)
+                mean = total[0] / distributed.get_world_size()
+            return x - mean
+
+    def run(ctx: accel.DistContext) -> Tensor:
+        torch.manual_seed(0)
+        x = torch.randn(4, 8)
+        return accel.prepare_model(ctx, Centered(), example=x)(x).detach()
+
+    for found in ranks.run(lambda ctx: run(accel.replace(ctx, mesh="tp=2")), 2, default_group=True):
+        torch.testing.assert_close(found, run(accel.single()))
 
 
 def test_known_layers_are_divided_around_a_message_among_ranks_along_dp(ranks: Simulator) -> None:

@@ -285,6 +285,8 @@ ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda t: t.transpose(1, 2).contiguous(),
     "contiguous behind": lambda t: t.transpose(1, 2).exp().contiguous(),
     "contiguous before": lambda t: t.transpose(1, 2).contiguous().exp(),
+    "contiguous clone": lambda t: t.transpose(1, 2).clone(memory_format=torch.contiguous_format),
+    "innermost": lambda t: t.transpose(2, 3).contiguous().transpose(2, 3).exp(),
     "by a mask": lambda t: t.transpose(1, 2).masked_fill(torch.eye(5, 4).bool(), 2),
     "by where": lambda t: torch.where(torch.eye(5, 4).bool(), t.transpose(1, 2), 2.0),
     "logsigmoid": lambda t: functional.logsigmoid(t.transpose(1, 2)),

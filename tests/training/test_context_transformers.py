@@ -1123,6 +1123,31 @@ def test_code_around_a_model_of_images_sees_all_positions(ranks: Simulator, cros
     assert max(ranks.run(rank, 2, default_group=True)) < 1e-9
 
 
+@pytest.mark.parametrize("how", ["mean", "sum", "classes"])
+def test_losses_and_classes_of_images_are_those_of_one_process(ranks: Simulator, how: str) -> None:
+    """Of 17 positions, all ranks hold one."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+
+    class Model(transformers.ViTForImageClassification):
+        def forward(self, pixel_values: Tensor) -> Any:
+            if how == "classes":
+                return super().forward(pixel_values).logits
+            scores = self.classifier(self.vit(pixel_values).last_hidden_state).flatten(0, 1)
+            return nn.functional.cross_entropy(scores, torch.arange(len(scores)) % 5, reduction=how)
+
+    torch.manual_seed(0)
+    one = Model(transformers.ViTConfig(image_size=8, patch_size=2, num_labels=5, **sizes)).double()
+    pixels = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    expected = one(pixels).detach()
+
+    def rank(ctx: accel.DistContext) -> Tensor:
+        model = accel.prepare_model(accel.replace(ctx, mesh="cp=2"), copy.deepcopy(one))
+        return model(pixels).detach()
+
+    for got in ranks.run(rank, 2, default_group=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_what_one_rank_computes_else_of_images_is_one_error_on_all(ranks: Simulator, *, fails: bool) -> None:
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}

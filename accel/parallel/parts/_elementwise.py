@@ -86,7 +86,7 @@ def placed_in_memory(found: Tensor, order: list[int]) -> Tensor:
     rows = found.permute(order)
     if not rows.is_contiguous():
         return found
-    return rows.view(rows.shape).permute([order.index(at) for at in range(found.dim())])
+    return rows.view(-1).view(rows.shape).permute([order.index(at) for at in range(found.dim())])
 
 
 def order_of(rows: Tensor) -> list[int]:
@@ -175,7 +175,9 @@ def same(func: Any, args: Args, kwargs: Named) -> Any:
     found = func(*args, **kwargs)
     if not isinstance(found, Tensor) or (found is part and not is_dynamo_compiling()):  # there two names are one tensor
         return found
-    return make(in_order(func, found, part.division, part), part.division, part.ranks)
+    if kwargs.get("memory_format") in (None, torch.preserve_format):
+        found = in_order(func, found, part.division, part)
+    return make(found, part.division, part.ranks)
 
 
 def laid_out(func: Any, args: Args, kwargs: Named) -> Any:

@@ -146,7 +146,7 @@ class Positions:
         in_region: whether a `PositionRegion` runs.
         guards: hooks that refuse separate calls of parts of the model.
         full: dimensions of positions, by number, of floating-point outputs that each rank computes in full.
-        lengths: of the sequences of the present call.
+        lengths: of the sequences of the present call, if there are such outputs.
         roots: modules that run the whole forward, or a stage of it.
     """
 
@@ -230,7 +230,7 @@ class Positions:
             if is_traced and not is_compiled(module):
                 log_uncompiled(module, self.ranks, COMPILED_AROUND)
         inputs, keywords = parts = self.parts_of(given, self.dim)
-        layouts = [each.division for each in listed(parts) if isinstance(each, PartTensor)]
+        layouts = [each.division for each in listed(parts) if isinstance(each, PartTensor)] if self.full else ()
         self.lengths = {each.cut.total for each in layouts if each is not None}
         compile_inside(module, self.ranks, self)
         return self.left(forward(*inputs, **keywords))

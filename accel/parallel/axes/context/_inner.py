@@ -122,7 +122,8 @@ def may_be_full(outputs: Sequence[Tensor], lengths: frozenset[int], *, or_longer
     """Return whether each rank may compute an output in full, as a model makes it of single positions. `or_longer`:
     also one that is longer than the sequences, as a model pads to a number of positions of its own."""
     shapes = [each.shape for each in outputs if not has_rows(each)]
-    return any(lengths.intersection(each) or (or_longer and max(each) > max(lengths)) for each in shapes if each)
+    longest = max(lengths, default=0)  # 0 for a model that cuts its hidden states: none of its outputs is cut
+    return any(lengths.intersection(each) or (or_longer and 0 < longest < max(each)) for each in shapes if each)
 
 
 _UNKNOWN = (
@@ -154,15 +155,14 @@ def full_outputs(
 
 def _follows(output: Tensor, shorter: Tensor, dim: int, lengths: frozenset[int]) -> bool:
     """Return whether places along a dimension follow the positions of a sequence: those of the first half are the same
-    without the second one, and those of the second half are not."""
-    tolerance = torch.finfo(shorter.dtype).eps ** 0.4
-    change = (output.detach() - shorter).abs()
+    without the second one, and each of the second half is not."""
     length = max(lengths)
-    if output.shape[dim] < length or length < 2:
+    if output.shape[dim] < length or length < 2 or not output.numel():
         return False
-    first, second = (float(each.max()) for each in change.narrow(dim, 0, length).chunk(2, dim))
-    largest = float(output.detach().abs().max())
-    return first <= tolerance * largest < second
+    change = (output.detach() - shorter).abs().narrow(dim, 0, length).movedim(dim, 0)
+    first, second = change.reshape(length, -1).amax(1).chunk(2)
+    least = torch.finfo(shorter.dtype).eps ** 0.4 * float(output.detach().abs().max())
+    return float(first.max()) <= least < float(second.min())
 
 
 def has_rows(tensor: Tensor) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -282,10 +283,7 @@ def packed_masks(documents: tuple[Tensor, Tensor] | None, ignored: Tensor | None
 
 def all_of(masks: list[Tensor]) -> Tensor | None:
     """Return the mask that is True where all are; None for no mask."""
-    together = masks[0] if masks else None
-    for each in masks[1:]:
-        together = each if together is None else together & each
-    return together
+    return reduce(torch.logical_and, masks) if masks else None
 
 
 def _places(q: Tensor, k: Tensor, seen: Seen) -> list[Tensor]:
@@ -323,12 +321,8 @@ def _scored(
 
 def near_mask(queries: int, keys: int, first: int, window: int | None, *, causal: bool, device: torch.device) -> Tensor:
     """Return the mask of queries from the position `first` on, True within the window; [queries, keys]."""
-    seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
-    if causal:
-        seen = seen.tril(first)
-    if window is None:
-        return seen
-    return seen.tril(first + window - 1).triu(first - window + 1)
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(first if causal else keys)
+    return seen if window is None else seen.tril(first + window - 1).triu(first - window + 1)
 
 
 def _lower_right(q: Tensor, k: Tensor) -> Tensor:

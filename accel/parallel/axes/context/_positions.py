@@ -245,7 +245,8 @@ class PositionRanks(Ranks):
             return _context_attended(self, *args, **kwargs)
         if lost := lost_weight(func):
             raise refused(name, lost)
-        if name in ("cross_entropy", "nll_loss"):
+        shares = any(each.division.cut.is_shared(self.size) for each in parts if each.division is not None)
+        if name in ("cross_entropy", "nll_loss") and not shares:
             return _loss(self, func, args, kwargs)
         note_attention(self.ctx)
         gathers = _GATHERS.get(name)
@@ -321,33 +322,20 @@ _GATHERS: Mapping[str, Callable[[_Args, _Named], _Again]] = {
 
 
 def _loss(ranks: PositionRanks, func: Any, args: _Args, kwargs: _Named) -> Any:
-    """A loss of classes at all positions: each rank computes its own."""
+    """A loss of classes at all positions: each rank computes its own, and counts those of them that count, or their
+    weight."""
     given = named("input target weight", args, kwargs)
     reduction = reduction_of(given)
-    if reduction not in ("none", "sum", "mean"):
-        raise refused(name_of(func), f"reduction={reduction!r}")
-    losses, count = _loss_of_classes(ranks, func, given.pop("input"), given.pop("target"), given)
-    if reduction == "none":
-        return losses
-    return ranks.loss(plain_of(losses).sum(), None if reduction == "sum" else count)
-
-
-def _alike(x: Tensor, other: Tensor) -> Tensor:
-    """Return another tensor as it is, or gathered if its positions are cut in another way."""
-    layouts = [each.division for each in (x, other) if isinstance(each, PartTensor) and each.division is not None]
-    return whole_of(other) if len(set(layouts)) > 1 else other
-
-
-def _loss_of_classes(
-    ranks: PositionRanks, func: Any, x: Tensor, target: Tensor, given: _Named
-) -> tuple[PartTensor, Tensor]:
-    """The loss of each position, as a part, and the number of the own ones that count, or their weight."""
+    x: Tensor = given.pop("input")
+    target: Tensor = given.pop("target")
     has_numbers = not target.is_floating_point()
-    if x.dim() < 2:
-        raise refused(name_of(func), "of one position")
+    if reduction not in ("none", "sum", "mean") or x.dim() < 2:
+        raise refused(name_of(func), "of one position" if x.dim() < 2 else f"reduction={reduction!r}")
     shape = target.shape if has_numbers else (x.shape[0], *x.shape[2:])
     x = _by_position(x)
-    target = _alike(x, target.flatten() if has_numbers else _by_position(target))
+    target = target.flatten() if has_numbers else _by_position(target)
+    if len(set(layouts_of((x, target)))) > 1:  # positions that are cut in another way
+        target = whole_of(target)
     with without_subclasses():
         layouts = layouts_of((x, target))
         if any(each.dim for each in layouts):
@@ -357,8 +345,9 @@ def _loss_of_classes(
         counted = labels != given.get("ignore_index", -100) if has_numbers else torch.ones_like(own)
         weight = given.get("weight") if has_numbers else None
         count = counted.sum() if weight is None else (weight[labels * counted] * counted).sum()
+        total = own.sum()
         losses = make(own, layouts[0], ranks)
-    return cast(PartTensor, losses.view(shape)), count
+    return losses.view(shape) if reduction == "none" else ranks.loss(total, None if reduction == "sum" else count)
 
 
 def _by_position(x: Tensor) -> Tensor:

@@ -283,8 +283,7 @@ def split_sequence(
             whole[name] = _shifted(whole[name], dim, ignore)
     if missing:
         values = {**dict.fromkeys(shift, ignore), **(pad or {})}
-        filled = {name: _padded(each, dim, missing, values[name]) for name, each in whole.items() if name in batch}
-        whole.update(filled)
+        whole |= {name: _padded(each, dim, missing, values[name]) for name, each in whole.items() if name in batch}
     if size > 1:
         note_cut(ctx, (length + missing) // size)
         for each in batch.values():
@@ -385,8 +384,7 @@ def own_positions(x: Tensor, rank: int, size: int, dim: int = 1) -> Tensor:
 def _shifted(x: Tensor, dim: int, ignore: float) -> Tensor:
     if not x.shape[dim]:
         return x
-    following = x.narrow(dim, 1, x.shape[dim] - 1)
-    return _padded(following, dim, 1, ignore)
+    return _padded(x.narrow(dim, 1, x.shape[dim] - 1), dim, 1, ignore)
 
 
 def _padded(x: Tensor, dim: int, count: int, value: float) -> Tensor:

@@ -164,27 +164,16 @@ def _attention(
             where=where,
             fix="Prepare the model, or make it with a config of its own.",
         )
+    of_mask: dict[str, Any] = {"causal": span.causal, "documents": span.documents, "window": span.window}
+    of_mask |= {"key_padding_mask": span.ignored, "attn_mask": bias}
+    of_mask["mask_mod"] = getattr(attention_mask, "mask_mod", None)  # of a BlockMask
+    of_scores: dict[str, Any] = {"softcap": keywords.get("softcap"), "sinks": keywords.get("s_aux")}
     # plain tensors have all positions, so a module that is called alone with own ones would compute something else
     ranks = position_ranks(query, key, value)
     if ranks is not None:
         ranks.note_callers()
     with ALL_POSITIONS.begun(ctx) if ranks is None else nullcontext():
-        out = context_attention(
-            ctx,
-            query,
-            key,
-            value,
-            causal=span.causal,
-            documents=span.documents,
-            scale=scaling,
-            window=span.window,
-            softcap=keywords.get("softcap"),
-            sinks=keywords.get("s_aux"),
-            key_padding_mask=span.ignored,
-            attn_mask=bias,
-            mask_mod=getattr(attention_mask, "mask_mod", None),  # of a BlockMask
-            dropout_p=dropout,
-        )
+        out = context_attention(ctx, query, key, value, scale=scaling, dropout_p=dropout, **of_mask, **of_scores)
     return out.transpose(1, 2).contiguous(), None
 
 

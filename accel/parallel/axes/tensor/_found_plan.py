@@ -344,7 +344,6 @@ class _Proofs:
             for name, weight in weights.items()
             if weight.numel() >= _LEAST_SHARE * self._total
             or together[pattern_of(name)] >= _LEAST_TOGETHER * self._total
-            or together[pattern_of(name)] >= _LEAST_TOGETHER * self._total
         ]
 
     def _unit_of(self, path: str, called: set[str], plan: FoundPlan) -> str:

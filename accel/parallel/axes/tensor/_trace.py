@@ -102,7 +102,7 @@ def trace(model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any], *, with_v
     try:
         return recorder.traced(_run_valued(model, inputs, recorder))
     except Exception as error:  # whatever a forward says of small inputs
-        raise first or error from None
+        raise error if isinstance(error, MessageError) else first or error from None
 
 
 _OF_VALUES = ("DynamicOutputShapeException", "DataDependentOutputException")  # of torch's fake tensors
@@ -224,11 +224,14 @@ class _Recorder(TorchFunctionMode):
         self._same_memory: dict[int, list[int]] = {}
         self._begun: list[tuple[int, tuple[Any, ...], Mapping[str, Any]]] = []
         self._layers = 0
+        self.message: MessageError | None = None  # of a sum over ranks, behind which rows may be exchanged
         self._error: BaseException | None = None  # that ended the latest call which raised one
         self.failed: type | None = None  # the class of the innermost module that raised it
 
     def traced(self, outputs: tuple[int, ...], *, has_unseen: bool = False) -> ForwardTrace:
-        """Return what is recorded, of a model with these outputs."""
+        """Return what is recorded, of a model with these outputs; raise the error of a message in it."""
+        if self.message is not None:
+            raise self.message
         return ForwardTrace(self.nodes, self.calls, outputs, frozenset(self.read), self.readers, has_unseen)
 
     def own(self, owners: Mapping[int, list[str]]) -> None:
@@ -247,7 +250,11 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if name := message_of(func):
             problem = f"its forward calls {name}, so one rank cannot record it"
-            raise MessageError(problem, exchanges=exchanges_rows(func, args, kwargs))
+            found = MessageError(problem, exchanges=exchanges_rows(func, args, kwargs))
+            self.message = self.message or found
+            if found.exchanges or name != "torch.distributed.all_reduce" or kwargs.get("async_op"):
+                raise found if found.exchanges else self.message
+            return args[0] if str(getattr(func, "__module__", "")).startswith("torch._ops") else None
         result = run_operator(func, args, kwargs)
         if not self._layers:
             self._record(getattr(func, "__name__", str(func)), args, kwargs, result)

@@ -78,8 +78,8 @@ class Ranks:
         shares_tokens: whether each rank holds its tokens between divided layers.
         keeps_rows: whether this rank's rows of outputs leave a model, and not all.
         gathers_inputs: whether a layer with outputs that ranks divide gathers an input that they divide too.
-        given: numbers and layouts of the parts among the leaves of the arguments of a compiled call, and whether they are
-            of these ranks; None inside.
+        given: numbers and layouts of the parts among the leaves of the arguments of a compiled call, and whether they
+            are of these ranks; None inside.
     """
 
     nests = False

@@ -26,7 +26,7 @@ from accel.errors import PrepareError
 from accel.errors._checks import did_you_mean
 from accel.mixins import Mixin, add_mixin
 from accel.parallel._modules import named_modules, note_module, notes_of, written_class
-from accel.parallel._private import is_compiled, runs_in_backward
+from accel.parallel._private import contains_compiled, is_compiled, runs_in_backward
 from accel.parallel._spread import ModelView
 from accel.tensors import is_dtensor, mesh_of
 
@@ -334,11 +334,16 @@ def refuse_parts_of_units(units: Mapping[str, nn.Module]) -> None:
 
     An expert of a list is left out: the module that loops over the list collects its calls.
     """
-    handles: list[Any] = []
+    handles: list[tuple[nn.Module, Any]] = []
+
+    def begin(*_: object) -> None:
+        for unit, handle in handles:
+            if unit is not root and contains_compiled(unit):  # whose graph would be of the first forward alone
+                handle.remove()
 
     def end(*_: object) -> None:
         while handles:
-            handles.pop().remove()
+            handles.pop()[1].remove()
 
     *inner, (_, root) = units.items()
     for unit_path, unit in inner:
@@ -346,9 +351,12 @@ def refuse_parts_of_units(units: Mapping[str, nn.Module]) -> None:
             sharded = _sharded_dims(module.named_parameters(recurse=False))
             is_expert = "expert" in notes_of(module)
             if path and sharded and not is_expert and f"{unit_path}.{path}" not in units:
-                handles.append(module.register_forward_pre_hook(partial(_refuse_part, unit_path, unit, path, sharded)))
+                hook = partial(_refuse_part, unit_path, unit, path, sharded)
+                handles.append((unit, module.register_forward_pre_hook(hook)))
     if handles:
-        handles.append(root.register_forward_hook(cast(Any, torch.compiler).disable(end)))
+        uncompiled: Any = cast(Any, torch.compiler).disable
+        handles.append((root, root.register_forward_pre_hook(uncompiled(begin))))
+        handles.append((root, root.register_forward_hook(uncompiled(end))))
 
 
 def _refuse_part(

@@ -63,7 +63,10 @@ SWITCHED = {  # by the kinds of batches of a rank
 }
 
 
-@pytest.mark.parametrize("name", SWITCHED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.kept("slow") if name == "shards" else ()) for name in SWITCHED],
+)
 def test_each_kind_of_batch_has_one_graph(ranks: Simulator, name: str) -> None:
     """Rows in any number, one row, training and evaluation: a second round compiles nothing."""
     case = SWITCHED[name]

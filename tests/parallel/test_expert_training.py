@@ -261,7 +261,8 @@ class Varied(Experts):
         if self.way == "failing":
             raise LookupError("an error of the module")
         rows = tokens - tokens.mean(0) if self.way == "rows meet" else tokens
-        rows = rows.log() if self.way == "logarithms" else rows
+        if self.way == "logarithms":
+            rows = rows.log() if bool((rows >= 0).all()) else rows * torch.nan
         if self.way == "noise" and self.training:
             rows = rows + torch.randn(rows.shape, generator=self.noise)
         indices = indices[:, :1] if self.way == "first choice" else indices
@@ -270,6 +271,8 @@ class Varied(Experts):
             row, choice = torch.where(indices == expert)
             if self.way == "capacity" or (self.way == "capacity in training" and self.training):
                 row, choice = row[: len(tokens) // 4], choice[: len(tokens) // 4]
+            if self.way == "constant capacity":
+                row, choice = row[:32], choice[:32]
             factor = weights[row, choice, None] ** (2 if self.way == "squared weights" else 1)
             if self.way == "experts meet":
                 factor = factor / len(self.up)
@@ -284,7 +287,7 @@ class Varied(Experts):
 
 WAYS = (
     "rows meet", "first choice", "residual", "number", "capacity", "squared weights", "experts meet",
-    "bias without weights", "capacity in training",
+    "bias without weights", "capacity in training", "constant capacity",
 )  # fmt: skip
 
 

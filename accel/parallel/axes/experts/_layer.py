@@ -205,7 +205,7 @@ def _local_parts(module: nn.Module, parts: Mapping[str, Tensor] | None = None) -
 
 _FACTORS = (1.0, -0.75, 0.5, -1.25)  # of the experts in a proof, so that they differ
 _LARGEST_DIFFERENCE = 0.02  # of the outputs' norm; formats of 16 bits round by less
-_ROWS = 8  # of a proof
+_ROWS = 64  # of a proof; a constant capacity of as many tokens of an expert is not found
 
 
 def prove_once(
@@ -308,8 +308,8 @@ def _prove_dispatched(module: nn.Module, run: Callable[..., Any], tokens: Tensor
     """Raise `PrepareError` if a module computes with other rows or experts than those of a choice, or with weights in
     another way than as factors: ranks would have other outputs than one process. No communication.
 
-    A few rows, with the weights of tokens, are computed by all of four experts, and each choice by two of them, without
-    its weight. Rows are drawn; if outputs of those are not finite, they are tokens.
+    A few rows, with the weights of tokens, are computed by all of four experts, and half of the choices at a time by
+    two of them, without weights. Rows are drawn; if outputs of those are not finite, they are tokens.
     """
     run_few = _with_few(module, run, tokens)
     if run_few is None:
@@ -329,8 +329,9 @@ def _prove_dispatched(module: nn.Module, run: Callable[..., Any], tokens: Tensor
         for begin in range(0, len(_FACTORS), 2):
             order = chosen.argsort(stable=True)
             order = order[(chosen[order] >= begin) & (chosen[order] < begin + 2)]
-            own, ones = chosen[order, None] - begin, few.new_ones(len(order), 1)
-            single[order] = run_few(begin, begin + 2, rows[order // indices.shape[1]], own, ones).detach()
+            for some in (order[::2], order[1::2]):
+                own, ones = chosen[some, None] - begin, few.new_ones(len(some), 1)
+                single[some] = run_few(begin, begin + 2, rows[some // indices.shape[1]], own, ones).detach()
         return found, (single.view(*indices.shape, -1) * few[..., None]).sum(1)
 
     def alone() -> object:

@@ -87,6 +87,7 @@ def _let_parts_be_fake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeTensor, "as_subclass", as_subclass, raising=False)
     monkeypatch.setattr("accel.parallel.axes.context._positions.PositionRanks.hold_alike", lambda *_: False)
     monkeypatch.setattr("accel.parallel.axes.context._forward.Positions.prove", prove)
+    monkeypatch.setattr("accel.parallel.axes.context._forward.refuse_fake", lambda _: None)
 
 
 def _agree(

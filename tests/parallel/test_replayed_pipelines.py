@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -399,11 +400,11 @@ def test_checkpointed_blocks_run_again_with_the_same_draws(
 
 
 class Counts(nn.Linear):
-    """Notes its calls on tensors with values, in a list that no look at shapes puts back."""
+    """Notes its calls on tensors with values, in an object that no look at shapes puts back, as it does lists."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
-        self.calls: list[int] = []
+        self.calls: deque[int] = deque()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not is_fake(self.weight):

@@ -36,9 +36,13 @@ from accel.parallel.parts._part import (
 )
 
 
-def _apart(*tensors: Tensor) -> Exception:
+def _divided_unlike(*tensors: Tensor) -> Exception:
     """The error of a matmul of tensors that are divided along different dimensions."""
-    words = [f"{list(whole_shape(each))} along {layout.dim}" for each in tensors if (layout := layout_of(each))]
+    words: list[str] = []
+    for each in tensors:  # torch.compile traces it
+        layout = layout_of(each)
+        if layout is not None:
+            words.append(f"{list(whole_shape(each))} along {layout.dim}")
     return no_rule(f"a matmul of tensors that ranks divide along different dimensions: {' and '.join(words)}")
 
 
@@ -71,13 +75,13 @@ def linear(func: Any, args: Args, kwargs: Named) -> Any:
     own = layout_of(x)
     if (own and own.dim == last) or (other and other.dim == 1):
         if (own and own.dim != last) or (other and other.dim != 1):
-            raise _apart(x, weight)
+            raise _divided_unlike(x, weight)
         need = contracted_cut([each.cut for each in (own, other) if each is not None], ranks)
         pair = own_rows(x, last, need, ranks), own_rows(weight, 1, need, ranks)
         total = ranks.ended_product(*pair) if ranks.overlaps and not is_dynamo_compiling() else ranks.ended(func(*pair))
         return total if bias is None else added(total, bias)
     if own and other:
-        raise _apart(x, weight)
+        raise _divided_unlike(x, weight)
     if other is None:
         if layout_of(bias) is not None:
             raise no_rule("with a divided bias and another weight")
@@ -134,14 +138,14 @@ def multiplied(x: Tensor, y: Tensor, ranks: Ranks) -> Tensor:
     over = [each.cut for each, dim in ((own, last), (other, first)) if each is not None and each.dim == dim]
     if over:
         if (own and own.dim != last) or (other and other.dim != first):
-            raise _apart(x, y)
+            raise _divided_unlike(x, y)
         need = contracted_cut(over, ranks)
         return ranks.ended(torch.matmul(own_rows(x, last, need, ranks), own_rows(y, first, need, ranks)))
     in_batch = [each is not None and each.dim < tensor.dim() - 2 for each, tensor in ((own, x), (other, y))]
     if any(in_batch):
         return _batched(x, y, ranks, in_batch)
     if own and other:
-        raise _apart(x, y)
+        raise _divided_unlike(x, y)
     found = torch.matmul(entered(x, ranks), entered(y, ranks))
     if own:
         return make(found, RowLayout(found.dim() - min(y.dim(), 2), own.cut), ranks)
@@ -152,7 +156,7 @@ def _batched(x: Tensor, y: Tensor, ranks: Ranks, in_batch: Sequence[bool]) -> Pa
     """A matmul where a dimension of the batch is divided."""
     layouts = [layout_of(x), layout_of(y)]
     if any(each is not None and not inside for each, inside in zip(layouts, in_batch, strict=True)):
-        raise _apart(x, y)
+        raise _divided_unlike(x, y)
     if min(x.dim(), y.dim()) <= 2:  # a matrix for the whole batch
         tensor, layout = (x, layouts[0]) if layouts[0] is not None else (y, layouts[1])
         found = torch.matmul(entered(x, ranks), entered(y, ranks))
@@ -210,7 +214,7 @@ def _contracted(product: Any, terms: Sequence[str], result: str, tensors: Sequen
     if not divided:
         return make(product(*(entered(each, ranks) for each in tensors)), None, ranks)
     if len(divided) > 1:
-        raise _apart(*tensors)
+        raise _divided_unlike(*tensors)
     (letter,) = divided
     if letter in groups:
         raise no_rule("of groups that ranks divide")

@@ -131,21 +131,21 @@ def _inside(module: nn.Module) -> object:
     return None if name is None else getattr(module, name)
 
 
-class Table(NamedTuple):
+class OwnParameters(NamedTuple):
     path: str
     parameters: Mapping[str, torch.Tensor | None]  # of a module
     absent: Collection[str]  # names of other stages
 
 
-def tables_in(model: nn.Module) -> list[Table]:
+def tables_in(model: nn.Module) -> list[OwnParameters]:
     """List the tables of parameters of a model's modules."""
     return [
-        Table(path, vars(module)["_parameters"], notes_of(module).get("absent", ()))
+        OwnParameters(path, vars(module)["_parameters"], notes_of(module).get("absent", ()))
         for path, module in named_modules(model)
     ]
 
 
-def check_tensors(tables: Iterable[Table]) -> None:
+def check_tensors(tables: Iterable[OwnParameters]) -> None:
     """Raise for a parameter that was assigned across stages: one of another stage here, or one of this stage there."""
     for path, parameters, absent in tables:
         for name, each in parameters.items():

@@ -18,7 +18,14 @@ from accel.parallel._leftovers import is_used, is_watched, note_used
 from accel.parallel._modules import note_prepared, note_tensor, prepared_of, stage_modules, tensor_notes
 from accel.parallel._same_batches import SameBatches
 from accel.parallel._sharded import load_plain
-from accel.parallel.axes.pipeline._held import Copied, Table, check_children, check_tensors, copies_in, tables_in
+from accel.parallel.axes.pipeline._held import (
+    Copied,
+    OwnParameters,
+    check_children,
+    check_tensors,
+    copies_in,
+    tables_in,
+)
 from accel.parallel.axes.pipeline._layout import Layout, Norms, batch_norms, check_norms
 from accel.parallel.axes.pipeline._replayed import ReplayedModule, running
 from accel.parallel.axes.pipeline._replays import Replays, StageTrials, agreed_replay, looked
@@ -148,7 +155,7 @@ class Pipeline:
         self._schedules: dict[object, StageSchedule] = {}
         self._norms: Norms | None = None
         self._copies: Sequence[Copied] = ()
-        self._tables: Sequence[Table] = ()
+        self._tables: Sequence[OwnParameters] = ()
 
     def __deepcopy__(self, memo: object) -> Pipeline:
         return self

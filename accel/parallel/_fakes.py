@@ -154,8 +154,8 @@ def refuse_to_world(function: object, args: Sequence[object], kwargs: Mapping[st
 
 
 def exchanges_rows(function: object, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
-    """Return whether a message moves rows among all ranks, such as an all-gather: what it gives depends on the number
-    of ranks, also of ranks with equal rows."""
+    """Return whether a message moves rows among all ranks, such as an all-gather. Its result depends on the number of
+    ranks, even if they have equal rows."""
     alike = (
         "all_reduce", "allreduce", "all_reduce_coalesced", "allreduce_coalesced", "barrier", "broadcast",
         "monitored_barrier", "reduce",

@@ -380,7 +380,7 @@ def _with_few(module: nn.Module, run: Callable[..., Any], tokens: Tensor) -> Cal
 
     def run_few(begin: int, end: int, rows: Tensor, *given: Tensor) -> Tensor:
         for name, each in held.items() if not few else ():
-            few[name] = few_experts(each.detach(), random, trains=module.get_parameter(name).requires_grad)
+            few[name] = _few_experts(each.detach(), random, trains=module.get_parameter(name).requires_grad)
         parts = {name: live(each[begin:end], held[name]) for name, each in few.items()}
         with _local_parts(module, parts):
             return run(live(rows, tokens).clone(), *given)
@@ -388,7 +388,7 @@ def _with_few(module: nn.Module, run: Callable[..., Any], tokens: Tensor) -> Cal
     return run_few
 
 
-def few_experts(part: Tensor, random: torch.Generator, *, trains: bool) -> Tensor:
+def _few_experts(part: Tensor, random: torch.Generator, *, trains: bool) -> Tensor:
     """Return the values of four experts, from those of some; drawn ones for zeros that a step will change."""
     wide = part.float() if part.dtype.itemsize == 1 else part  # torch has no arithmetic in 8 bits
     factors = torch.tensor(_FACTORS).to(wide).view(-1, *[1] * (part.ndim - 1))
